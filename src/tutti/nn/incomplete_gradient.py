@@ -18,15 +18,16 @@ class IncompleteGradient(Tensor):
     """Placeholder in ``.grad`` for a gradient whose values are on other ranks.
 
     It has shape, strides, dtype and device of its parameter, but no memory. Operations that read or write its values
-    raise ``UsageError``. Clearing by ``zero_grad`` and autograd's accumulation are allowed, and only recorded.
+    raise ``UsageError``. Clearing by ``zero_grad`` and accumulation by autograd do not raise: ``zeroed`` and ``added``
+    record them.
 
     Args:
         parameter: the parameter.
-        place: words for the location of the complete gradient, for the error message.
+        place: location of the complete gradient, as text for the error message, such as "on other ranks".
 
     Attributes:
         zeroed: whether the script has set it to zero in place, as ``zero_grad(set_to_none=False)`` does.
-        added: whether a plain ``loss.backward()`` has added to it since.
+        added: whether a backward of the script's own has accumulated into it since it was made or zeroed.
         place: the argument ``place``.
     """
 

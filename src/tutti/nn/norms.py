@@ -21,8 +21,8 @@ class TakenOver(BatchNormBase):
     """Base of batch norms that replace a plain one and take over its parameters, buffers and mode.
 
     Inputs have at least two dimensions: (samples, channels, …). A plain batch norm whose class has its own forward
-    (timm's ``BatchNormAct2d`` has an activation in it), or that has hooks, still runs itself: ``normalised`` replaces
-    only its call of ``torch.nn.functional.batch_norm``.
+    (timm's ``BatchNormAct2d`` has an activation in it), or that has hooks, still runs itself: only its call of
+    ``torch.nn.functional.batch_norm`` is replaced, by ``normalised``.
 
     Args:
         plain: the batch norm to replace.

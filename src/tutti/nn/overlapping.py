@@ -12,7 +12,10 @@ def check_memory(model: nn.Module) -> None:
     """Check that a model is not sharded, and that no two elements of its trainable parameters share an address.
 
     On one device an optimizer would update such an element twice; strategies that move parameters would duplicate it.
-    Tied parameters, one object under several names, are allowed.
+    Tied parameters, one object under several names, are allowed. The model is not changed.
+
+    Args:
+        model: the script's model; frozen and empty parameters are not checked.
 
     Raises:
         UsageError: a parameter is expanded, two parameters overlap in memory, or a parameter is a ``DTensor``.

@@ -51,14 +51,14 @@ class GradientSplit:
 class GradientParts:
     """Gradients of which each rank of a group holds a part: slices of tensor parallelism, rows of sharding, or stages.
 
-    Of the gradients of a model that is cut into stages, some ranks hold the whole and the others nothing.
+    With pipeline stages, some ranks hold a whole gradient and the others nothing of it.
 
-    Gives norms of the whole gradients. The first norm of an order is computed for all gradients of this object in one
-    all-gather; further ones are read from its result until a gradient is edited.
+    The object computes norms of the whole gradients. The first norm of an order p is computed for all its gradients in
+    one all-gather; later norms of this order are read from the result, until a gradient is edited.
 
     Args:
-        comm: the ranks that hold the parts. All of them must take the same norms, and read the same gradients, in the
-            same order.
+        comm: the ranks that hold the parts. On all of them the script must take the same norms, and read the same
+            gradients, in the same order, because these calls are collective.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -77,12 +77,13 @@ class GradientParts:
         elsewhere: bool = False,
         whole: bool = False,
     ) -> None:
-        """Put placeholders that know this rank's part of one gradient into the ``.grad`` of parameters.
+        """Put placeholders that know this rank's part of one gradient into the ``.grad`` of parameters. Not collective.
 
         Args:
             parameters: the objects that stand for one parameter, such as the model's and the optimizer's.
-            place: words for the location of the complete gradient, for the error message.
-            own: returns this rank's part of the gradient, which edits change in place; None where there is none.
+            place: location of the complete gradient, as text for the error message.
+            own: function that returns this rank's part of the gradient, which edits change in place; it returns None
+                where this rank has no part.
             counted: whether the part counts in norms; False for the second copy of a part that two ranks hold.
             on_edit: called after each edit of the part.
             split: how the gradient is shared out, for the first of ``parameters``; None where the script can only scale
@@ -100,7 +101,10 @@ class GradientParts:
         self._parts.append((own, probe, counted))
 
     def norm(self, index: int, order: float) -> Tensor:
-        """Return the norm of one whole gradient. Collective in the first call of an order since the last scaling.
+        """Return the norm of one whole gradient, from the parts of all ranks of the group.
+
+        The first call for an order since a gradient of this object was last edited is collective over the group: one
+        all-gather, for all gradients. Other calls send nothing.
 
         Args:
             index: position of the gradient among the calls of ``conceal``.
@@ -122,7 +126,7 @@ class GradientParts:
         return self._norms[order][index]
 
     def forget(self) -> None:
-        """Forget the norms, because a gradient has been edited."""
+        """Discard the computed norms after a gradient has been edited; the next ``norm`` all-gathers again."""
         self._norms.clear()
 
     def _gather(self, mine: Tensor) -> Tensor:
@@ -132,25 +136,33 @@ class GradientParts:
         return rows.view(comm.size, -1).to(mine.device)
 
     def largest(self, flag: Tensor) -> Tensor:
-        """Return the largest value of a tensor of one element over the ranks of the group. Collective."""
+        """Return the largest value of a one-element tensor over the ranks of the group. Collective: an all-gather.
+
+        Args:
+            flag: a tensor of one element, of any shape.
+
+        Returns:
+            A new tensor of shape (1,) on the device of ``flag``, equal on all ranks.
+        """
         return self._gather(flag.reshape(1)).amax(0)
 
 
 class PartGradient(IncompleteGradient):
-    """Placeholder in ``.grad`` of a parameter of which this rank has a part: the script computes with the whole one.
+    """Placeholder in ``.grad`` for a gradient of which this rank has a part: the script computes with the whole one.
 
     Norms, scaling and clamping in place, as ``clip_grad_norm_`` and the like need them, gather no gradient. Neither do
     other in-place functions that act element by element: their operands are cut like the gradient. All other functions
-    are given the whole gradient, which is collective, and what they write in place is cut again. Their results are
-    plain tensors, equal on all ranks: of the whole gradient, or of this rank's part where an operand is such a part.
-    Views of the gradient, through which a write would be lost, raise UsageError. A few numbers, ``probe``, record all
-    edits, by which ranks find that they have edited differently. ``GradientParts.conceal`` makes it.
+    are given a copy of the whole gradient, all-gathered over the ranks that hold the parts, and what they write in
+    place is cut again. Their results are plain tensors, equal on all ranks: of the whole gradient, or of this rank's
+    part where an operand is such a part. Views of the gradient, through which a write would be lost, raise UsageError.
+    Every edit is also applied to the few numbers ``probe``, by which ranks find that they have edited differently.
+    ``GradientParts.conceal`` makes these objects.
 
     Attributes:
-        parts: all gradients of this kind, of which it takes norms.
-        own: returns this rank's part of the gradient; None if there is none.
+        parts: the ``GradientParts`` that this gradient belongs to, which computes norms.
+        own: function that returns this rank's part of the gradient, or None if it has none.
         place_in_parts: position of the gradient in ``parts``.
-        probe: (3,), numbers that have been edited like the gradient.
+        probe: a tensor of shape (3,), edited like the gradient.
         how_split: how the gradient is shared out; None where the script can only take norms, scale and clamp it.
         on_edit: called after each edit of the part.
         elsewhere: whether this rank has no part of the gradient, and others have.
@@ -194,11 +206,13 @@ class PartGradient(IncompleteGradient):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def assign(self, value: Tensor, source: Tensor) -> None:
-        """Copy the values of a tensor that the script assigns to ``.grad`` in the placeholder's stead.
+        """Copy a tensor that the script assigns to ``.grad`` into this placeholder's gradient.
+
+        The placeholder stays in ``.grad``.
 
         Args:
             value: the tensor, whole or this rank's part of it.
-            source: the tensor as the script has it; a later write to it is found by ``check_source``.
+            source: the same tensor as the script has it; ``check_source`` finds later writes to it.
         """
         self.copy_(value)
         self._source = source, tensor_version(source)
@@ -214,20 +228,36 @@ class PartGradient(IncompleteGradient):
             )
 
     def note_edit(self) -> None:
-        """Record that the script has edited the gradient: its norm is another one."""
+        """Record that the script has edited the gradient: discard the norms and call ``on_edit``. Not collective."""
         self.parts.forget()
         self.on_edit()
         # In-place writes below autograd do not increment the version counter.
         torch.autograd.graph.increment_version(self.probe)
 
     def takes(self, term: Any) -> bool:
-        """Return whether ``term`` is a tensor, or a number, that may be added to this gradient."""
+        """Return whether the script may add ``term`` to this gradient without gathering it. Not collective.
+
+        True where each rank has the whole gradient or nothing of it (``whole``, pipeline stages) and some rank has it,
+        outside of a backward, unless ``term`` is itself a placeholder of a gradient.
+
+        Args:
+            term: what the script adds: a tensor or a number.
+        """
         there = self.whole and (self.elsewhere or self.own() is not None)
         # In a backward autograd accumulates a gradient of the script's own.
         return there and not in_backward() and not isinstance(term, IncompleteGradient)
 
     def add_term(self, func: Any, term: Any, options: Mapping[str, Any]) -> PartGradient:
-        """Add ``term`` to the gradient where this rank has it, by ``func``, and note it. Returns this object."""
+        """Add ``term`` to the gradient in place where this rank has it, and record the edit. Not collective.
+
+        Args:
+            func: the in-place operator, ``add_`` or ``sub_``.
+            term: a tensor or a number for which ``takes`` is True.
+            options: further arguments of ``func``, such as ``alpha``.
+
+        Returns:
+            This object.
+        """
         own = self.own()
         if own is not None:
             func(own, term, **options)
@@ -237,12 +267,20 @@ class PartGradient(IncompleteGradient):
         return self
 
     def note(self, total: Tensor | None) -> None:
-        """Note that the script has added a tensor with this sum of its elements, None where it is unknown here."""
+        """Record that the script has added a tensor to the gradient, for the comparison over ranks. Not collective.
+
+        Args:
+            total: the sum of the tensor's elements; None where this rank does not have the tensor.
+        """
         self.parts.forget()
         self.added_to.append(total)
 
     def assembled(self) -> Tensor:
-        """Return a copy of the whole gradient. Collective over the ranks that hold the parts."""
+        """Return the whole gradient, all-gathered from the parts, as a new tensor.
+
+        Collective over the ranks that hold the parts: one all-gather. ``how_split`` must not be None, and this rank
+        must have a part.
+        """
         split = cast(GradientSplit, self.how_split)
         [gathered] = split.gatherer.gather(split.key, [cast(Tensor, self.own())])
         return gathered.view(split.shape)
@@ -370,7 +408,7 @@ def agree_on_operand(comm: Communicator, tensor: Tensor, what: str) -> None:
     Args:
         comm: the ranks that take parts of the tensor.
         tensor: the tensor.
-        what: words for it in the error, such as "the script computes with a tensor".
+        what: the beginning of the error's text, such as "the script computes with a tensor".
 
     Raises:
         MismatchError: it differs over ranks.

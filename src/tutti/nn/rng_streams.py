@@ -155,6 +155,9 @@ def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:
 
     These are PyTorch's layers that draw in training, such as dropout, and, if the model is an ``nn.Sequential``, its
     user-defined blocks (also of sequences nested in it), which may draw by functions.
+
+    Args:
+        model: the whole model, whose module names become the keys.
     """
     found = {name: module for name, module in model.named_modules() if module_draws(module)}
     if isinstance(model, nn.Sequential):
@@ -179,7 +182,7 @@ def refuse_draws(what: str) -> NoReturn:
     its workers as one batch; random numbers would then depend on the number of devices.
 
     Args:
-        what: words for the drawing module or function, for the error.
+        what: the module or function that draws, as text for the error.
 
     Raises:
         UsageError: always.

@@ -72,7 +72,9 @@ class ScriptEdits:
         self._ids: set[int] = set()
 
     def cover(self, named: Mapping[str, Tensor]) -> None:
-        """Record the script's edits of these tensors, and of what it computes from them, from now on.
+        """Record the script's edits of these tensors, and of tensors that it computes from them, from now on.
+
+        ``take`` returns the edits. Replaces the tensors of an earlier call.
 
         Args:
             named: parameters by name, as this rank has them.
@@ -80,18 +82,20 @@ class ScriptEdits:
         self._covered = {name: self._record(tensor) for name, tensor in named.items()}
 
     def alias(self, tensor: Tensor, source: Tensor) -> None:
-        """Let ``tensor``, another object for the same values, have the record of ``source``.
+        """Make two objects for the same values, ``tensor`` and ``source``, share one record of edits.
 
         Args:
-            tensor, source: the two objects.
+            tensor: the object that gets the record.
+            source: the object whose record it gets; a new, empty record if it has none.
         """
         self._records[tensor] = self._record(source)
         self._ids.add(id(tensor))
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record a call of the script, after it; nothing without a recorded tensor among its arguments.
+        """Record a call of PyTorch by the script after the call has returned. Not collective.
 
-        Calls by tutti, such as those that load a checkpoint's slices, are not edits.
+        A call without a recorded tensor among its arguments is not recorded. Neither are calls by tutti's own code,
+        such as those that load a checkpoint's slices.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -132,16 +136,22 @@ class ScriptEdits:
             self._ids.add(id(tensor))
 
     def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Return a line for each of these tensors that the script has edited, the same for the same edits.
+        """Return a line of text for each of these tensors that the script has edited. Does not clear the records.
+
+        Ranks that have made the same edits have the same lines, such as ``weight: mul(0.5) #1f3a``: name, the last call
+        with its numbers, and a hash of all calls.
 
         Args:
             named: (name, tensor) pairs.
+
+        Returns:
+            The lines, in the order of ``named``; tensors without an edit have none.
         """
         found = [(name, self._records[each]) for name, each in named if self._knows(each)]
         return [_line_of(name, record) for name, record in found if record.value]
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Forget the edits of tensors to which tutti has given new values.
+        """Clear the records of tensors to which tutti has given new values, so that earlier edits no longer count.
 
         Args:
             tensors: the tensors, such as gradients that have just been reduced.
@@ -151,9 +161,10 @@ class ScriptEdits:
                 self._records[tensor].value = 0
 
     def take(self) -> list[str]:
-        """Return a line for each covered tensor that the script has edited since the last call, and forget the edits.
+        """Return a line of text for each covered tensor that the script has edited, and clear these records.
 
-        The lines are the same on all ranks that have made the same edits.
+        Covered are the tensors of the latest ``cover``; edits count from the previous ``take`` on. Not collective: the
+        caller compares the lines, which are equal on all ranks that have made the same edits.
         """
         if not self._edited:
             return []

@@ -232,7 +232,9 @@ def acts_by_element(func: Any) -> bool:
 
 
 def is_of_lists(func: Any) -> bool:
-    """Return whether a function of PyTorch acts on lists of tensors, on those at one place together, by its name.
+    """Return whether a function of PyTorch takes lists of tensors (``torch._foreach_mul_``, for example), by its name.
+
+    Such a function combines the tensors that are at the same index in its lists.
 
     Args:
         func: the function, as ``__torch_function__`` is given it.
@@ -241,11 +243,12 @@ def is_of_lists(func: Any) -> bool:
 
 
 def by_place(args: Sequence[Any], change: Callable[[tuple[Any, ...]], Sequence[Any]]) -> tuple[Any, ...]:
-    """Return the arguments of a function of lists of tensors with those at each place of the lists changed together.
+    """Apply ``change`` to the elements at each index of a function's list arguments, and return the changed arguments.
 
     Args:
-        args: the arguments, of which the lists and tuples are equally long.
-        change: takes what the lists have at one place, and returns as many values in their stead.
+        args: the function's arguments; its lists and tuples must be equally long. Arguments that are no list or tuple
+            stay.
+        change: called with a tuple of the lists' elements at one index; returns a sequence of as many replacements.
 
     >>> by_place(([1, 2], [10, 20], 0.5), lambda pair: (pair[0], sum(pair)))
     ([1, 2], [11, 22], 0.5)

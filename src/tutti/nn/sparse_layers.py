@@ -29,11 +29,12 @@ def sparse_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def check_sparse_step(optimizer: Optimizer, error: Exception, where: str | None = None) -> None:
-    """Explain an error of ``optimizer.step()`` that is about sparse, or dense, gradients: raise UsageError.
+    """Raise UsageError in place of an error of ``optimizer.step()`` that is about sparse or dense gradients.
 
     Args:
         optimizer: the optimizer that raised.
-        error: the exception of ``optimizer.step()``. If its text has another cause, nothing is raised here.
+        error: the exception of ``optimizer.step()``. If it is about something else, the function returns without an
+            error, and the caller raises the exception again.
         where: names of the parameters concerned, for the error.
 
     Raises:

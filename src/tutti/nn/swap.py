@@ -37,7 +37,11 @@ class BufferRef:
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Replace the buffer of a module to which this object refers by ``tensor``, without a copy."""
+        """Replace the buffer of a module to which this object refers by ``tensor``, without a copy.
+
+        Args:
+            tensor: the new buffer; of any shape and dtype.
+        """
         module_buffers(self.owner)[self.key] = tensor
 
 
@@ -62,6 +66,9 @@ def registered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
     Unlike ``named_children``, a submodule with two names is returned twice: ``nn.Sequential(a, act, b, act)`` calls
     ``act`` under both.
+
+    Args:
+        module: the module; its children's own children are left out.
     """
     entries = module.named_modules(remove_duplicate=False)
     return [(name, child) for name, child in entries if name and "." not in name]

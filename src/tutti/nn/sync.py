@@ -43,10 +43,10 @@ class Peers:
 class SyncBatchNorm(TakenOver):
     """A batch norm whose mean and variance are over the samples of all data-parallel ranks.
 
-    Parameters, buffers and names are those of the plain batch norm. In training every rank must call it equally often
-    and in the same order. In evaluation it is the plain batch norm.
-
-    Collective: each forward all-gathers 2·channels + 2 numbers a rank, each backward all-reduces 2·channels.
+    Parameters, buffers and names are those of the plain batch norm. In training every data-parallel rank must call it
+    equally often and in the same order, because the calls are collective over them: each forward all-gathers 2·channels
+    + 2 float64 numbers a rank, and each backward all-reduces 2·channels numbers. In evaluation, or on a single rank, it
+    is the plain batch norm.
 
     Args:
         plain: the batch norm to replace.
@@ -61,18 +61,19 @@ class SyncBatchNorm(TakenOver):
     def normalised(self, input: Tensor) -> Tensor:
         """Normalise ``input``, (samples, channels, …), by statistics over all ranks' samples; return the same shape.
 
-        In training it also updates the running statistics, equally on all data-parallel ranks. Collective over them in
-        training, unless there is one: an all-gather in the forward, which blocks until every rank has called it, and an
-        all-reduce in the backward. In evaluation it is plain batch norm, by the running statistics.
+        In training it also updates the running statistics, equally on all data-parallel ranks. In training collective
+        over these ranks, if there are several: an all-gather in the forward, which blocks until every rank has called
+        it, and an all-reduce in the backward. In evaluation it is plain batch norm, by the running statistics.
 
         Args:
-            input: this rank's samples; there may be none.
+            input: this rank's samples, possibly zero of them.
 
         Raises:
             ValueError: ``input`` has fewer than two dimensions, or all ranks together have fewer than two values a
                 channel.
             MismatchError: ranks call different batch norms at the same time.
             PeerError: a rank is gone.
+            UsageError: in a backward with ``create_graph=True``.
         """
         self._check_input_dim(input)
         if not self.training or self.peers.line.size == 1:

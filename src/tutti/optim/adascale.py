@@ -31,7 +31,7 @@ class AdaScale:
 
     Attributes:
         tau: τ, the sum of gains: the run's length in steps of a batch of one logical worker.
-        gain: r of the last step; None if it was skipped.
+        gain: r of the most recent step; None if that step had a non-finite gradient, and before the first step.
     """
 
     def __init__(self, batch: int, workers: int) -> None:
@@ -76,12 +76,12 @@ class AdaScale:
                 self._averages.add(*found)
 
     def values(self) -> dict[str, float]:
-        """Return AdaScale's figures to log: ``tau`` (τ), ``gain`` (r of the last step), ``noise_scale`` (in samples).
+        """Return AdaScale's figures to log: ``tau`` (τ), ``gain`` (r) and ``noise_scale`` (in samples).
 
-        τ is the sum of all gains r, by which the learning rates of steps were multiplied. ``gain`` is missing after a
-        skipped step, ``noise_scale`` before the first estimate. The simple noise scale is tr Σ / |G|² (trace of the
-        covariance of one sample's gradient, by the squared norm of the expected gradient), McCandlish et al. 2018,
-        arXiv 1812.06162.
+        τ is the sum of all gains r, by which the learning rates of steps were multiplied. ``gain`` is that of the most
+        recent step, and is missing after a skipped step, ``noise_scale`` before the first estimate. The simple noise
+        scale is tr Σ / |G|² (trace of the covariance of one sample's gradient, by the squared norm of the expected
+        gradient), McCandlish et al. 2018, arXiv 1812.06162.
         """
         found = {} if self.gain is None else {"gain": self.gain}
         found["tau"] = self.tau

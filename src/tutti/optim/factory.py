@@ -198,6 +198,9 @@ def is_plain(value: object) -> bool:
     """Return whether a value is None, a number, a string, a dtype, or a tuple of these.
 
     Such values can be compared between two optimizers.
+
+    Args:
+        value: any value, such as an optimizer's option.
     """
     if isinstance(value, tuple):
         return all(map(is_plain, value))
@@ -268,5 +271,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of an optimizer's parameter group without the keys ``params`` and ``param_names``.
 
     What remains are the settings, such as ``lr`` and ``weight_decay``, by name.
+
+    Args:
+        group: the parameter group, which is not changed.
     """
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

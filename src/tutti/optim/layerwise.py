@@ -191,7 +191,7 @@ class LayerWise(Optimizer):
         """Update the parameters that have a gradient by a layer-wise rule (LARS, LARC, LAMB or NovoGrad).
 
         Collective if ``norms`` is set, which completes the norms of tensors of which each rank holds a slice: one
-        all-reduce over those ranks, which must have gradients of the same tensors.
+        all-reduce over those ranks (LAMB without ``grad_norm``: two), which must have gradients of the same tensors.
 
         Args:
             closure: called first, with gradients enabled; None for none.

@@ -23,7 +23,7 @@ class LossScale:
 
     Attributes:
         value: scale of the next step.
-        used: scale of the previous step.
+        used: scale of the step that the latest ``update`` ended; the initial scale before the first.
         good_steps: steps without an overflow since the scale last changed.
     """
 

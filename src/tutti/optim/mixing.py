@@ -393,7 +393,10 @@ def _is_number_tensor(value: Any) -> bool:
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's ``step`` has a required positional argument, taken for a closure, as LBFGS has.
 
-    False where the signature cannot be read.
+    False where the signature cannot be read. Nothing is run.
+
+    Args:
+        optimizer: the optimizer; its class's ``step`` is inspected.
     """
     try:
         arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
@@ -405,7 +408,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def calls_closure_once(optimizer: Optimizer) -> bool:
     """Return whether ``step(closure)`` is known to call the closure once, before the update.
 
-    True for PyTorch's and tutti's optimizers but LBFGS; False for classes of a script, which are not tried here.
+    True for PyTorch's and tutti's optimizers but LBFGS; False for classes that a script defines. Nothing is run.
 
     Args:
         optimizer: the optimizer.
@@ -424,7 +427,7 @@ def unlike_one_closure(optimizer: Optimizer) -> str | None:
         optimizer: the optimizer, which is not changed.
 
     Returns:
-        None if both ways give the same result; else words for the difference, for an error's text.
+        None if both ways give the same result; else a sentence that names the difference, for an error's text.
     """
     name = type(optimizer).__name__
     if calls_closure_once(optimizer):

@@ -21,11 +21,12 @@ _ADAM = ("lr", "weight_decay", "betas", "eps")
 
 
 class Muon(Optimizer):
-    """Momentum whose matrices are orthogonalized (K. Jordan 2024, kellerjordan.github.io/posts/muon); AdamW elsewhere.
+    """Optimizer Muon: updates matrices by their orthogonalized momentum, and all other tensors by AdamW.
 
-    The steps are those of ``torch.optim.Muon`` and ``torch.optim.AdamW``. A convolution kernel (out, in, k, k) counts
-    as the matrix (out, in·k²). Orthogonalization is done in bfloat16 and needs the whole matrix: a matrix that is
-    sharded over ranks is gathered in every step, with its gradient and its momentum.
+    K. Jordan 2024, kellerjordan.github.io/posts/muon. The steps are those of ``torch.optim.Muon`` and
+    ``torch.optim.AdamW``. A convolution kernel (out, in, k, k) counts as the matrix (out, in·k²). Orthogonalization is
+    done in bfloat16 and needs the whole matrix: a matrix that is sharded over ranks is all-gathered in every step, with
+    its gradient and its momentum, if ``wholes`` is set.
 
     Args:
         params: named parameters (``model.named_parameters()``), parameters, or groups. Groups with ``adam`` True or

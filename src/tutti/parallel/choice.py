@@ -141,6 +141,10 @@ class Choice:
             A pair. The layout (``ModelLayout``) places a replica of the model on one rank or several: whole, cut into
             pipeline stages, or split over tensor ranks. The synchronisation (``GradientSync``) reduces gradients over
             the replicas and makes the updates.
+
+        Raises:
+            UsageError: options of the strategy cannot be combined with settings of the run, such as a compressed
+                ``wire`` in reproducible mode.
         """
         layout = _load(self.row.layout)(self.layout, run_context)
         return layout, _load(self.row.exchange)(self.exchange, run_context)

@@ -99,8 +99,8 @@ class CentralStorageSync(AllReduceSync):
             parameters where gradients are used during backward.
 
         Raises:
-            UsageError: the ranks are on several hosts or cannot share memory; the model has sparse gradients, on
-                accelerators; the optimizer needs tensors of several owners together, or on accelerators a closure.
+            UsageError: the ranks are on several hosts or cannot share memory; the optimizer needs tensors of several
+                owners together; or, on accelerators, the model has sparse gradients or the optimizer needs a closure.
             MismatchError: ranks hold models with different parameters or buffers.
         """
 
@@ -128,7 +128,8 @@ class CentralStorageSync(AllReduceSync):
         All ranks of the node share one copy of the parameters, each of which one rank owns (updates). Each rank
         receives the summed gradients of the parameters that it owns; in a custom training loop, and where the gradients
         of logical workers (fixed shares of the global batch) are summed in a fixed order, those of all parameters.
-        Collective over the data ranks; blocks until all of them call it.
+        Collective over the data ranks, by barriers around sums in shared memory (for the fixed order by all-to-alls and
+        all-gathers); blocks until all of them call it.
 
         Args:
             step_context: the step under way: its loss scale, by which the gradients are divided, and its number, batch
@@ -275,13 +276,16 @@ class CentralStorageSync(AllReduceSync):
         return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
 
     def begin_custom_loop(self) -> None:
-        """Give every rank the summed gradients of all parameters in ``.grad`` from now on.
+        """Let ``reduce_gradients`` give every rank the summed gradients of all parameters from now on.
 
         Every parameter has one owner, the rank that updates it; without this call a rank receives only the gradients of
         the parameters that it owns. Called before the first step of a script's own training loop, which may read all
-        gradients. Collective over the data ranks, which allocate shared memory for another reducer of gradients. From
-        now on, what the script writes to buffers after an update counts for the last logical worker (fixed share of the
-        global batch) of this rank alone. A second call changes nothing.
+        gradients. The first call is collective over the data ranks, which allocate shared memory for another reducer of
+        gradients. From now on, what the script writes to buffers after an update counts for the last logical worker
+        (fixed share of the global batch) of this rank alone. Later calls change nothing and are not collective.
+
+        Raises:
+            UsageError: the shared memory has no room.
         """
         super().begin_custom_loop()
         if not self._custom:

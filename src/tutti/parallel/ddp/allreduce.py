@@ -322,16 +322,17 @@ class AllReduceSync:
         """Return the tensors that this rank writes into a checkpoint. Collective over the data ranks.
 
         The data ranks all-gather the buffers of all logical workers (the N fixed shares of the global batch, each with
-        buffers of its own) and merge them; for N = 1 nothing is sent.
+        buffers of its own) and merge them; for N = 1 nothing is sent, unless ranks share the worker and the last step
+        ended without a backward.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has parameters and merged buffers by their
             names in the model; ``optim`` has the optimizer state under ``"{parameter name}/{state key}"``; ``workers``
             has the buffers of each logical worker of this rank under ``"{index of the worker}/{buffer name}"``, and is
-            empty for N = 1. The tensors of ``model`` and ``optim`` are shared out over the data ranks so that one rank
-            writes each. Under tensor parallelism a value is a ``TensorSlice``: this rank's slice and its place in the
-            full tensor. Parameters and optimizer state are not copied: the next update changes them, so the caller
-            writes or copies them before it.
+            empty for N = 1; of ranks that share a worker only the first has its buffers. The tensors of ``model`` and
+            ``optim`` are shared out over the data ranks so that one rank writes each. Under tensor parallelism a value
+            is a ``TensorSlice``: this rank's slice and its place in the full tensor. Parameters and optimizer state are
+            not copied: the next update changes them, so the caller writes or copies them before it.
         """
         comm = self._run_context.comms.replica
         return {
@@ -486,7 +487,10 @@ class AllReduceSync:
 
         Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
         replaced by placeholders, because they differ between ranks: what the script computes with one, it computes with
-        the whole gradient. The update uses the true gradients.
+        the whole gradient, by all-gathers over the tensor ranks. With pipeline stages every parameter with a gradient
+        gets a placeholder, also on ranks of other stages; norms, scaling and clamping then act on the whole gradient.
+        The update uses the true gradients. Collective with pipeline stages only: the stages all-gather which parameters
+        have a gradient.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
@@ -541,11 +545,12 @@ class AllReduceSync:
         """
 
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
-        """Put the gradients back into ``.grad`` that were hidden from the script, before the optimizer step.
+        """Put gradients that placeholders stand for back into ``.grad``, before the optimizer step.
 
-        Under tensor parallelism, ``add_gradients`` has replaced the gradients of parameters that are split over the
-        tensor ranks by placeholders. A gradient that the script has cleared comes back as None or zeros. Every other
-        ``.grad`` stays as the script has left it, clipped for example, and the update uses it. Not collective.
+        Under tensor parallelism and with pipeline stages, ``add_gradients`` has replaced gradients that differ between
+        the ranks of a replica by placeholders. A gradient that the script has cleared comes back as None or zeros.
+        Every other ``.grad`` stays as the script has left it, clipped for example, and the update uses it. Not
+        collective.
 
         Args:
             edited: unused; parameters whose ``.grad`` the script has edited.
@@ -566,7 +571,7 @@ class AllReduceSync:
         """Return the L2 norm of the reduced gradients of ``members`` together, for a script that clips them.
 
         Collective: an all-reduce over the pipeline stages and tensor ranks of a replica, each of which adds its own
-        tensors; the result is equal on all of them.
+        tensors (before the first, one all-gather of the message's layout); the result is equal on all of them.
 
         Args:
             members: some of this rank's trained parameters; a parameter that another rank of the replica counts (a
@@ -589,8 +594,9 @@ class AllReduceSync:
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
         """Return a context in which ``optimizer_step`` steps only one of the script's several optimizers.
 
-        On exit, gradients of parameters that are split over tensor ranks, which ``apply_edits`` has put into ``.grad``
-        for the update, are replaced by an object that the script cannot read, because they differ between ranks.
+        On exit, gradients that differ between the ranks of a replica (tensor slices, or parameters of one pipeline
+        stage), which ``apply_edits`` has put into ``.grad`` for the update, are replaced by the placeholders of
+        ``add_gradients`` again.
 
         Args:
             index: position of the optimizer among those of the script, from 0; None steps all of them.
@@ -665,8 +671,8 @@ class AllReduceSync:
         hook is connected by ``ReplicaRunner.connect``.
 
         Args:
-            names: names of the parameters whose ``requires_grad`` the script has set to True since the last call; at
-                least one.
+            names: names of the parameters whose ``requires_grad`` the script has set to True since the previous
+                ``reattach``; at least one.
             late: unused; True if a forward of this step has been computed already.
 
         Raises:

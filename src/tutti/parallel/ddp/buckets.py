@@ -46,7 +46,9 @@ class ReducedSums(NamedTuple):
 
 
 def plan_buckets(sizes: Sequence[tuple[int, str]], largest: int, first: int = FIRST_BYTES) -> list[list[int]]:
-    """Group parameters into gradient buckets: last parameter first (backward produces it first), one dtype a bucket.
+    """Group parameters into gradient buckets of one dtype each, the model's last parameter first.
+
+    Backward produces the gradients of the last parameters first.
 
     Args:
         sizes: (bytes, dtype) of each parameter, in the model's order.
@@ -179,7 +181,7 @@ class Tail:
         layout_key: hash of the parameters' names, shapes and dtypes.
 
     Attributes:
-        size: how many numbers there are.
+        size: length of the tail, 13 + ``flags``.
     """
 
     def __init__(self, flags: int, layout_key: int) -> None:
@@ -248,9 +250,8 @@ class Tail:
 def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> int:
     """Return an upper bound, in bytes, of one gradient bucket's flat vector, for any partition into buckets.
 
-    The size of the memory with which tutti's own all-reduce schedules, such as a ring, are set up.
-
-    The bound includes the loss sums, flags and digests that are all-reduced behind the gradients.
+    Tutti's own all-reduce schedules, such as a ring, allocate memory of this size. The bound includes the loss sums,
+    flags and digests that are all-reduced behind the gradients.
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are in buckets.

@@ -68,7 +68,8 @@ class BufferHandover:
             step: index of the global step.
 
         Raises:
-            UsageError: the script has changed a buffer between the steps, or the unfinished previous step raises it.
+            UsageError: the script has changed a buffer between the steps; or, in an unfinished previous step, a forward
+                has changed one in a way that ranks cannot follow.
         """
         if step == self._step or not self._all:
             return

@@ -19,14 +19,17 @@ from tutti.types import GradientPlace, ReplicaRunner, RunContext
 class ConcealedGradients:
     """Puts placeholders in ``.grad`` of parameters that are split over the ranks of a replica, and takes them out.
 
-    A script might write a number computed from a rank's own part into tensors that all ranks hold alike. Placeholders
-    have the norm of the whole gradient, and can be scaled; those of slices give the script whole gradients. With
-    pipeline stages all parameters of the model have one, also those that other ranks hold; under tensor parallelism
-    only parameters of which this rank has a slice.
+    Without them a script could compute a number from this rank's part of a gradient alone, and write it into tensors
+    that all ranks hold alike. The script can take norms of a placeholder (of the whole gradient), and scale and clamp
+    it; under tensor parallelism it can also compute with the whole gradient, which is then all-gathered. Under tensor
+    parallelism the parameters of which this rank has a slice get placeholders; with pipeline stages all parameters of
+    the model that have a gradient on some stage, also those that only other ranks hold. Elsewhere the methods change no
+    ``.grad``.
 
     Args:
         run_context: communicators of the run.
-        place: where complete gradients are.
+        place: where complete gradients are: ``slices`` (tensor parallelism), ``stages`` (pipeline stages) or another
+            word, for which nothing is concealed.
     """
 
     _replica: ReplicaRunner
@@ -37,19 +40,32 @@ class ConcealedGradients:
         self._elsewhere: set[nn.Parameter] = set()
 
     def attach(self, replica: ReplicaRunner) -> None:
-        """Set this rank's part of the model, before the first gradients."""
+        """Set the replica whose gradients this object conceals: this rank's part of the model. Not collective.
+
+        Called once, before any other method.
+
+        Args:
+            replica: this rank's part of the model.
+        """
         self._replica = replica
 
     def script_parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters of the script's model in its order, also those that other ranks hold."""
+        """Return the trained parameters of the whole model, as the script has it, in the model's order.
+
+        With pipeline stages the list includes parameters that only other ranks hold.
+        """
         return [p for _, p in parameters([self._replica.plain]) if p.requires_grad]
 
     def conceal(self, complete: bool = False) -> None:
-        """Put the gradients aside, and placeholders into ``.grad``.
+        """Set aside the gradients that differ between the ranks of a replica, and put placeholders into ``.grad``.
+
+        ``reveal`` puts the gradients back. Only parameters with a gradient get a placeholder; with pipeline stages also
+        those whose gradient is on another stage.
 
         Args:
-            complete: whether a reduction has just made the gradients. Ranks of pipeline stages then tell each other
-                which parameters have one, which is collective over the stages.
+            complete: whether a reduction has just made the gradients. With pipeline stages the call is then collective:
+                the stages all-gather which parameters have a gradient. False takes the result of the previous such
+                call, and is not collective.
         """
         if self._place == "slices":
             specs, parts = self._replica.specs, GradientParts(self._comms.axis("tensor"))
@@ -91,9 +107,11 @@ class ConcealedGradients:
         return name is not None and name == self._replica.slice_name(parameter) and tensor.shape == parameter.shape
 
     def reveal(self) -> None:
-        """Put the gradients back into ``.grad``, cleared where the script has cleared the placeholders.
+        """Put the gradients that ``conceal`` has set aside back into ``.grad``, for an update or further accumulation.
 
-        A gradient that the script has assigned in place of one stays, where ranks have whole gradients.
+        Where the script has cleared a placeholder, ``.grad`` becomes None or zeros. With pipeline stages, where a rank
+        has whole gradients, a tensor that the script has assigned to ``.grad`` in place of the placeholder stays.
+        ``.grad`` of parameters that only other stages hold becomes None. Not collective.
         """
         for parameter, gradient in self._aside.items():
             shown = parameter.grad
@@ -105,7 +123,11 @@ class ConcealedGradients:
         self._aside = {}
 
     def forget(self) -> None:
-        """Forget the gradients that are aside, which have been cleared."""
+        """Drop the gradients that ``conceal`` has set aside.
+
+        Sets ``.grad`` to None for parameters that only other pipeline stages hold; the caller clears ``.grad`` of this
+        rank's own parameters. Not collective.
+        """
         for parameter in self._elsewhere:
             parameter.grad = None
         self._aside, self._elsewhere = {}, set()

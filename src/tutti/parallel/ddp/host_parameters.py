@@ -16,10 +16,11 @@ class HostParameters:
     """Parameters with two tensors each: the host's, which is updated, and the device's, which replicas compute with.
 
     A parameter stays one object, for hooks and optimizers: its ``data`` is the device's tensor, and the host's within
-    ``on_host``.
+    ``on_host``. Construction copies the host's values to the device.
 
     Args:
-        homes: the host's tensor of each parameter, in the model's order.
+        homes: the host's tensor of each parameter, in the model's order; the parameters' present ``data`` become the
+            device's tensors.
     """
 
     def __init__(self, homes: Mapping[nn.Parameter, Tensor]) -> None:

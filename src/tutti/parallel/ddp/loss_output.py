@@ -94,10 +94,13 @@ def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tup
 
 
 def check_trains(objective: Tensor) -> None:
-    """Raise UsageError if the loss does not depend on any trained parameter.
+    """Check that the loss depends on a trained parameter, so that ``backward`` can be called on it.
 
     Args:
         objective: the loss tensor to call ``backward`` on; the check is whether it has ``requires_grad``.
+
+    Raises:
+        UsageError: ``objective`` does not require a gradient.
     """
     if not objective.requires_grad:
         raise UsageError(

@@ -107,8 +107,8 @@ class Reducer(Protocol):
         caller adds up the numbers of its ranks.
 
         Returns:
-            Python floats, depending on the reducer one for each parameter or a single one for all; one reducer returns
-            the same number of them in every step. Parameters that another rank of the replica counts in the norm add 0.
+            Python floats, depending on the reducer one for each trained parameter or a single one for all; a reducer
+            returns equally many in every step. Parameters that another rank of the replica counts in the norm add 0.
         """
 
     def scale(self, factor: float) -> None:

@@ -111,7 +111,10 @@ class ReplicaPart:
 
     @property
     def stage_copies(self) -> Sequence[tuple[Communicator, Sequence[nn.Parameter]]]:
-        """Trained parameters that several pipeline stages use, with the ranks that hold copies: here none."""
+        """Trained parameters that several pipeline stages use, with the ranks that hold copies of them.
+
+        Empty in this class; subclasses with pipeline stages return (communicator of these ranks, parameters) pairs.
+        """
         return ()
 
     def enter(self, micro_batch: MicroBatch, before: Mapping[str, int] | None = None) -> None:

@@ -24,7 +24,8 @@ class WholeLayout:
     def build(self, plain: nn.Module) -> WholeRunner:
         """Move the whole model to this rank's device and return the object that runs forward and backward.
 
-        Activation checkpointing and ``torch.compile``, as the run asks for them, are applied in place. Not collective.
+        Activation checkpointing and ``torch.compile``, as the run asks for them, are applied in place; the compiler
+        itself runs in the first forwards. Not collective.
 
         Args:
             plain: the script's model, changed in place.

@@ -19,10 +19,11 @@ _BY_NORM = 2
 
 
 class WriteGuard:
-    """Detects writes of parameters by the script between updates, by norms before a step and after the last update.
+    """Detects that the script has written parameters between updates, by comparing their norms with recorded ones.
 
-    ``Tensor._version`` would cost less and miss ``parameter.data.mul_(…)``, the usual form of such writes. Writes that
-    keep a norm, such as a permutation of rows, are found by digests of the values, in the first steps and some later.
+    A strategy calls ``note`` after each update, and ``check`` later. ``Tensor._version`` would cost less and miss
+    ``parameter.data.mul_(…)``, the usual form of such writes. Writes that keep a norm, such as a permutation of rows,
+    are found by digests of the values, in the first steps and some later.
 
     Args:
         why: the reason that the error gives: the effect of such a write under the run's strategy.

@@ -232,10 +232,10 @@ class FullySharded:
         return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
 
     def used(self) -> list[bool]:
-        """Return for each trained parameter whether a backward on this rank gave it a gradient since the last call.
+        """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear this record.
 
-        FSDP2 sets gradients of zeros for parameters that a rank did not use, so that ``.grad`` does not tell. The call
-        clears the record. Not collective.
+        FSDP2 sets gradients of zeros for parameters that a rank did not use, so that ``.grad`` does not tell. The
+        record covers the backwards since the previous call of ``used`` or ``pop_reached``. Not collective.
 
         Returns:
             One bool for each parameter that FSDP2 shards and that is or was trainable, in the order of the attribute
@@ -267,7 +267,7 @@ class FullySharded:
     def agree_on_operand(self, tensor: Tensor) -> None:
         """Check that a whole tensor that the script combines with sharded ones is the same on all shard ranks.
 
-        Collective over the shard ranks: an all-gather that compares the tensor's values.
+        Collective over the shard ranks: an all-gather of three numbers computed from the tensor's values.
 
         Args:
             tensor: the tensor.
@@ -332,11 +332,12 @@ class FullySharded:
                 self._concealed.add(each.parameter)
 
     def pop_reached(self) -> list[bool]:
-        """Return for each trained parameter whether a backward on this rank gave it a gradient since the last call.
+        """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear this record.
 
         The same as ``used()``, under the name by which custom training loops call it: a loop that sets the gradients of
-        a micro-batch aside keeps these flags with them, for ``mark_reached``. The call clears the record. ``.grad``
-        does not tell: FSDP2 sets zeros for parameters that this rank did not use. Not collective.
+        a micro-batch aside keeps these flags with them, for ``mark_reached``. The record covers the backwards since the
+        previous call of either. ``.grad`` does not tell: FSDP2 sets zeros for parameters that this rank did not use.
+        Not collective.
 
         Returns:
             One bool for each FSDP2-sharded parameter that is or was trainable, in the order of the attribute

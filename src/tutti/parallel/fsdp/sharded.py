@@ -549,19 +549,20 @@ class ShardedSync:
         """Return the tensors that this rank writes into a checkpoint. Collective over the data ranks.
 
         The data ranks all-gather the buffers of all logical workers (the N fixed shares of the global batch, each with
-        buffers of its own) and merge them; for N = 1 there is no all-gather. Parameters and optimizer state are not
-        sent.
+        buffers of its own) and merge them; for N = 1 there is no all-gather, unless ranks share the worker and the last
+        step ended without a backward. Parameters and optimizer state are not sent.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has this rank's rows of the sharded
             parameters, as ``TensorSlice`` (rows and their place in the full tensor), and some of the parameters and
             buffers that are not sharded, by names in the model; ``optim`` has under ``"{parameter name}/{state key}"``
-            the optimizer state of these rows and of some parameters that are not sharded; for an optimizer that steps
-            on whole tensors instead the state of the whole tensors that this rank steps; ``workers`` has the buffers of
-            each logical worker of this rank under ``"{index of the worker}/{buffer name}"``, and is empty for N = 1.
-            Copies of the same rows (HSDP) and unsharded tensors are shared out by name over the ranks that hold them,
-            so that each is written once. Only the merged buffers are new tensors for N > 1; all others share memory
-            with the live tensors, which the next step changes, so the caller writes or copies them before it.
+            the optimizer state of these rows and of some parameters that are not sharded; where an optimizer steps on
+            whole tensors, ``optim`` has the state of those whole tensors that this rank updates, in place of the rows'
+            state; ``workers`` has the buffers of each logical worker of this rank under ``"{index of the
+            worker}/{buffer name}"``, and is empty for N = 1; of ranks that share a worker only the first has its
+            buffers. Copies of the same rows (HSDP) and unsharded tensors are shared out by name over the ranks that
+            hold them, so that each is written once. Only the merged buffers are new tensors for N > 1; all others share
+            memory with the live tensors, which the next step changes, so the caller writes or copies them before it.
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each logical worker.
@@ -647,8 +648,8 @@ class ShardedSync:
         """Where a parameter's complete gradient lies after the reduction, as one of four words.
 
         ``sliced_rows``: split over tensor ranks, and each slice in rows; ``rank``: whole on this rank (a single shard);
-        ``rows``: in rows over the shard ranks, which the ``.grad`` of the model's parameters do not show (ZeRO
-        stage 1); ``shards``: in the model's DTensors (FSDP2).
+        ``rows``: in rows over the shard ranks, in the ``.grad`` of the optimizer's parameters and not in that of the
+        model's (ZeRO stage 1); ``shards``: in the model's DTensors (FSDP2).
         """
         if self._run_context.grid.tensor > 1:
             return "sliced_rows"
@@ -744,8 +745,10 @@ class ShardedSync:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
         With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; with ZeRO stage 1 on several
-        shards, reading the ``.grad`` of the model's parameters raises UsageError, because a rank has only its rows.
-        Sets the attribute ``accumulated`` to whether ``held`` has gradients.
+        shards, the ``.grad`` of the model's parameters are placeholders, with which the script computes as with the
+        whole gradient (such a computation all-gathers, so all shard ranks must make it). Under tensor parallelism
+        reading them raises UsageError. Not collective itself. Sets the attribute ``accumulated`` to whether ``held``
+        has gradients.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -920,8 +923,8 @@ class ShardedSync:
         all-gathers of the wrapped modules' parameters over the shard ranks.
 
         Args:
-            names: names of parameters whose ``requires_grad`` the script has set to True since the last call; at least
-                one.
+            names: names of parameters whose ``requires_grad`` the script has set to True since the previous
+                ``reattach``; at least one.
             late: True if a forward of this step has already used these parameters unsharded; these are then sharded
                 after the step's backward.
 

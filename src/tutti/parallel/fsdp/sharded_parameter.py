@@ -223,7 +223,8 @@ class ShardingEngine(Protocol):
 
         Called after each reduction of a custom training loop. Each rank holds some rows of every parameter. Not
         collective. With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; in ZeRO stage 1 on
-        several ranks reading the ``.grad`` of the model's parameters raises UsageError from then on.
+        several ranks the ``.grad`` of the model's parameters are placeholders from then on, with which the script
+        computes as with the whole gradient, by all-gathers. Under tensor parallelism reading them raises UsageError.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -234,8 +235,8 @@ class ShardingEngine(Protocol):
         """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear this record.
 
         Called when a custom training loop sets the gradients of a micro-batch aside, and keeps the flags with them for
-        ``mark_reached``. The record of the row-sharding engine (FSDP2) covers the backwards since the last call. Not
-        collective.
+        ``mark_reached``. The record of the row-sharding engine (FSDP2) covers the backwards since the previous call of
+        this method or of ``used``. Not collective.
 
         Returns:
             One bool for each parameter that is or was trainable, in the order of the attribute ``trained``. ZeRO stage
@@ -563,8 +564,9 @@ class ZeroSharding:
 
         ZeRO stage 1: each rank holds the reduced gradients of its rows only. With several ranks, the ``.grad`` of the
         model's parameters and of the rows are therefore placeholders from then on. What the script computes with the
-        ``.grad`` of a model's parameter, it computes with the whole gradient. With that of the rows it can take norms,
-        scale and clamp; other reads raise UsageError. Not collective.
+        ``.grad`` of a model's parameter, it computes with the whole gradient, by all-gathers over the shard ranks. With
+        that of the rows it can take norms, scale and clamp; other reads raise UsageError. For a parameter of which the
+        tensor ranks have slices every read raises UsageError. The call itself is not collective.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
