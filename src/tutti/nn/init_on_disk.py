@@ -62,6 +62,9 @@ def spilled(tensor: Tensor) -> bool:
     """Return whether a tensor's storage is backed by a file and not by memory, as of tensors made in ``spilling``.
 
     False for a ``DTensor``.
+
+    Args:
+        tensor: any dense tensor.
     """
     return not hasattr(tensor, "to_local") and tensor.untyped_storage().filename is not None
 

@@ -32,14 +32,14 @@ _PROBE = (1.0, -2.5, 1e-3)
 
 @dataclass(frozen=True)
 class GradientSplit:
-    """How the ranks share out a gradient, for a script that computes with the whole one.
+    """How a gradient is split over the ranks of a group, for a script that computes with the whole gradient.
 
     Attributes:
         gatherer: gathers whole tensors from the ranks' parts, and cuts this rank's part out of a whole tensor.
-        key: the parameter, as the gatherer knows it.
+        key: the parameter by which ``gatherer`` looks up the split.
         shape: shape of the whole gradient.
-        is_part: whether a tensor of the script is this rank's part of a tensor that is split like the gradient, such as
-            the parameter itself.
+        is_part: function that returns whether a tensor of the script is this rank's part of a tensor that is split like
+            the gradient, such as the parameter itself.
     """
 
     gatherer: FullTensorGatherer
@@ -86,8 +86,8 @@ class GradientParts:
                 where this rank has no part.
             counted: whether the part counts in norms; False for the second copy of a part that two ranks hold.
             on_edit: called after each edit of the part.
-            split: how the gradient is shared out, for the first of ``parameters``; None where the script can only scale
-                and clamp it and take norms, as it can in the ``.grad`` of the others.
+            split: how the gradient is split, for the first of ``parameters``; None where the script can only scale and
+                clamp it and take norms, as it can in the ``.grad`` of the others.
             elsewhere: whether this rank has no part of the gradient, and others have.
             whole: whether each rank has the whole gradient or no part of it.
         """
@@ -163,8 +163,8 @@ class PartGradient(IncompleteGradient):
         own: function that returns this rank's part of the gradient, or None if it has none.
         place_in_parts: position of the gradient in ``parts``.
         probe: a tensor of shape (3,), edited like the gradient.
-        how_split: how the gradient is shared out; None where the script can only take norms, scale and clamp it.
-        on_edit: called after each edit of the part.
+        how_split: how the gradient is split; None where the script can only take norms, scale and clamp it.
+        on_edit: function without arguments that is called after each edit of the part.
         elsewhere: whether this rank has no part of the gradient, and others have.
         whole: whether each rank has the whole gradient or no part of it; the script may then add tensors to it.
         added_to: sums of the tensors that the script has added; None for tensors that this rank does not have.

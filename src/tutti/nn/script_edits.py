@@ -55,12 +55,14 @@ class _Record:
 class ScriptEdits:
     """Records of the script's calls of PyTorch that have made or written tensors of which each rank has a part.
 
-    Ranks hold other values of such a tensor, so that its values cannot tell whether all ranks have edited it alike. Its
-    record can: a hash of the functions called, of the numbers and whole tensors among their arguments, and of the
-    records of their other arguments. Views of a tensor have its record. Used by function modes, which see the calls.
+    Ranks hold different values of such a tensor, so that a comparison of values does not show whether all ranks have
+    edited it alike. A comparison of records does: a record is a hash of the functions called, of the numbers and whole
+    tensors among their arguments, and of the records of their other arguments. Views of a tensor have the tensor's
+    record. A torch function mode calls ``note`` for each call of the script. Nothing here is collective.
 
     Attributes:
-        line: place in the script of the last edit on this rank, as ``FILE:LINE``.
+        line: place in the script of the most recent edit on this rank, as ``FILE:LINE``; ``the script`` before the
+            first.
     """
 
     def __init__(self) -> None:
@@ -190,7 +192,7 @@ class EditWatch(QuietMode):
     """Function mode that records the script's edits of tensors, and changes no call.
 
     Attributes:
-        edits: the records.
+        edits: the records, a ``ScriptEdits``.
     """
 
     def __init__(self) -> None:

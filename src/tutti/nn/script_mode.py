@@ -46,13 +46,14 @@ _ENTERED: list[ScriptMode] = []
 
 
 class QuietMode(TorchFunctionMode, ABC):
-    """A torch function mode that can be told to pass every call on unchanged.
+    """A torch function mode that passes every call on unchanged while its attribute ``quiet`` is True.
 
     ``torch.compile`` does not compile the mode's own code: functions that it would trace under an active mode run
     eagerly, and the mode sees them.
 
     Attributes:
-        quiet: whether it passes every call on, as if it were not active. Subclasses read it.
+        quiet: whether the mode passes every call on, as if it were not active. Set by ``ScriptMode``; subclasses'
+            ``see`` must obey it.
     """
 
     quiet = False
@@ -89,7 +90,9 @@ def _see(mode: QuietMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class ScriptMode:
-    """Makes a torch function mode active while the script's code runs, and inactive for code of tutti and the model.
+    """Makes a torch function mode active within ``script_code``, and inactive within ``model_code`` inside of it.
+
+    The mode then handles the calls of PyTorch by the script alone, and not those by tutti and the model.
 
     Args:
         mode: the mode, which must pass calls on unchanged while it is ``quiet``.
@@ -141,6 +144,8 @@ class ScriptMode:
 
     def leave_forwards(self, roots: Iterable[nn.Module]) -> None:
         """Turn the mode off in each forward of these modules from now on.
+
+        Registers forward pre-hooks and forward hooks, which stay as long as the modules.
 
         Args:
             roots: the modules that the script calls.

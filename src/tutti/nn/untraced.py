@@ -124,6 +124,9 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether a module itself has forward or backward hooks, pre-hooks included.
 
     Submodules, and hooks on tensors, do not count.
+
+    Args:
+        module: the module.
     """
     return has_forward_hook(module) or has_backward_hook(module)
 

@@ -144,7 +144,7 @@ class LayerWiseArguments(TypedDict, total=False):
 class LayerWise(Optimizer):
     """Base of LARS, LARC, LAMB and NovoGrad, which scale a tensor's step by norms of the tensor and its gradient.
 
-    All options but ``norms`` can be set for each parameter group.
+    All options but ``norms`` can be set for each parameter group. Construction compiles or loads the compiled loops.
 
     Args:
         params: parameters, named parameters or groups.
@@ -154,12 +154,12 @@ class LayerWise(Optimizer):
             decayed.
         maximize: maximize the objective.
         fused: compiled loops: None uses them where available, True raises UsageError elsewhere, False never uses them.
-        norms: the attribute ``norms``.
+        norms: sets the attribute ``norms``; None leaves the class's default.
 
     Attributes:
         norms: reduces sums of squares over ranks if this rank holds slices of tensors; None: it holds whole tensors.
-        grad_norm: norm of the whole model's gradient for the next step, if the caller knows it; None: computed over
-            the optimizer's own parameters. Each step sets it to None.
+        grad_norm: norm of the whole model's gradient for the next step, if the caller knows it; None: computed over the
+            optimizer's own parameters. Each step sets it to None.
     """
 
     norms: NormReducer | None = None
@@ -253,7 +253,8 @@ class LayerWise(Optimizer):
 def parts_of(rows: Sequence[TensorUpdate], kind: Callable[[TensorUpdate], Any]) -> list[RowGroup]:
     """Group the tensors of a step so that each group is updated in one call of multi-tensor or compiled loops.
 
-    Gradients are converted to the dtype and memory format of their parameters.
+    Gradients are converted to the dtype and memory format of their parameters, in ``rows``; the parameters' ``.grad``
+    stays.
 
     Args:
         rows: for each tensor of the step a ``TensorUpdate``: parameter, gradient, optimizer state and options.
@@ -294,8 +295,9 @@ def _alike(state: Tensor, param: Tensor) -> bool:
 def passes_for(parameter: Tensor, fused: bool | None) -> Passes | None:
     """Return the compiled loops that can update this parameter; None where there are none, or with ``fused=False``.
 
-    Compiled loops need a CPU, float32 or float64, dense memory and a C++ compiler. The returned object has methods such
-    as ``squares`` and ``momentum``, which compute the norms and updates of lists of tensors.
+    The first call in a process compiles the loops, or loads them from the user's cache, and blocks meanwhile. They need
+    a CPU, float32 or float64, dense memory and a C++ compiler. The returned object has methods such as ``squares`` and
+    ``momentum``, which compute the norms and updates of lists of tensors.
 
     Args:
         parameter: the parameter, whose device, dtype and memory format decide.

@@ -100,6 +100,9 @@ def student_t(freedom: float) -> float:
 
     Computed by its Cornish-Fisher expansion; within 1 % from 3 degrees on.
 
+    Args:
+        freedom: degrees of freedom, above 0; need not be an integer.
+
     >>> round(student_t(10), 2), round(student_t(1e9), 3)
     (1.81, 1.645)
     """

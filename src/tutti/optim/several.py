@@ -14,7 +14,9 @@ from tutti.types import OptimizerFactory
 
 
 class SeveralOptimizers(Optimizer):
-    """Several optimizers as one: ``step`` steps all of them in order; groups and states are those of all.
+    """Several optimizers combined into one object, whose ``step`` steps all of them in order.
+
+    ``param_groups`` and ``state`` are those of all members.
 
     Args:
         members: optimizers over disjoint parameters; None for an optimizer without a parameter on this rank.
@@ -162,14 +164,12 @@ def stepping(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
-    """Return a context within which ``step`` of combined optimizers updates by only one of them.
+    """Return a context within which ``step`` of a ``SeveralOptimizers`` steps only one of its optimizers.
 
     Args:
-        optimizer: optimizers combined in a ``SeveralOptimizers``; with any other optimizer, or None, the context does
-            nothing.
-        index: which of the combined optimizers ``step`` updates by within the context: its index in the attribute
-            ``members`` of the ``SeveralOptimizers``; None: all members. After the context ``step`` updates by all
-            members again.
+        optimizer: the ``SeveralOptimizers``; with any other optimizer, or None, the context does nothing.
+        index: index in ``members`` of the optimizer that ``step`` steps within the context; None for all. After the
+            context ``step`` steps all members.
     """
     if not isinstance(optimizer, SeveralOptimizers):
         yield

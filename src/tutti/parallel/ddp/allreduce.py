@@ -90,6 +90,12 @@ class AllReduceSync:
         config: bucket size, number format of messages (``wire``), and the algorithm of the all-reduce.
         run_context: communicators and settings of the run.
 
+    Attributes:
+        optimizers: the optimizers of this rank, set by ``attach``; empty where the rank has nothing to train.
+        accumulated: whether the most recent ``add_gradients`` was given gradients.
+        gradient_at: where complete gradients are: ``rank`` (whole on this rank), ``slices`` (tensor parallelism) or
+            ``stages`` (whole on the ranks of the parameter's stage).
+
     Raises:
         UsageError: a compressed ``wire`` or an all-reduce schedule in reproducible mode or with AdaScale.
     """

@@ -23,9 +23,9 @@ class BufferHandover:
 
     A logical worker is one of N fixed shares of the global batch; with more data ranks than workers, several ranks
     share one. Each of these ranks computes a part of the worker's micro-batches, in rank order. A rank begins a step
-    with the buffers that the rank before it has after its last forward, so that each forward sees the buffers that it
-    sees on one device; backwards overlap with the next rank's forwards. Where no forward changes a buffer, nothing is
-    sent after the first step. At the end of a step all ranks of the worker take the last rank's buffers.
+    with the buffers that the rank before it has after its last forward, so that each forward reads the buffers that it
+    would read on one device; backwards overlap with the next rank's forwards. Where no forward changes a buffer,
+    nothing is sent after the first step. At the end of a step all ranks of the worker take the last rank's buffers.
 
     Outside reproducible mode ranks do not wait for each other's batch-norm statistics, which no forward of training
     reads. k updates of momentum m turn a statistic s into (1 - m)^k s + c. The ranks all start from the same s, and
@@ -34,8 +34,9 @@ class BufferHandover:
     The constructor is collective over the data ranks, between which it makes point-to-point channels.
 
     Args:
-        slots: the buffers on this rank, each as its module and its name there.
-        run_context: of the run; ``sharers`` are the ranks of this rank's worker.
+        slots: references to the buffers on this rank.
+        run_context: communicators and settings of the run; its ``sharers`` are the data ranks that share this rank's
+            worker.
         in_turn: whether ranks may wait for each other before a forward; False where forwards have collectives (FSDP2),
             and then a forward that changes a buffer, other than batch-norm statistics, raises UsageError.
     """

@@ -138,7 +138,7 @@ StartAllReduce = Callable[[Tensor, str], StartedSum]
 
 
 class OverlappedReducer:
-    """Sum gradients over the data ranks by one all-reduce for each bucket, overlapped with backward, as DDP does.
+    """Sums gradients over the data ranks by one all-reduce for each bucket, overlapped with backward, as DDP does.
 
     The all-reduce of a bucket (a flat vector of several parameters' gradients) starts as soon as backward has filled
     the bucket, in the same order on every rank. With a single data rank nothing is sent, and every ``.grad`` stays the
@@ -151,7 +151,8 @@ class OverlappedReducer:
             them.
         bucket_bytes: largest size of a bucket; a larger parameter has a bucket to itself.
         borrowed: names of parameters that another rank of the replica counts in the norm.
-        all_reduce: starts the all-reduce of a bucket; None takes that of the backend.
+        all_reduce: function of a flat vector and a text for errors that starts the all-reduce of a bucket in place, and
+            returns a handle with ``wait``; None takes the all-reduce of the backend.
     """
 
     def __init__(
@@ -404,6 +405,9 @@ class TreeReducer:
 
         ``collect`` reads the gradient from ``parameter.grad`` after the last backward of a logical worker (one of N
         fixed shares of the global batch).
+
+        Args:
+            parameter: unused.
         """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:

@@ -32,17 +32,17 @@ class ReplicaPart:
         not_owned: names of tensors that another rank of this replica saves and counts in norms.
         sharded: this rank's rows of parameters that FSDP2 shards, by name.
         swap_values: context manager that puts other values into parameters and buffers.
-        around_fsdp_hooks: context manager around FSDP2's registration of its hooks on a module, which unwraps tensors
-            that these hooks do not know.
+        around_fsdp_hooks: context manager around FSDP2's registration of its hooks on a module, which unwraps tensor
+            subclasses that these hooks do not support.
         unify_flags: copies ``requires_grad``, as the script has set it on one of a parameter's objects, to all of them.
         replaced_name: returns the name of a sharded parameter that the script has replaced by another object, or None.
         plain: the module that a custom training loop calls: the whole model, also where this rank has a part of it.
         own_backward: whether ``run`` calls ``backward`` for each micro-batch.
         slice_name: returns the name of the parameter from whose tensor-parallel slice the script has made a tensor, or
             None.
-        adapt_hooks: lets hooks on the gradients of parameters of which this rank has a part see whole gradients;
-            returns the names of the parameters with hooks that did not before the call.
-        is_dummy: whether the last micro-batch that was begun is a dummy, without samples.
+        adapt_hooks: makes hooks on the gradients of parameters of which this rank has a part receive whole gradients;
+            returns the names of the parameters whose hooks received partial gradients before the call.
+        is_dummy: whether the micro-batch of the most recent ``enter`` is a dummy, without samples.
         split_backwards: input backward and weight backward of each virtual stage of a zero-bubble pipeline schedule;
             empty for all other layouts.
         draws: the RNG streams of these modules.

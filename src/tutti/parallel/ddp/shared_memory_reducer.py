@@ -93,7 +93,7 @@ class SharedReducer:
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         """Let the coming backward, this rank's last of the step, copy complete gradients to shared memory.
 
-        The data ranks of one node share this memory and sum the gradients in it.
+        The data ranks of one node share this memory; ``finish`` sums the gradients in it. Sends nothing.
 
         Args:
             step_context, loss_sums: unused.
@@ -245,8 +245,8 @@ def attach_shared(
 ) -> SharedReducer | None:
     """Build a reducer that sums the data ranks' gradients in shared memory, if all ranks can share memory.
 
-    Collective over the data ranks, which allocate the memory together, unless the arguments rule it out on all of them
-    (see Returns).
+    Collective over the data ranks, which allocate the memory together, except in the last three cases under Returns, in
+    which nothing is sent.
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are reduced.
@@ -259,8 +259,8 @@ def attach_shared(
 
     Returns:
         A ``SharedReducer``, whose ``finish`` sums the gradients of a step. None on every rank if the ranks are on
-        several hosts or shared memory is too small, for a single rank, for accelerators without ``of_devices``, and
-        without trainable parameters.
+        several hosts, the processor is not x86-64 or shared memory is too small, for a single rank, for accelerators
+        without ``of_devices``, and without trainable parameters.
     """
     comm = run_context.comms.replica
     trainable = [(name, p) for name, p in parameters if p.requires_grad]

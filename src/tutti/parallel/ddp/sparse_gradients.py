@@ -119,8 +119,9 @@ class SparseReducer:
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Sum the gradients over the data ranks, as dense tensors, and make the sums of sparse gradients sparse again.
 
-        Collective over the data ranks. The sum of a parameter's gradients has a row where any rank's sparse gradient
-        has one; an additional all-reduce finds these rows. Where any rank's gradient was dense, the sum stays dense.
+        Collective over the data ranks: the collectives of the wrapped reducer and one all-reduce. The sum of a
+        parameter's gradients has a row where any rank's sparse gradient has one; the all-reduce finds these rows. Where
+        any rank's gradient was dense, the sum stays dense.
 
         Args:
             step_context: the step under way, handed on to the wrapped reducer, which compares it over ranks.

@@ -209,8 +209,8 @@ class FullySharded:
     def replaced_name(self) -> str | None:
         """Return the name of the first sharded parameter that the script has replaced by another object; None for none.
 
-        The model may have any of a parameter's own objects: the DTensor, or after the first forward the unsharded one.
-        Not collective.
+        Not counted as replaced is a parameter for which the model has one of FSDP2's own objects: the DTensor, or after
+        the first forward the unsharded parameter. Not collective.
         """
         here = ((name, p) for name, p in parameters([self._model]) if name in self._twins)
         return next((name for name, p in here if all(p is not twin for twin in self._twins[name])), None)
@@ -234,7 +234,7 @@ class FullySharded:
     def used(self) -> list[bool]:
         """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear this record.
 
-        FSDP2 sets gradients of zeros for parameters that a rank did not use, so that ``.grad`` does not tell. The
+        FSDP2 sets gradients of zeros for parameters that a rank did not use, so that ``.grad`` does not show it. The
         record covers the backwards since the previous call of ``used`` or ``pop_reached``. Not collective.
 
         Returns:
@@ -336,8 +336,8 @@ class FullySharded:
 
         The same as ``used()``, under the name by which custom training loops call it: a loop that sets the gradients of
         a micro-batch aside keeps these flags with them, for ``mark_reached``. The record covers the backwards since the
-        previous call of either. ``.grad`` does not tell: FSDP2 sets zeros for parameters that this rank did not use.
-        Not collective.
+        previous call of either. ``.grad`` does not show whether there was one: FSDP2 sets zeros for parameters that
+        this rank did not use. Not collective.
 
         Returns:
             One bool for each FSDP2-sharded parameter that is or was trainable, in the order of the attribute

@@ -100,6 +100,10 @@ class ShardedSync:
     Args:
         config: options of the strategy ``sharded``, such as the ZeRO stage and CPU offload.
         run_context: communicators and settings of the run.
+
+    Attributes:
+        optimizers: the optimizers over this rank's rows, set by ``attach``; empty where the rank has nothing to train.
+        accumulated: whether the most recent ``add_gradients`` was given gradients.
     """
 
     loss_normalisation: Literal["step", "worker"] = "step"
@@ -746,9 +750,9 @@ class ShardedSync:
 
         With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; with ZeRO stage 1 on several
         shards, the ``.grad`` of the model's parameters are placeholders, with which the script computes as with the
-        whole gradient (such a computation all-gathers, so all shard ranks must make it). Under tensor parallelism
-        reading them raises UsageError. Not collective itself. Sets the attribute ``accumulated`` to whether ``held``
-        has gradients.
+        whole gradient (such a computation all-gathers, so all shard ranks must make it). Reading the ``.grad`` of a
+        parameter of which the tensor ranks have slices raises UsageError. Not collective itself. Sets the attribute
+        ``accumulated`` to whether ``held`` has gradients.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the

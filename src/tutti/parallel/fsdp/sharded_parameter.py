@@ -224,7 +224,8 @@ class ShardingEngine(Protocol):
         Called after each reduction of a custom training loop. Each rank holds some rows of every parameter. Not
         collective. With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; in ZeRO stage 1 on
         several ranks the ``.grad`` of the model's parameters are placeholders from then on, with which the script
-        computes as with the whole gradient, by all-gathers. Under tensor parallelism reading them raises UsageError.
+        computes as with the whole gradient, by all-gathers. Reading the ``.grad`` of a parameter of which the tensor
+        ranks have slices raises UsageError.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -240,7 +241,8 @@ class ShardingEngine(Protocol):
 
         Returns:
             One bool for each parameter that is or was trainable, in the order of the attribute ``trained``. ZeRO stage
-            1 keeps no record and returns False for all: there the ``.grad`` of the model's full parameter tells.
+            1 keeps no record and returns False for all: with ZeRO stage 1 backward has given a parameter a gradient if
+            the ``.grad`` of the model's full parameter is not None.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
@@ -302,7 +304,7 @@ class ShardingEngine(Protocol):
     def gradient_meter(self) -> Callable[[], float] | None:
         """Start to measure this rank's own gradients before backward itself reduces them (FSDP2).
 
-        Called to estimate the gradient noise scale, which needs the norms of the ranks' own gradients beside that of
+        Called to estimate the gradient noise scale, which compares the norms of the ranks' own gradients with that of
         their sum. Not collective.
 
         Returns:
