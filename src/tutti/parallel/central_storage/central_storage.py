@@ -143,6 +143,7 @@ class CentralStorageSync(AllReduceSync):
         Raises:
             UsageError: there are several ranks, and the script has written parameters since the last update.
             MismatchError: ranks are in different steps.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._host is None or not isinstance(self._reducer, SharedReducer):
             stats = super().reduce_gradients(step_context)
@@ -194,7 +195,8 @@ class CentralStorageSync(AllReduceSync):
             ``nonfinite`` has the names of parameters whose gradient is not finite (at most three from each rank).
 
         Raises:
-            UsageError: there are several ranks, and the script has written parameters since its backward.
+            UsageError: in a custom training loop on several ranks, the script has written parameters since its
+                backward.
         """
         if self._custom and self._run_context.comms.replica.size > 1:
             self._guard.check_update(self._guarded, f"step {step_context.taken + 1}")
@@ -346,11 +348,12 @@ class CentralStorageSync(AllReduceSync):
         return super().replicated()
 
     def load(self, saved: SavedState) -> None:
-        """Restore parameters, optimizer state and buffers from a checkpoint. Collective: a barrier after the writes.
+        """Restore parameters, optimizer state and buffers from a checkpoint, in place.
 
         All ranks of the node compute from one copy of the parameters. Each rank restores the parameters that it owns,
-        with their optimizer state, and the buffers of its logical workers (fixed shares of the global batch). After the
-        barrier all ranks see all parameters; on accelerators each rank copies them to its device.
+        with their optimizer state, and the buffers of its logical workers (fixed shares of the global batch).
+        Collective over the data ranks: a barrier after the writes, after which all ranks read all restored parameters;
+        on accelerators each rank copies them to its device.
 
         Args:
             saved: the checkpoint, with the groups ``model``, ``optim`` and ``workers``.

@@ -222,6 +222,10 @@ class AllReduceSync:
         Args:
             worker: index of the logical worker.
             part: the worker's sums of loss, count and metrics; None if the worker had no samples on this rank.
+
+        Raises:
+            UsageError: gradients are summed worker by worker, and one is sparse without its module's attribute
+                ``sparse``, or sparse in more than its first dimension.
         """
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
@@ -247,6 +251,7 @@ class AllReduceSync:
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
+            PeerError: a rank is lost, or does not take part within the timeout.
             UsageError: the script has written a module buffer that has a value of its own in each logical worker (share
                 of the global batch), or edited tensors of which each rank has a part in different ways; or a gradient
                 is sparse without its module's attribute ``sparse``.
@@ -461,7 +466,8 @@ class AllReduceSync:
             optimizer: the script's optimizer, or one of several.
 
         Returns:
-            The model's parameter objects on this rank, in the model's order; frozen parameters are left out.
+            The model's parameter objects, in the model's order; frozen parameters are left out. With pipeline stages
+            they include parameters of other stages.
         """
         own = {p for group in optimizer.param_groups for p in group["params"]}
         return [p for p in self.script_parameters() if p in own]
@@ -537,17 +543,17 @@ class AllReduceSync:
         """
 
     def apply_clearing(self) -> None:
-        """Do nothing: a script that sets ``.grad`` to None or zeros clears the very tensor that the update uses.
+        """Do nothing: in data parallelism the model has the same parameters during a forward as between steps.
 
-        Only FSDP2 has to carry the clearing over to the sharded gradients, from the unsharded parameters that the
-        script sees between a forward and its backward.
+        A script that sets their ``.grad`` to None or zeros therefore clears it directly. With FSDP2 this method carries
+        a clearing of the unsharded parameters' ``.grad`` over to the sharded gradients.
         """
 
     def show_gradients(self) -> None:
-        """Do nothing: in data parallelism the ``.grad`` that the script sees is the tensor that the update uses.
+        """Do nothing: in data parallelism the model has the same parameters during a forward as between steps.
 
-        Only FSDP2 has to put placeholders into the ``.grad`` of the unsharded parameters, which the script sees between
-        a forward and its backward.
+        With FSDP2 this method puts placeholders into the ``.grad`` of the unsharded parameters, which the model has
+        between a forward and its backward.
         """
 
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
@@ -633,9 +639,9 @@ class AllReduceSync:
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` updates full parameters with full gradients on this rank.
 
-        Only then may its step have a closure. False in three cases: under tensor parallelism; where an optimizer of the
-        run steps on whole tensors that are gathered for its step; for an optimizer that is not one of this strategy's
-        own.
+        Only then may its step have a closure. False with pipeline stages or tensor parallelism, where an optimizer of
+        the run steps on whole tensors that are gathered for its step, and for an optimizer that is not one of this
+        strategy's own.
 
         Args:
             optimizer: any optimizer, such as one that the script steps by itself.

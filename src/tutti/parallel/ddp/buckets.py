@@ -29,7 +29,8 @@ class ReducedSums(NamedTuple):
     Attributes:
         loss: sum of the losses.
         samples: number of units (samples or tokens) that the loss is a sum over.
-        metrics: sums of up to ``METRICS`` (6) metrics.
+        metrics: sums of the metrics: six numbers, zero where there are fewer metrics; on a single data rank as many as
+            there are metrics.
         stop: whether any rank asks to stop after the step.
         used: for each parameter whether any rank had a gradient of it.
         own: for each parameter Σ ‖G‖²/c over the logical workers (shares of the global batch), where G is a worker's
@@ -77,11 +78,13 @@ def plan_buckets(sizes: Sequence[tuple[int, str]], largest: int, first: int = FI
 class Bucket:
     """Gradients of several parameters as views of one flat vector, followed by a tail of other numbers.
 
+    In the shapes below, ``elements`` is the number of elements of all ``parameters`` together.
+
     Args:
         parameters: the parameters, in the order of the vector.
         dtype: of the vector.
         device: of the vector.
-        tail: numbers behind the gradients; 0 for none.
+        tail: how many numbers there are behind the gradients; 0 for none.
         flat: memory of the vector (elements + tail,); None allocates it.
 
     Attributes:
@@ -112,7 +115,7 @@ class Bucket:
         in a tensor of its own.
 
         Args:
-            flat: (elements + tail,), of the bucket's dtype.
+            flat: 1-d tensor of the bucket's dtype, as long as the present attribute ``flat``.
         """
         self.flat = flat
         self.gradients, self.tail = flat.split([self._elements, self._tail])

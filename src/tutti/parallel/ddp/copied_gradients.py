@@ -14,14 +14,16 @@ from tutti.comm.communicator import Communicator
 
 
 def share_gradients(copied: Iterable[nn.Parameter], comm: Communicator) -> None:
-    """Broadcast the gradients of parameters of which all ranks of ``comm`` hold copies from rank 0 into ``.grad``.
+    """Make the gradients of parameters that several ranks of one replica hold copies of equal: those of rank 0.
 
-    These ranks belong to one replica of the model: tensor ranks with their unsplit parameters, or the pipeline stages
-    that use a tied weight. The copies must stay equal. The order in which a backend adds the gradients of the data
-    ranks depends on a gradient's place in the message, which differs between tensor ranks with slices of unequal sizes
-    and between stages, and on the links between the ranks. The sums of two ranks then differ by rounding, and so would
-    their copies of the parameter, more in each step. Collective over the ranks of ``comm``: one broadcast a dtype.
-    Where ``.grad`` is None it stays None; sparse gradients and frozen parameters are left out.
+    The ranks are tensor ranks with their unsplit parameters, or the pipeline stages that use a tied weight. The order
+    in which a backend adds the gradients of the data ranks depends on a gradient's place in the message, which differs
+    between tensor ranks with slices of unequal sizes and between stages, and on the links between the ranks. The sums
+    of two ranks then differ by rounding, and so would their copies of the parameter, more in each step.
+
+    Collective over the ranks of ``comm``: one broadcast from its rank 0 for each dtype. The result is written into
+    ``.grad`` in place. A ``.grad`` that is None stays None, and counts as zeros where rank 0 sends it. Sparse gradients
+    and frozen parameters are left out.
 
     Args:
         copied: this rank's copies, or its rows of them, in an order equal on all ranks.

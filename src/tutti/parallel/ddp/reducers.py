@@ -96,6 +96,7 @@ class Reducer(Protocol):
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
+            PeerError: a rank is lost, or does not take part within the timeout.
             UsageError: a gradient is sparse and the reducer sums dense ones only; or the script has edited, in
                 different ways on the ranks, tensors of which each has a part.
         """
@@ -130,6 +131,9 @@ class StartedSum(Protocol):
 
         The flat vector with which the all-reduce was started then holds the sum over the data ranks. Called once, by
         ``finish`` of the reducer that has started it.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
 
 
@@ -263,9 +267,9 @@ class OverlappedReducer:
         self._under_way.append(start(bucket.flat if wire is None else wire, text))
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: this reducer sums one gradient a rank, and autograd accumulates the rank's workers in ``.grad``.
+        """Do nothing: this reducer sums one gradient of each rank, in whose ``.grad`` autograd accumulates its workers.
 
-        Reducers that sum one gradient a logical worker (share of the global batch) add the worker's gradients here.
+        A reducer that sums one gradient of each logical worker (share of the global batch) adds it in this method.
 
         Args:
             step_context, worker, loss_sums: unused.
@@ -605,9 +609,9 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     """Raise an error that names the steps, batches, optimizer settings or parameters that differ between ranks.
 
     Called on every rank, before any update, when the digests of the step that ranks sum with their gradients do not
-    agree. Collective: the ranks of ``comm`` exchange step numbers, batch sizes, data positions and optimizer settings
-    to find the difference. Returns only if the script has written parameters on some ranks, and all ranks hold the same
-    values.
+    agree. Collective over the ranks of ``comm``: they all-gather digests of step numbers, batch sizes, data positions,
+    optimizer settings and edits to find the difference. Returns only if the script has written parameters on some
+    ranks, and all ranks hold the same values.
 
     Args:
         comm: the ranks whose gradients were summed.

@@ -121,9 +121,9 @@ class SharedReducer:
                 self._packed[index] = self._pack(self._buckets[index])
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: this reducer sums one gradient a rank, and autograd accumulates the rank's workers in ``.grad``.
+        """Do nothing: this reducer sums one gradient of each rank, in whose ``.grad`` autograd accumulates its workers.
 
-        Reducers that sum one gradient a logical worker (share of the global batch) add the worker's gradients here.
+        A reducer that sums one gradient of each logical worker (share of the global batch) adds it in this method.
 
         Args:
             step_context, worker, loss_sums: unused.

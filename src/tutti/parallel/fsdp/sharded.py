@@ -420,6 +420,7 @@ class ShardedSync:
 
         Raises:
             MismatchError: ranks are in different steps.
+            PeerError: a rank is lost, or does not take part within the timeout.
             UsageError: the script has written parameters in the optimizer's groups, which hold this rank's rows, since
                 the step began; its forwards have not seen these values. Or the script has written an unsharded
                 parameter between a forward and its backward (FSDP2). Or the script has written a module buffer that has
@@ -881,12 +882,13 @@ class ShardedSync:
                 self._acting_on = None
 
     def clip_gradients(self, norm: float) -> float:
-        """Scale this rank's rows of the gradients, within ``stepping`` of one optimizer, to the run's clipping norm.
+        """Scale this rank's rows of the gradients so that the whole norm is at most the run's clipping norm.
 
-        Not collective. Does nothing in a run without such a norm.
+        Within ``stepping`` of one optimizer only the gradients of that optimizer are scaled. Not collective. Does
+        nothing in a run without a clipping norm.
 
         Args:
-            norm: L2 norm of these gradients of the whole model, equal on all ranks.
+            norm: L2 norm of the gradients that are to be scaled, over all ranks' rows; equal on all ranks.
 
         Returns:
             The norm afterwards.

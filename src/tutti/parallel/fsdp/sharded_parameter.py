@@ -180,12 +180,13 @@ class ShardingEngine(Protocol):
         """
 
     def rows_written(self) -> bool:
-        """Return whether the rows that this rank holds have been written since the last ``all_gather_parameters``.
+        """Return whether the rows that this rank holds have been written since the parameters were last all-gathered.
 
-        Called at the beginning of a step, before gradients are reduced and before the model is read, since a script may
-        write the rows in its optimizer's groups: then the full parameters that the ranks compute with are stale. Writes
-        are found by the version counters of the row tensors; a write through ``.data`` does not count. Always False
-        with FSDP2, whose rows may share the counter with the model's DTensors.
+        The record starts at the previous ``all_gather_parameters``, or at construction. Called at the beginning of a
+        step, before gradients are reduced and before the model is read, since a script may write the rows in its
+        optimizer's groups: then the full parameters that the ranks compute with are stale. Writes are found by the
+        version counters of the row tensors; a write through ``.data`` does not count. Always False with FSDP2, whose
+        rows may share the counter with the model's DTensors.
         """
 
     def clear(self) -> None:
@@ -809,7 +810,8 @@ def optimizer_pieces(
     Args:
         optimizer: the optimizer whose parameters are the rows.
         rows: this rank's rows of each parameter whose state this rank writes.
-        scalars: whether this rank also writes 0-d state, such as step counters, which all ranks hold alike.
+        scalars: whether this rank also writes 0-d state, such as step counters, which all ranks hold alike. Even then
+            0-d state is left out for a parameter whose tensor slice is not at offset 0.
 
     Returns:
         A dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``. A value is a
