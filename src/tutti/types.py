@@ -39,7 +39,7 @@ class MicroBatch:
 
     Attributes:
         worker: logical worker, 0 … N-1.
-        micro: index of this micro-batch within the worker's share of the global batch.
+        micro: index, from 0, of this micro-batch among those into which the worker's share of the global batch is cut.
         batch: the samples.
         samples: number of samples; 0 for a dummy micro-batch, whose forward and backward keep collectives aligned and
             whose gradient is ignored.
@@ -189,8 +189,8 @@ class StepContext:
 
     Attributes:
         taken: steps that this rank has taken before this one; ranks of asynchronous servers may differ in it.
-        samples: samples in this step's global batch; for a batch that the caller made, as many as the configuration
-            states.
+        samples: samples in this step's global batch; for a batch that the caller passed to ``run.step``, as many as the
+            configuration states.
         lr_factor: factor on every parameter group's initial learning rate; None leaves the rate to the user.
         stop: whether this rank asks all ranks to stop after the step; may differ between ranks, and so is reduced with
             the loss sums.
@@ -202,8 +202,9 @@ class StepContext:
             caller made.
         written: digest of the parameters if the script has written them since the last update, compared over data
             ranks; 0 if it has not.
-        compare: raises UsageError where ranks hold different parameters; called on all data ranks where ``written``
-            differs. None where it cannot.
+        compare: function that compares the parameters over the data ranks and raises UsageError where they differ. It
+            is collective: all data ranks call it if ``written`` differs between any of them. None where the strategy
+            cannot compare parameters.
         edits: a line for each parameter, of which each rank has a part, that the script has written since the last
             step; compared over all ranks.
         edited_in: place in the script of the last such write, as ``FILE:LINE``.
@@ -247,7 +248,8 @@ class OwnGradients:
             in the gradient's norm.
         take_squares: returns and resets the sum of squares of this rank's gradients that backward itself reduced
             (FSDP2) since the last call; None where backward reduces none.
-        optimizers: optimizers whose state on this rank is that of ``parameters``; empty where it lies elsewhere.
+        optimizers: the optimizers that have the state of ``parameters``, in full, on this rank; empty where that state
+            is on other ranks, on servers or in host memory.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -346,23 +348,27 @@ call it several times."""
 
 
 class NormReducer(Protocol):
-    """Function that sums squared norms of tensor slices over the ranks that hold the slices.
+    """Function that sums squared norms of slices of tensors over the ranks that hold the slices.
 
-    A ``GradientSync`` (reduces gradients and makes the update) installs it in a layer-wise optimizer (such as LAMB), if
-    ranks hold slices of layers: the optimizer needs the norm of the whole layer.
+    A ``GradientSync`` (reduces gradients and makes the update) installs it in a layer-wise optimizer (such as LAMB) if
+    ranks hold slices of layers: rows over the shard ranks, slices over the tensor ranks, or both. The optimizer needs
+    the norm of the whole layer.
     """
 
     def __call__(self, squares: Tensor) -> Tensor:
-        """Return the squared norms of full tensors from those of this rank's slices. Collective: one all-reduce.
+        """Return the squared norms of full tensors, from those of this rank's slices.
 
-        Every rank passes as many numbers in the same order. A tensor of which several ranks hold a copy, such as
-        weights tied over two pipeline stages, counts once.
+        Collective: an all-reduce over the shard ranks where they hold rows, then one over the tensor ranks where they
+        hold slices. Every one of these ranks must pass as many numbers, in the same order. A tensor that is not split
+        over the tensor ranks counts once, not once a rank.
 
         Args:
-            squares: sum of squares of each of this rank's slices, a 1-d float64 tensor on the CPU.
+            squares: sum of squares of each of this rank's slices, a 1-d float64 tensor on the CPU; it may be
+                overwritten.
 
         Returns:
-            The sum of squares of each full tensor, in the order of ``squares``.
+            A tensor on the CPU of the same shape, with the sum of squares of each full tensor in the order of
+            ``squares``.
         """
 
 
@@ -370,21 +376,25 @@ class FullTensorGatherer(Protocol):
     """Gatherer (protocol) of full tensors from the slices that ranks hold.
 
     A ``GradientSync`` (reduces gradients and makes the update) installs it in an optimizer that needs full matrices
-    (Muon). Every rank calls ``gather`` for the same parameters in the same order.
+    (Muon). All ranks among which parameters are split must call ``gather`` for the same parameters in the same order.
     """
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Gather full tensors, such as gradients or momenta of a parameter, from the slices that the ranks hold.
 
-        An optimizer calls this in its step, for each parameter whose update needs full matrices (Muon). Collective: an
-        all-gather or all-reduce of full tensors; every rank calls it for the same parameters in the same order.
+        An optimizer calls this in its step, for each parameter whose update needs full matrices (Muon). Collective:
+        where the parameter is sharded by rows, one all-gather over the shard ranks for each tensor; where it is split
+        by tensor parallelism, then one all-reduce over the tensor ranks. Nothing is sent for a parameter that is not
+        split. All these ranks must call it for the same parameters in the same order, with as many tensors.
 
         Args:
-            parameter: the parameter; ``tensors`` are split over ranks in the same way.
+            parameter: the parameter, the object in the optimizer's groups; ``tensors`` are split over ranks in the same
+                way.
             tensors: this rank's slices, each of the parameter's local shape.
 
         Returns:
-            One full tensor for each of ``tensors``; where the parameter is not split, ``tensors`` as they are.
+            One full tensor for each of ``tensors``, on every rank: new tensors, or ``tensors`` themselves where the
+            parameter is not split.
         """
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
@@ -397,7 +407,8 @@ class FullTensorGatherer(Protocol):
             whole: a tensor of the parameter's full shape, such as an orthogonalised gradient (Muon).
 
         Returns:
-            The slice, of the parameter's local shape; ``whole`` itself where the parameter is not split.
+            The slice, of the parameter's local shape; it may be a view of ``whole``, and is ``whole`` itself where the
+            parameter is not split.
         """
 
 
@@ -409,9 +420,9 @@ class RunContext:
         grid: the device mesh and this rank's coordinates in it.
         comms: communicators along the axes of the mesh.
         workers: number N of logical workers, the fixed shares of the global batch.
-        mine: the contiguous logical workers whose micro-batches this data rank computes.
-        sharers: where there are more data ranks R than workers, the contiguous data ranks that share this rank's
-            worker; None where none do.
+        mine: indices of the contiguous logical workers whose micro-batches this data rank computes.
+        sharers: where there are more data ranks than workers, indices of the contiguous data ranks that share this
+            rank's worker, this rank included; None where each worker is computed by a single rank.
         reproducible: whether weights are bit-identical on any number of data ranks.
         clip: largest gradient norm, None for no clipping.
         averaging: average of the weights over the updates, None for none.
@@ -419,10 +430,12 @@ class RunContext:
         compile: mode and options of ``torch.compile``; None for none.
         gradient_variance: whether to measure each worker's gradient before the sum: ``StepStats.gradient_variance``.
         draws: whether the model may draw random numbers in training, as for dropout.
-        in_step: whether every rank makes as many steps as the run has.
-        trial: ``trial(model, most=None)`` calls the loss function on a model with the first micro-batch of the data, or
-            with at most ``most`` samples of it; None without a loss function.
-        forward_trial: the same as ``trial``; without a loss function it calls the model as scripts mostly do.
+        in_step: whether every rank makes all steps of the run; False with asynchronous parameter servers that count the
+            steps of all workers together.
+        trial: ``trial(model, most=None)`` calls the run's loss function on ``model`` with the first micro-batch of the
+            training data, or with at most ``most`` samples of that; it is not collective. None without a loss function.
+        forward_trial: the function ``trial`` where the run has a loss function; otherwise a function with the same
+            arguments that calls ``model`` on the inputs of the first micro-batch.
         rows: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device itself.
     """
 
@@ -456,14 +469,18 @@ class RunContext:
 class GradientReadyHook(Protocol):
     """Receiver (protocol) of a model replica's gradients as backward produces them.
 
-    It may start their reduction over ranks while backward goes on.
+    A ``GradientSync`` implements it, and may start the reduction of gradients over the data ranks while backward goes
+    on. No method waits for other ranks.
     """
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Announce the backward of a worker's last micro-batch, so that ``gradient_ready`` can start communication.
+        """Announce the backward of a logical worker's last micro-batch, after which its gradients are complete.
 
-        The replica calls it right before that backward. A worker is a logical worker, one of N fixed shares of the
-        global batch, of which a rank may compute several.
+        The replica calls it right before that backward. With all-reduced gradients (DDP), calls of ``gradient_ready``
+        after the announcement for the rank's last worker start all-reduces over the data ranks; other strategies start
+        none. Where several ranks compute micro-batches of one worker, this rank starts to send the worker's buffers to
+        the next of them. Does not block. A logical worker is one of N fixed shares of the global batch, of which a rank
+        may compute several.
 
         Args:
             part: sums of loss, count and metrics over the worker's micro-batches of this step, including the one whose
@@ -473,8 +490,11 @@ class GradientReadyHook(Protocol):
     def gradient_ready(self, parameter: Tensor) -> None:
         """Take note that autograd has accumulated a gradient into ``parameter.grad``.
 
-        The gradient is the sum over the micro-batches whose backwards have run since ``.grad`` was None. May start the
-        reduction of a bucket of gradients. The signature is that of a hook of ``register_post_accumulate_grad_hook``.
+        The gradient is the sum over the micro-batches whose backwards have run since ``.grad`` was None. In the
+        backward of the rank's last micro-batch of a step, a strategy that all-reduces gradients may start the
+        all-reduce of a bucket, over the data ranks, without waiting for it; ``parameter.grad`` must not be written from
+        then on until ``GradientSync.reduce_gradients`` has returned. Other strategies do nothing. The signature is that
+        of a hook of ``register_post_accumulate_grad_hook``.
 
         Args:
             parameter: the parameter whose gradient is ready.
@@ -486,11 +506,13 @@ class EditRecords(Protocol):
 
     @property
     def line(self) -> str:
-        """Place in the script of the last edit on this rank, as ``FILE:LINE``."""
+        """Place in the script of the latest recorded edit on this rank, as ``FILE:LINE``; empty before the first."""
         ...
 
     def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Return a line for each of these tensors that the script has edited, the same for the same edits.
+        """Return a line of text for each of these tensors that the script has edited. Not collective.
+
+        Equal edits give equal lines, so that the caller can compare the lines over ranks. The records stay.
 
         Args:
             named: (name, tensor) pairs, such as gradients.
@@ -506,9 +528,10 @@ class EditRecords(Protocol):
         ...
 
     def take(self) -> list[str]:
-        """Return a line for each parameter that the script has written since the last call, and forget the writes.
+        """Return a line of text for each parameter that the script has written since the previous call of ``take``.
 
-        The lines are the same on all ranks that have made the same writes.
+        The records of these writes are deleted. Not collective: the lines are equal on all ranks whose scripts have
+        made the same writes, so that the caller can compare them; empty without writes.
         """
         ...
 
@@ -542,7 +565,8 @@ class ReplicaRunner(Protocol):
             give each rank another result raise UsageError.
         model_code: context manager within ``script_code``, around code of which reads and writes are not checked.
         plain: the module that a custom training loop calls: the whole model, also where this rank has a part of it.
-        own_backward: whether ``run`` calls ``backward`` for each micro-batch.
+        own_backward: whether ``run`` computes each micro-batch's backward by itself, right after its forward; False
+            where a pipeline schedule interleaves them.
         edits: records of the script's edits of parameters and gradients of which each rank has a part; None without
             such parameters.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
@@ -578,10 +602,10 @@ class ReplicaRunner(Protocol):
         ...
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Register the object that is told of each gradient of the model's parameters on this rank.
+        """Register the gradient-ready hook that is called for each gradient of the model's parameters on this rank.
 
-        ``GradientSync`` calls this when the run is prepared, and again when parameters are unfrozen, if it starts to
-        reduce gradients while backward goes on.
+        A ``GradientSync`` that starts to reduce gradients while backward goes on calls this when the run is prepared,
+        and again when parameters are unfrozen; the new hook replaces the one of the call before. Not collective.
 
         Args:
             grad_hook: receiver, whose ``gradient_ready(parameter)`` is called each time that a backward has accumulated
@@ -592,7 +616,8 @@ class ReplicaRunner(Protocol):
         """Make this rank's part of the model use new parameter objects.
 
         ``GradientSync`` calls this after it has sharded parameters, which gives the modules other ``nn.Parameter``
-        objects.
+        objects. Hooks that this object has put on the earlier ones, and its records of them, pass to the new ones. Not
+        collective.
 
         Args:
             by: maps each ``nn.Parameter`` of this rank's modules that was replaced to the object in its place.
@@ -603,19 +628,27 @@ class ReplicaRunner(Protocol):
 
         A training step calls this once for each logical worker of the rank (one of N fixed shares of the global batch),
         an evaluation for each batch of held-out samples. Gradients of all micro-batches add up in the parameters'
-        ``.grad``. If the replica of the model spans several ranks (pipeline stages, tensor slices), or a forward
-        all-gathers shards of parameters, the call is collective over these ranks.
+        ``.grad``. What ranks exchange depends on the layout. With pipeline stages: point-to-point messages between
+        neighbouring stages, and a broadcast of the loss sums from the last stage. With tensor parallelism: the
+        collectives of the split layers, over the tensor ranks. With FSDP2: all-gathers of parameters in forward and
+        backward and reduce-scatters of gradients in backward, over the shard ranks. A whole, unsharded model sends
+        nothing but what ``grad_hook`` starts.
 
         Args:
             micro_batches: this rank's micro-batches of the worker in one step, in order.
             loss: the user's loss function ``loss(model, batch)``, which returns a mean, ``(sum, count)`` or ``(sum,
                 count, metric_sums)``.
-            grad_hook: its ``prepare_for_backward`` is called before the worker's last backward; None runs forwards
-                only, without gradients.
+            grad_hook: its ``prepare_for_backward`` is called before the worker's last backward; gradients are reported
+                to the hook that ``connect`` registered. None runs forwards only, without gradients.
 
         Returns:
             A ``LossSums`` over the micro-batches, on every rank of the replica: ``sums``, a float tensor ``[loss sum,
             count, *metric sums]``, with the metrics' ``names`` and the number of ``samples``.
+
+        Raises:
+            UsageError: the loss has an unknown form or requires no gradient, or calls the model in a way that the
+                layout cannot follow.
+            ValueError: ``micro_batches`` is empty.
         """
 
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -624,7 +657,7 @@ class ReplicaRunner(Protocol):
         ``run.evaluate`` and ``run.predict`` use it with weights merged over logical workers, or averaged over updates
         (EMA). Within the block the modules hold the tensors of ``values`` as parameters and buffers, are in eval mode,
         and autograd is off (``torch.no_grad``). On exit the modules get their own tensors and their training modes
-        back.
+        back. Not collective.
 
         Args:
             values: tensors by the name that the parameter or buffer has in the model before it is split over ranks; a
@@ -643,7 +676,8 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
         """Seed the random generators for a micro-batch, before the script's loop body runs on it.
 
         ``run.microbatches`` calls this before it yields the micro-batch's samples. The seed is ``micro_batch.key``, so
-        that draws such as dropout do not depend on the rank.
+        that draws such as dropout do not depend on the rank. For a dummy micro-batch the model also gets copies of its
+        buffers, which ``forget`` and ``backward`` undo. Not collective.
 
         Args:
             micro_batch: the micro-batch on which the script's loop body runs next.
@@ -657,21 +691,27 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
         grad_hook: GradientReadyHook,
         retain_graph: bool = False,
     ) -> LossSums:
-        """Run the backward of one micro-batch on the loss that the script computed; gradients add up in ``.grad``.
+        """Run the backward of one micro-batch from the loss that the script computed; gradients add up in ``.grad``.
 
         ``run.backward(loss)`` of a custom training loop calls this. A worker is a logical worker, one of N fixed shares
-        of the global batch, which is cut into micro-batches.
+        of the global batch, which is cut into micro-batches. With pipeline stages all stages compute the backward
+        together, with point-to-point messages and broadcasts over the stages of the replica; with FSDP2 the backward
+        reduce-scatters gradients over the shard ranks; otherwise only ``grad_hook`` starts messages.
 
         Args:
             result: the loss that the script computed: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
             micro_batch: the micro-batch that was last passed to ``begin``, from which the loss was computed.
             before: loss sums of the worker's earlier micro-batches in this step; None at its first.
-            grad_hook: its ``gradient_ready(parameter)`` is called for each gradient that the backward accumulates.
+            grad_hook: its ``prepare_for_backward`` is called before the backward of the worker's last micro-batch;
+                gradients are reported to the hook that ``connect`` registered.
             retain_graph: keep the graph for another backward, as in PyTorch.
 
         Returns:
             A ``LossSums`` of the worker's micro-batches including this one: ``sums`` is the float tensor ``[loss sum,
             count, *metric sums]``. A dummy micro-batch, which has no samples, adds zero.
+
+        Raises:
+            UsageError: the loss has an unknown form or requires no gradient.
         """
 
     def forget(self) -> None:
@@ -687,15 +727,23 @@ class ModelLayout(Protocol):
     def build(self, plain: nn.Module) -> ReplicaRunner:
         """Split a model over the ranks of a replica, in place, and return this rank's part.
 
-        ``tutti.prepare`` calls this once, before ``GradientSync.attach``. Collective over the ranks of the replica, if
-        there are several.
+        ``tutti.prepare`` calls this once, before ``GradientSync.attach``. A layout without stages and slices moves the
+        model to this rank's device and sends nothing. Pipeline stages are cut collectively over all ranks, which
+        compare their models; tensor slices over the tensor ranks, to which the first of them broadcasts plan and
+        values. ``torch.compile`` and activation checkpointing are applied here, where the run asks for them.
 
         Args:
-            plain: the script's model with all parameters, of the same structure on every rank.
+            plain: the script's model with all parameters, of the same structure on every rank; it is changed.
 
         Returns:
             The runner, whose ``run`` computes forward and backward of micro-batches on this rank, and whose ``specs``
             say which tensors, or slices of tensors, the rank holds.
+
+        Raises:
+            MismatchError: the ranks have built models with different parameters or buffers, where the layout compares
+                them.
+            UsageError: the model cannot be split as asked, or activation checkpointing or ``torch.compile`` cannot be
+                applied.
         """
 
 
@@ -711,7 +759,7 @@ class SavedState(Protocol):
         """
 
     def get(self, group: str, name: str) -> Tensor:
-        """Read one tensor of the checkpoint in full; the result is on the CPU.
+        """Read one tensor of the checkpoint in full.
 
         Args:
             group: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each logical worker, a
@@ -719,7 +767,7 @@ class SavedState(Protocol):
             name: the tensor's name, one of ``names(group)``.
 
         Raises:
-            CheckpointError: a checkpoint directory lacks the tensor, or the tensor's file is damaged.
+            CheckpointError: the checkpoint lacks the tensor, or the tensor's file is damaged.
         """
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
@@ -732,10 +780,13 @@ class SavedState(Protocol):
 
         Returns:
             The size of each dimension; empty for a 0-d tensor.
+
+        Raises:
+            CheckpointError: the checkpoint lacks the tensor.
         """
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read a rectangular region of one tensor of the checkpoint; the result is on the CPU.
+        """Read a rectangular region of one tensor of the checkpoint.
 
         A rank that holds a slice of a tensor reads its slice alone.
 
@@ -745,6 +796,13 @@ class SavedState(Protocol):
             name: the tensor's name, one of ``names(group)``.
             offset: index of the region's first element in the tensor, one number for each dimension.
             shape: shape of the region, one number for each dimension.
+
+        Returns:
+            The region, in the saved dtype. It may be a view of memory that the reader keeps: copy it before you write
+            to it.
+
+        Raises:
+            CheckpointError: the checkpoint lacks the tensor, or the tensor's file is damaged.
         """
 
 
@@ -758,53 +816,65 @@ class Average(Protocol):
     updates: int
 
     def update(self) -> None:
-        """Update the average of the weights with the present parameters; call it after each optimizer update."""
+        """Update this rank's part of the average with the present parameters; called after each optimizer update.
+
+        Increments ``updates``. Not collective: ranks that hold the same parameters compute the same average.
+        """
 
     def adopt(self, names: Collection[str]) -> None:
         """Include parameters that the script has newly made trainable in the average of the weights, from now on.
 
         The run calls this before the first step that trains them. Until then a parameter was constant, so that its
-        average starts at its present value.
+        average starts at its present value. Not collective.
 
         Args:
             names: names of these parameters in the unsplit model; their ``requires_grad`` has been set to True.
 
         Raises:
-            UsageError: the distribution strategy cannot average them.
+            UsageError: the strategy cannot average them: always under ``central_storage``, and with FSDP2 for a
+                parameter that is sharded only after the present step.
         """
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters and buffers by name, with the averaged weights in place of the trained parameters.
 
-        Called for evaluations, ``run.state(averaged=True)`` and hashes of the average. Not collective.
+        Called for evaluations, ``run.state(averaged=True)`` and hashes of the average, on every rank. Under
+        ``central_storage`` it waits at a barrier of all ranks of the node; with other strategies nothing is sent.
 
         Args:
             merged: this rank's parameters and buffers by name, from ``GradientSync.merged``: those of one model, merged
                 over the data-parallel workers.
 
         Returns:
-            A new dict with the names of ``merged``; buffers and frozen parameters have the values of ``merged``.
-            Averages of 16-bit parameters are float32.
+            A new dict with the names of ``merged``. Its tensors are those of ``merged`` and of the average themselves,
+            not copies: do not write to them, and expect that ``update`` changes the averages in place. Averages of
+            16-bit parameters are float32.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's part of the averaged weights (EMA), which the rank writes into a checkpoint.
+        """Return this rank's part of the averaged weights (EMA) for a checkpoint. Not collective.
 
         Returns:
             ``{"ema": {name: tensor}}``, with the names of the parameters. The parts of all ranks together are the whole
             average. A tensor that is split over ranks is given as a ``TensorSlice``, with its position in the full
-            tensor.
+            tensor. The tensors are not copied: ``update`` changes them.
         """
 
     def load(self, saved: SavedState, updates: int) -> None:
         """Restore the average of the weights from a checkpoint, on a resume or a warm start.
 
-        A parameter without an average in the checkpoint starts at its weights there.
+        A parameter without an average in the checkpoint starts at its weights there. Not collective: each rank reads
+        its part.
 
         Args:
             saved: the checkpoint's tensors.
             updates: number of optimizer updates that the saved average has seen; becomes the attribute ``updates``, on
                 which the warm-up of the decay depends.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a tensor that is needed, or a file of it is damaged.
+            UsageError: the checkpoint has an average of a parameter that is frozen now, and the strategy cannot average
+                it.
         """
 
 
@@ -827,22 +897,28 @@ class GradientSync(Protocol):
     optimizers: Sequence[Optimizer]
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Build the optimizer over this rank's part of the model, and make all ranks start from one state.
+        """Build the optimizer over this rank's part of the model, and make all data ranks start from one state.
 
-        ``tutti.prepare`` calls this once, after ``ModelLayout.build``. Collective: verifies that all ranks hold the
-        same model, and broadcasts data rank 0's parameters and buffers.
+        ``tutti.prepare`` calls this once, after ``ModelLayout.build``. Collective over the data ranks: an all-gather of
+        digests verifies that they hold models with the same names, shapes, dtypes and ``requires_grad``, and broadcasts
+        give them data rank 0's parameters and buffers. Further: sharding (FSDP2, ZeRO) replaces parameters of the model
+        by new objects; ``central_storage`` moves them into shared memory; parameter servers are started or joined.
 
         Args:
-            replica: this rank's part of the model.
-            make_optimizer: builds the optimizer over a list of (name, parameter); it may be called several times.
+            replica: this rank's part of the model; its parameters and buffers are overwritten or replaced in place.
+            make_optimizer: builds the optimizer over a list of (name, parameter), or returns None where this rank has
+                nothing to train. Local SGD calls it once for each logical worker of the rank, other strategies once;
+                ``adopt`` and ``reattach`` may call it again.
 
         Returns:
             The receiver of gradients for ``replica.connect`` and ``replica.run``: its ``gradient_ready(parameter)`` is
             called for each gradient that a backward has accumulated.
 
         Raises:
-            MismatchError: ranks hold models with different parameters or buffers.
-            UsageError: the strategy cannot step the optimizer on this rank's part of the model.
+            MismatchError: the data ranks hold models with different parameters or buffers.
+            UsageError: the strategy cannot step the optimizer on this rank's part of the model, cannot shard or share
+                its parameters, or cannot start servers as asked.
+            ValueError: with parameter servers, no parameter is trained.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
@@ -850,90 +926,153 @@ class GradientSync(Protocol):
 
         A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch, in
         turn. The state is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ
-        (local SGD).
+        (local SGD, asynchronous servers). What the call waits for depends on the strategy: where several data ranks
+        share a worker, the message with the worker's buffers from the rank before; with FSDP2 and ZeRO, in the first
+        call of a step an all-gather of the parameters over the shard ranks if the script has written this rank's rows;
+        with asynchronous servers of mode ``bounded``, workers that are too many steps behind. Otherwise nothing.
 
         Args:
             worker: index of the logical worker, one of those of this rank.
-            step_context: facts of the step, such as its number and loss scale.
+            step_context: facts of the step, such as its number and loss scale; kept for the calls that end the step.
+
+        Raises:
+            UsageError: the script has written a buffer, or a parameter, of which each worker has a value of its own.
+            PeerError: a parameter server does not reply in time, or has ended.
         """
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Collect a logical worker's gradients and loss sums for the reduction, after its last micro-batch of the step.
 
-        A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch.
-        Where workers train parameters of their own (local SGD), this makes the worker's update instead.
+        A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch. With
+        most strategies the loss sums are added to the rank's, gradients stay in ``.grad``, and nothing is sent. Where
+        gradients are summed worker by worker (reproducible mode, AdaScale), the worker's gradients go to a summation
+        tree, and ``.grad`` becomes None. Where workers train parameters of their own, this makes the worker's update in
+        place of ``optimizer_step``, without other data ranks, and sets ``.grad`` to None: local SGD steps the worker's
+        optimizer, with asynchronous servers the gradient is pushed and the call waits for the servers' reply.
+        Synchronous servers may receive the gradient here as well.
 
         Args:
-            worker: index of the logical worker.
-            part: the worker's sums of loss, count and metrics in this step; None if it had no samples.
+            worker: index of the logical worker, that of the last ``begin_worker``.
+            part: the worker's sums of loss, count and metrics in this step; None if it had no samples on this rank.
+
+        Raises:
+            PeerError: a parameter server does not reply in time, or has ended.
+            UsageError: parameter servers cannot follow what the script has changed in its optimizer.
         """
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Complete the reduction of this step's gradients over ranks; return the reduced loss and metrics.
 
-        Afterwards gradients are means over the global batch, not yet clipped, unless logical workers (shares of the
-        global batch) make updates of their own. Called after the last ``end_worker`` of the step. Collective, except
-        with asynchronous parameter servers.
+        Called after the last ``end_worker`` of the step. Afterwards ``.grad`` is the mean over the global batch,
+        without loss scale and not yet clipped; with these exceptions: ranks with shards have their rows of it,
+        parameter servers keep it, under ``central_storage`` a rank has those of the parameters that it updates, and
+        where logical workers (shares of the global batch) make updates of their own there is none.
+
+        Collective over the data ranks, for which it waits: all-reduces (data parallelism; a reduction in shared memory
+        under ``central_storage``), reduce-scatters over the shard ranks and all-reduces over their copies (FSDP2,
+        ZeRO), or a sum of the workers' losses by an all-to-all and an all-gather (local SGD), which in every H-th step
+        also averages parameters. The gradient norm takes an all-reduce over the stages and tensor ranks of a replica.
+        Synchronous parameter servers: waits for the servers' sums. Asynchronous ones: sends nothing and waits for
+        nothing.
 
         Args:
-            step_context: facts of the step, such as its number and loss scale.
+            step_context: facts of the step, such as its number and loss scale; the ranks compare its number, batch size
+                and settings.
 
         Returns:
-            A ``StepStats`` of Python numbers: ``loss`` and ``metrics`` (by name), means over the global batch;
-            ``count`` (samples or tokens); ``grad_norm``, the L2 norm of the whole gradient before clipping; ``finite``,
-            whether all gradients are; and ``stop``, whether a rank asks all ranks to stop after this step.
+            A ``StepStats`` of Python numbers, equal on all data ranks except with asynchronous servers: ``loss`` and
+            ``metrics`` (by name), means over the global batch; ``count`` (samples or tokens); ``grad_norm``, the L2
+            norm of the whole gradient before clipping; ``finite``, whether all gradients are; and ``stop``, whether a
+            rank asks all ranks to stop after this step.
+
+        Raises:
+            MismatchError: ranks are in different steps, or their settings differ.
+            UsageError: the script has written a parameter or buffer at a time at which the strategy cannot follow the
+                write.
         """
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip the reduced gradients and step the optimizers, or skip the update where a gradient is not finite.
 
-        Called on every rank after ``reduce_gradients``. Collective where the strategy gathers parameters after the
-        update, or an optimizer needs whole tensors, and where an update is skipped.
+        Called on every rank after ``reduce_gradients``. What is exchanged for the update: nothing with all-reduced
+        gradients, unless an optimizer needs whole tensors that are split over ranks; with ZeRO stage 1 an all-gather of
+        the updated rows over the shard ranks (with FSDP2 the next forward all-gathers); under ``central_storage`` a
+        barrier; with synchronous servers a request to each server, for whose reply the call waits. Where workers made
+        their updates in ``end_worker`` (local SGD, asynchronous servers), this only reports them. A skipped update
+        all-gathers names of parameters over the data ranks, and stages and tensor ranks, except with servers.
 
         Args:
-            stats: the result of ``reduce_gradients``: norm of the gradient, and whether it is finite.
+            stats: the result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
             step_context: facts of the step, such as the factor on the learning rate.
 
         Returns:
-            An ``UpdateResult``: ``updates``, the number of updates made (0 if the update was skipped); ``skipped``,
-            whether the update was skipped; ``nonfinite``, the names of parameters whose gradient is not finite;
-            ``together``, whether the parameters on this rank are now those of the whole run; and ``global_step``, the
-            steps of all workers with asynchronous parameter servers, else None.
+            An ``UpdateResult``: ``updates``, the number of updates made (0 if the update was skipped; with asynchronous
+            servers those of all workers since this rank's last step); ``skipped``, whether the update, or that of one
+            of the workers, was skipped; ``nonfinite``, the names of parameters whose gradient is not finite (where
+            names are all-gathered at most three from each rank); ``together``, whether the parameters on this rank are
+            now those of the whole run; and ``global_step``, the steps of all workers with asynchronous servers that
+            count these, else None.
+
+        Raises:
+            UsageError: an optimizer does not take sparse gradients; or the script has written parameters, or changed an
+                optimizer's option, where the strategy cannot follow.
         """
 
     def clear(self) -> None:
-        """Set ``.grad`` of all trained parameters to None after the update.
+        """Set ``.grad`` of all trained parameters on this rank to None after the update. Not collective.
 
-        The next step's backward then starts from no gradients.
+        With shards, ``.grad`` of the model's parameters and of the optimizer's rows. The next step's backward then
+        starts from no gradients.
         """
 
     def merged(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers as one model, merged over all ranks' logical workers.
 
         Called for evaluations, predictions, checkpoints and ``run.state``. A logical worker is one of N fixed shares of
-        the global batch, with its own buffers. Collective: every rank calls it. Batch-norm statistics are pooled over
-        the workers, other floating buffers averaged; so are parameters where each worker has its own (local SGD).
+        the global batch, with its own buffers. Collective over the data ranks: one all-gather of all workers' buffers
+        for each dtype, none for N = 1. Batch-norm statistics are pooled over the workers, other floating buffers
+        averaged, of integers the largest is taken. Parameters are exchanged only where workers have their own (local
+        SGD: their mean, by an all-to-all and an all-gather for each dtype), where servers have newer ones (read between
+        two barriers), and where the script has written ZeRO rows (an all-gather).
 
         Returns:
-            Tensors by name; those that are split over ranks are this rank's slices.
+            A new dict from names in the unsplit model to detached tensors; those that are split over ranks are this
+            rank's slices or rows. Except with local SGD and asynchronous servers, parameters share memory with the
+            model's, so that the next update changes them; for N = 1 buffers do, too. Do not write to them.
+
+        Raises:
+            UsageError: the script has written parameters, of which workers on this rank have values of their own.
         """
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return this rank's tensors of which several ranks must hold equal copies; None if there are none.
+        """Return this rank's tensors of which several ranks must hold equal copies; None where ranks may differ in all.
 
         The run compares digests of them over ranks, before checkpoints and at the end of some epochs, to find ranks
-        that have diverged.
+        that have diverged. Not collective, except that FSDP2 and ZeRO first all-gather rows that the script has
+        written, over the shard ranks. None with asynchronous servers, and with synchronous ones that have backup
+        workers.
 
         Returns:
-            Tensors by name. Where ``ReplicaRunner.specs`` has the name, the tensor is this rank's slice, of which all
-            ranks with the same slice hold copies; tensors of other names are whole.
+            A mapping from names to tensors, not copied. Where ``ReplicaRunner.specs`` has the name, the tensor is this
+            rank's slice, of which all ranks with the same slice hold copies; tensors of other names are whole. Tensors
+            that differ by design are left out, such as parameters between two averages of local SGD, and buffers where
+            the run has several logical workers (shares of the global batch, each with its own buffers).
+
+        Raises:
+            UsageError: the script has written parameters of which workers on this rank, or ranks that share memory,
+                hold one copy.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's tensors for a checkpoint; those of all ranks together are the full state. Collective.
+        """Return this rank's tensors for a checkpoint; those of all ranks together are the full state.
+
+        Called on every rank. Collective over the data ranks, as ``merged`` is. With parameter servers rank 0 also reads
+        the optimizer state from them.
 
         Returns:
-            Tensors by group and name. Group ``model`` has parameters and buffers by name, ``optim`` the optimizer state
+            Tensors by group and name, which may share memory with the model and the optimizer: write them before the
+            next step. A tensor of which several ranks hold copies is returned by one of them; with asynchronous servers
+            rank 0 returns everything. Group ``model`` has parameters and buffers by name, ``optim`` the optimizer state
             by ``{parameter}/{key}``; neither depends on the strategy. ``workers`` has the own state of each logical
             worker (fixed share of the global batch), such as buffers. A tensor that is split over ranks is given as a
             ``TensorSlice``, with its position in the full tensor.
@@ -942,28 +1081,33 @@ class GradientSync(Protocol):
     def load(self, saved: SavedState) -> None:
         """Restore parameters, buffers and optimizer state of this rank from a checkpoint.
 
-        Called on every rank for a resume, a warm start and ``load_state_dict`` of the model; collective where the
-        strategy distributes what it has read. The group ``workers`` has state of each logical worker (fixed share of
-        the global batch), such as buffers; for state that is missing there, the worker starts from the merged model in
-        the group ``model``.
+        Called on every rank for a resume, a warm start and ``load_state_dict`` of the model. Tensors are overwritten in
+        place; a parameter without optimizer state in ``saved`` keeps the state that it has. Each rank reads for itself,
+        so that data parallelism and local SGD exchange nothing. ZeRO stage 1 then all-gathers parameters over the shard
+        ranks, ``central_storage`` waits at a barrier of all ranks, and with parameter servers rank 0 sends them what it
+        has read, after which all data ranks meet at a barrier. The group ``workers`` has state of each logical worker
+        (fixed share of the global batch), such as buffers; for state that is missing there, the worker starts from the
+        merged model in the group ``model``.
 
         Args:
             saved: the checkpoint's tensors, of which this rank reads its slices.
 
         Raises:
             CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it is damaged.
+            UsageError: the optimizer state is larger than a parameter server accepts.
         """
 
     def own_gradients(self) -> OwnGradients:
         """Return this rank's gradients before their reduction over ranks, to measure the gradient noise scale.
 
-        Called at the begin of each step that measures the noise scale. Not collective.
+        Called at the beginning of each step that measures the noise scale. Not collective. Parameters that another rank
+        of the replica counts in the norm (weights tied over pipeline stages) are left out.
 
         Returns:
             An ``OwnGradients``: ``parameters``, the trained parameters in whose ``.grad`` backward leaves this rank's
-            gradients; ``take_squares``, where backward itself reduces gradients (FSDP2) a function that returns and
-            resets the sum of their squares, else None; and ``optimizers``, which have the state of these parameters on
-            this rank.
+            gradients; ``take_squares``, where backward itself reduces gradients (FSDP2) a function that returns the sum
+            of squares of those since its last call, else None; and ``optimizers``, which have the full state of these
+            parameters on this rank, empty where that is elsewhere.
 
         Raises:
             UsageError: logical workers (shares of the global batch) make updates by themselves, so that there is no
@@ -973,7 +1117,8 @@ class GradientSync(Protocol):
     def facts(self) -> Mapping[str, Any]:
         """Return figures of this strategy, such as its traffic over ranks, for ``summary.json`` at the end of the run.
 
-        Called on all ranks: collective where the strategy counts traffic over ranks.
+        Called on all ranks. Collective over the data ranks only if tutti's own all-reduce schedule sums the gradients
+        (option ``algorithm`` of ``mirrored``). With parameter servers rank 0 alone asks the servers.
 
         Returns:
             JSON values by key, of which those of rank 0 are written; empty if the strategy has none.
@@ -982,31 +1127,40 @@ class GradientSync(Protocol):
     def adopt(self, optimizer: Optimizer) -> None:
         """Begin to update the parameters that the script has added to one of its optimizers since ``tutti.prepare``.
 
-        The run calls this, at the next step, for each of the script's optimizers once the size of a parameter group has
-        changed.
+        The run calls this on every rank at the next step, for each of the script's optimizers of which a parameter
+        group has changed its size. Nothing is sent: data parallelism uses the optimizer as it is, shards replace the
+        new parameters in the groups by this rank's rows, in place.
 
         Args:
             optimizer: one of the script's optimizers, with its present parameter groups.
 
         Raises:
-            UsageError: the strategy cannot add parameters after ``tutti.prepare``.
-            MismatchError: ranks have added different parameters, where the strategy compares them.
+            UsageError: the strategy cannot add parameters after ``tutti.prepare``: with parameter servers, with several
+                ranks under ``central_storage``, and for one of several optimizers of a model on several pipeline
+                stages.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Begin to train parameters that were frozen: reduce their gradients and update them from now on. Collective.
+        """Begin to train parameters that were frozen: reduce their gradients and update them from now on.
 
-        The run calls this once it finds that the script has set ``requires_grad`` of parameters, before the step or its
-        update.
+        The run calls this on every rank once it finds that the script has set ``requires_grad`` of parameters, before
+        the step or its update. Collective over the data ranks: an all-gather of digests of the model's names, shapes,
+        dtypes and ``requires_grad``. Data parallelism then plans the gradient buckets anew, FSDP2 and ZeRO shard the
+        parameters, which gives the model new parameter objects, and local SGD gives each logical worker its own copy.
+        With parameter servers nothing is sent: the call only checks that the parameters were trainable in
+        ``tutti.prepare``.
 
         Args:
-            names: names of the parameters whose ``requires_grad`` the script has newly set to True.
+            names: names, in the unsplit model, of the parameters on this rank whose ``requires_grad`` the script has
+                set to True since the last call; at least one. The run does not call this on pipeline stages without
+                such a parameter.
             late: True if the forward of the present step has already used these parameters, as in the body of a custom
-                training loop; a strategy that shards them then does so after the step's backward.
+                training loop; a strategy that shards them then does so after the step's backward. Others ignore it.
 
         Raises:
-            UsageError: the distribution strategy cannot begin to train these parameters.
-            MismatchError: ranks have unfrozen different parameters, where the strategy compares them.
+            UsageError: the strategy cannot begin to train these parameters: an optimizer of the run steps on whole
+                tensors that are gathered from ranks, or parameter servers were started without them.
+            MismatchError: the data ranks have unfrozen different parameters; never with parameter servers.
         """
 
 
@@ -1041,22 +1195,25 @@ class CustomLoopSync(GradientSync, Protocol):
     def begin_custom_loop(self) -> None:
         """Switch to custom training loops: make complete gradients visible in ``.grad`` from now on.
 
-        A custom training loop is the script's own loop with forward, backward and update. Collective; called once,
-        before the first step. Complete gradients are those of the mean loss over the global batch; where ranks hold
-        shards of them, ``.grad`` is the shard of the complete gradient.
+        A custom training loop is the script's own loop with forward, backward and update. Called on every rank once,
+        before the first step. Collective under ``central_storage`` alone, whose data ranks allocate shared memory;
+        other strategies send nothing. Complete gradients are those of the mean loss over the global batch; where ranks
+        hold shards of them, ``.grad`` is the shard of the complete gradient; with parameter servers it stays
+        unreadable. From now on a buffer that the script writes after an update counts for the rank's last logical
+        worker alone.
         """
 
     def leave_custom_loop(self) -> None:
         """Note that the script has left its own loop over an epoch: buffers that it writes now are for all its workers.
 
         A logical worker is a fixed share of the global batch, with its own copy of buffers such as batch-norm
-        statistics. A value that the script writes into a buffer after this call is set for all workers of this rank;
-        within the loop, after an update, for the rank's last worker alone. Called after each epoch, and where the
-        script leaves the loop by ``break``. Not collective.
+        statistics. A value that the script writes into a buffer after this call is set for all workers of this rank; a
+        value that it wrote within the loop, after an update, for the rank's last worker alone. Called after each epoch,
+        and where the script leaves the loop by ``break``. Not collective.
         """
 
     def named_trained(self) -> NamedParameters:
-        """Return names and objects of the trainable parameters of the script's model.
+        """Return names and objects of the trainable parameters of the script's model on this rank. Not collective.
 
         The objects are the parameters in the script's model: where the strategy shards, full parameters (ZeRO stage 1)
         or DTensors (FSDP2), and not the rows that the optimizer updates.
@@ -1088,17 +1245,21 @@ class CustomLoopSync(GradientSync, Protocol):
         """Return the gradients that earlier reductions left in ``.grad``, and set every ``.grad`` to None.
 
         A custom training loop calls this method before the next backward, and ``add_gradients`` after it, to accumulate
-        over several reductions. Gradients that the script has cleared are not returned.
+        over several reductions. Gradients that the script has cleared are not returned. Not collective. With parameter
+        servers the sums stay on the servers, and the result is empty.
 
         Returns:
-            The gradients, by parameter object of the optimizer; parameters without a gradient are left out.
+            Copies of the gradients, which the caller owns, by parameter object of the optimizer (with shards this
+            rank's rows); parameters without a gradient are left out.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier reductions to those just reduced, and put the sums into ``.grad``.
 
-        Where ranks hold different slices of a gradient (tensor parallelism), the script must not read it: ``.grad`` is
-        then an object that raises UsageError when it is read, and the update uses the true gradients.
+        Sets ``accumulated``. Not collective. Where the script must not read a gradient, its ``.grad`` is afterwards a
+        placeholder that raises UsageError when it is read, and the update uses the true gradient: with ZeRO stage 1 on
+        several shards and with parameter servers. For slices (tensor parallelism) and stages, the placeholder allows
+        what gives the same result on the whole gradient, such as scaling by a number.
 
         Args:
             held: result of ``pop_gradients``: gradients by parameter object of the optimizer; may be empty.
@@ -1112,11 +1273,12 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Returns:
             A detached tensor for each parameter that shares its memory: the full tensor, a slice (tensor parallelism)
-            or this rank's rows (ZeRO stage 1, FSDP2). The order is that of ``script_parameters``.
+            or this rank's rows (ZeRO stage 1, FSDP2). The order is that of ``script_parameters``. Each update changes
+            the tensors; clone what is to be kept.
         """
 
     def pop_reached(self) -> list[bool]:
-        """Return for each trained parameter whether a backward gave it a gradient since the last call; reset the flags.
+        """Return for each sharded parameter whether a backward gave it a gradient since the last call; reset the flags.
 
         A custom training loop calls this after the backward of each micro-batch but the last. It serves FSDP2, whose
         backward reduces gradients itself, so that the local ``.grad`` does not show which parameters got one.
@@ -1161,11 +1323,15 @@ class CustomLoopSync(GradientSync, Protocol):
         """Make the coming update use what the script has written into ``.grad``, such as clipped gradients.
 
         A custom training loop calls this right before ``optimizer_step``. If the optimizer updates other tensors than
-        the script's parameters (shards), the gradients of these tensors are set to the script's.
+        the script's parameters (shards), the gradients of these tensors are set to the script's. Nothing is sent: the
+        caller has compared the edits over ranks.
 
         Args:
             edited: parameters of the update, as the script's model has them, whose ``.grad`` the script has edited or
                 replaced by another tensor.
+
+        Raises:
+            UsageError: the script has cleared or edited a gradient that is complete elsewhere, as on parameter servers.
         """
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
@@ -1179,12 +1345,21 @@ class CustomLoopSync(GradientSync, Protocol):
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Return the L2 norm of the complete gradients of some parameters together, for a script that clips them.
 
-        Complete gradients are reduced over the global batch. Collective over the ranks among which the gradients are
-        split, if any.
+        Complete gradients are reduced over the global batch. All ranks among which the gradients are split must call
+        it: an all-reduce over the shard ranks (FSDP2, ZeRO), and one over the stages and tensor ranks of a replica,
+        where it has several. Otherwise nothing is sent. Under local SGD in a step with updates of its own, the norm is
+        that of this rank's worker.
 
         Args:
             members: the parameters, as objects of the script's model; those without a gradient count as 0.
-            step_context: facts of the step, such as its number and loss scale.
+            step_context: facts of the step, such as its number, which the ranks of a replica compare.
+
+        Returns:
+            The norm, equal on all ranks that share it, without loss scale.
+
+        Raises:
+            MismatchError: the ranks of a replica are in different steps.
+            ValueError: with parameter servers, always: the gradients are there.
         """
 
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
@@ -1210,6 +1385,9 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Returns:
             The norm afterwards.
+
+        Raises:
+            ValueError: with parameter servers, always: they clip.
         """
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
@@ -1239,7 +1417,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """
 
     def end_own(self, worker: int, part: LossSums | None) -> None:
-        """Make ``.grad`` the gradient of the mean over the worker's own samples, and note its loss sums.
+        """Make ``.grad`` the gradient of the mean over a worker's own samples, and note its loss sums. Not collective.
 
         Args:
             worker: index of the logical worker.
@@ -1247,7 +1425,10 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """
 
     def reduce_losses(self, step_context: StepContext) -> StepStats:
-        """Return loss, metrics and mean gradient norm over all workers, of the sums that ``end_own`` noted. Collective.
+        """Return loss, metrics and mean gradient norm over all workers, from the sums that ``end_own`` noted.
+
+        Collective over the data ranks: an all-to-all and an all-gather of a few numbers a worker. Gradients are not
+        exchanged.
 
         Args:
             step_context: the step under way, which is compared over the ranks.
@@ -1272,11 +1453,18 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """
 
     def end_step(self, step_context: StepContext) -> bool:
-        """Average the workers' parameters if that is due after this step, whose last update has been made. Collective.
+        """Average the workers' parameters if that is due after this step; all updates of the step must have been made.
+
+        Called on every rank after each step, synchronous steps included. Collective over the data ranks in every H-th
+        step of own updates, where the average is due: an all-to-all and an all-gather for each dtype; DiLoCo then makes
+        its outer update. In other steps nothing is sent.
 
         Args:
-            step_context: the step that ends.
+            step_context: the step that ends; its number decides whether the average is due.
 
         Returns:
             Whether the parameters have been averaged, so that they are those of the whole run now.
+
+        Raises:
+            UsageError: the script has written frozen parameters, which the workers of this rank share.
         """
