@@ -32,14 +32,15 @@ class BodyComparison:
 
     A rank with several micro-batches runs the body of the script's loop once for each. This class records the backward
     passes and optimizer steps of each run of the body. It raises UsageError where they differ from those of the first
-    micro-batch, or where the body does something undefined with several micro-batches, such as writing parameters.
+    micro-batch, or where the body does something undefined with several micro-batches, such as writing parameters. No
+    method is collective: a rank compares its own bodies.
 
     Args:
         run: the training run, whose model, gradient synchronisation and step number are read.
 
     Attributes:
-        several: whether this rank has several micro-batches in the current global batch; set by the caller. Without,
-            no check is made.
+        several: whether this rank has several micro-batches in the current global batch; set by the caller. Without, no
+            check is made.
     """
 
     def __init__(self, run: Run) -> None:

@@ -68,8 +68,11 @@ class Callbacks:
     def stop(self, reason: str) -> None:
         """Ask for the end of training on all ranks once the event under way is over; only a callback may ask.
 
+        Only records the reason on this rank; after the event an all-gather tells all ranks, and then ``reason`` is set.
+
         Args:
-            reason: why training ends, for messages; the first one given counts.
+            reason: why training ends, for messages. If several callbacks or ranks ask in one event, the first callback
+                of the lowest rank counts.
 
         Raises:
             UsageError: no callback is being called.
@@ -94,9 +97,10 @@ class Callbacks:
         return any(_handler(each, event) is not None for each in self.own)
 
     def begin(self, run: Run) -> None:
-        """Call ``on_train_begin`` of the run's callbacks, once: later calls of this method do nothing.
+        """Call ``on_train_begin`` of the run's callbacks, once for each run: later calls of this method do nothing.
 
-        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop.
+        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
+        callback propagates, on its rank alone.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -106,7 +110,10 @@ class Callbacks:
             self._call("on_train_begin", run)
 
     def end(self, run: Run) -> None:
-        """Call ``on_train_end`` of the run's callbacks. Collective over all ranks if a callback has the method.
+        """Call ``on_train_end`` of the run's callbacks; each call of this method does so.
+
+        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
+        callback propagates, on its rank alone.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -114,7 +121,10 @@ class Callbacks:
         self._call("on_train_end", run)
 
     def begin_epoch(self, run: Run, number: int) -> None:
-        """Call ``on_epoch_begin`` of the run's callbacks. Collective over all ranks if a callback has the method.
+        """Call ``on_epoch_begin`` of the run's callbacks, and set ``in_epoch``.
+
+        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
+        callback propagates, on its rank alone.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -124,10 +134,11 @@ class Callbacks:
         self._call("on_epoch_begin", run, number)
 
     def end_epoch(self, run: Run, number: int) -> None:
-        """Call ``on_epoch_end`` of the run's callbacks, once an epoch: later calls for the same epoch do nothing.
+        """Call ``on_epoch_end`` of the run's callbacks, once for each call of ``begin_epoch``: otherwise do nothing.
 
-        Collective over all ranks if a callback has the method. ``tutti train`` calls this before it saves, because a
-        checkpoint holds the states of callbacks after the events of its step.
+        Collective over all ranks if a callback has the method and an epoch is open: an all-gather of the reasons to
+        stop. ``tutti train`` calls this before it saves, because a checkpoint holds the states of callbacks after the
+        events of its step. An exception of a callback propagates, on its rank alone.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -138,14 +149,17 @@ class Callbacks:
             self._call("on_epoch_end", run, number)
 
     def step_taken(self) -> None:
-        """Note that the run has taken a step, whose ``on_step_end`` is due."""
+        """Note that the run has taken a step: the next call of ``end_step`` calls ``on_step_end``. Not collective."""
         self._step_open = True
 
     def end_step(self, run: Run) -> None:
-        """Call ``on_step_end`` of the run's callbacks for the last step, once: later calls do nothing.
+        """Call ``on_step_end`` of the run's callbacks for the step taken last, unless that has been done for this step.
 
-        Collective over all ranks if a callback has the method. ``tutti train`` calls this before it saves, because a
-        checkpoint holds the states of callbacks after the events of its step.
+        ``step_taken`` makes the event due, and this method makes it no longer due; while it is not due, a call does
+        nothing and is not collective. If it is due and a callback has the method (a plain function has), the call is
+        collective over all ranks: an all-gather of the reasons to stop. ``tutti train`` calls this before it saves,
+        because a checkpoint holds the states of callbacks after the events of its step. An exception of a callback
+        propagates, on its rank alone.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -163,11 +177,13 @@ class Callbacks:
         self._left_training = True
 
     def end_left(self, run: Run) -> None:
-        """Call ``on_step_end`` and ``on_train_end`` where a ``break`` out of a loop has left them out.
+        """Make up for the events that a ``break`` out of a loop has left out: ``on_step_end``, then ``on_train_end``.
 
-        Also ends the step of a custom loop. Collective over all ranks if there are such callbacks. Called before each
-        collective call of the script: Python swallows exceptions in the end of a generator, and does not tell it a
-        ``break`` from an exception.
+        Before them, the step of a custom loop that was left is ended, which under local SGD may average the workers'
+        parameters (collective over the data ranks). Each event is collective over all ranks if a callback has the
+        method. Does nothing if no loop was left since the last call. Every rank calls this before each collective call
+        of the script: Python swallows exceptions in the end of a generator, and does not tell it a ``break`` from an
+        exception.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -181,7 +197,10 @@ class Callbacks:
             self.end(run)
 
     def checkpoint_written(self, run: Run, path: Path) -> None:
-        """Call ``on_checkpoint`` of the run's callbacks. Collective over all ranks if a callback has the method.
+        """Call ``on_checkpoint`` of the run's callbacks, after a checkpoint is on disk.
+
+        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
+        callback propagates, on its rank alone.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -192,8 +211,8 @@ class Callbacks:
     def evaluated(self, run: Run, evaluation: Evaluation) -> None:
         """Call ``on_evaluation`` of the run's callbacks with the result of an evaluation, the same on every rank.
 
-        Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and the
-        ranks then agree whether to stop. Without such a callback nothing happens.
+        Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and after
+        the callbacks the ranks all-gather their reasons to stop. Without such a callback nothing happens.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -241,11 +260,14 @@ class Callbacks:
         self.reason = self.reason or next(filter(None, reasons), None)
 
     def facts(self) -> list[Any]:
-        """Return the states of the run's callbacks for a checkpoint.
+        """Return the states of this rank's callbacks for a checkpoint. Not collective.
 
         Returns:
             A list with the ``state_dict()`` of each callback, in order, as a JSON value; None for a callback that lacks
             ``state_dict`` or ``load_state_dict``.
+
+        Raises:
+            UsageError: a state holds a value that JSON cannot hold.
         """
         return [_state(each) for each in self.own]
 
@@ -284,7 +306,7 @@ class Callbacks:
                 and ``callback_names`` (as ``names()`` returns).
 
         Raises:
-            CheckpointError: the checkpoint was saved with other callbacks.
+            CheckpointError: the checkpoint was saved with other callbacks. Errors of ``load_state_dict`` propagate.
         """
         states, names = saved.get("callbacks", []), saved.get("callback_names", [])
         if not states:
@@ -406,6 +428,10 @@ class EarlyStopping(_Follower):
         metric: ``loss``, or the name of a metric that the loss function reports.
         patience: the number of evaluations.
         mode: ``min`` or ``max``, whether lower or higher values are better; default: by the metric's name.
+
+    Raises:
+        UsageError: ``patience`` is below 1, ``mode`` is invalid, or is not given for a metric whose name does not tell
+            it.
     """
 
     def __init__(self, metric: str = "loss", patience: int = 5, mode: str | None = None) -> None:
@@ -442,6 +468,9 @@ class BestModel(_Follower):
 
     Attributes:
         path: directory of the best checkpoint; None before the first is saved.
+
+    Raises:
+        UsageError: ``mode`` is invalid, or is not given for a metric whose name does not tell it.
     """
 
     def __init__(self, folder: str | Path, metric: str = "loss", mode: str | None = None) -> None:
@@ -454,7 +483,7 @@ class BestModel(_Follower):
 
         The run calls this on every rank after each evaluation. The metric is named in the callback's constructor. The
         checkpoint goes to the callback's folder, from which the earlier one is deleted. The save is collective over all
-        ranks.
+        ranks (``Run.save``), and returns when the files are on disk.
 
         Args:
             run: the training run, which is saved.
@@ -462,6 +491,7 @@ class BestModel(_Follower):
 
         Raises:
             UsageError: the evaluation does not report the metric.
+            DiskError, CheckpointError, MismatchError: as ``Run.save``.
         """
         if self.better(evaluation):
             self.path = run.save(self.folder, keep=1)

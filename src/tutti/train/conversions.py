@@ -50,7 +50,8 @@ class ModelConversions:
 
         ``module.to(…)``, ``half()``, ``cpu()`` and their like call this method in place of ``_apply``. Where each rank
         has only a part of the model, the module is left as it is, and only a conversion that would change nothing is
-        allowed.
+        allowed. Where the rank has the whole model, it is converted, and ``check`` raises at the next step unless it
+        has been converted back. Not collective.
 
         Args:
             module: the module of the model.

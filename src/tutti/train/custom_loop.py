@@ -138,7 +138,9 @@ class CustomLoop:
         """Iterate over the micro-batches of this rank in an epoch; the script's loop body runs on each.
 
         If this rank has no sample in a global batch, a dummy micro-batch of weight 0 stands in. Gradients are reduced
-        over ranks while the loop body runs on the rank's last micro-batch of each global batch.
+        over ranks while the loop body runs on the rank's last micro-batch of each global batch. The iterator itself is
+        collective where ``run.epoch`` is (callbacks, comparisons of copies and of samples), at its start as
+        ``GradientSync.begin_custom_loop`` is, and where local SGD averages after a body.
 
         Args:
             number: the epoch, from 0.
@@ -152,6 +154,7 @@ class CustomLoop:
                 CUDA graphs; an earlier loop over micro-batches was left in the middle of a global batch, or this one
                 begins within its body before ``optimizer.step()``; or in reproducible mode this rank has several
                 micro-batches of a worker that begins on another rank.
+            MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         self._check_beginning()
         self._open += 1
@@ -301,15 +304,21 @@ class CustomLoop:
             void.undo()
 
     def end_left(self) -> None:
-        """End the step of a body that the script has left by ``break``, as ``end_step`` does."""
+        """End the step of a body that the script has left by ``break``, as ``end_step`` does.
+
+        Does nothing while a loop over micro-batches is open. Collective over the data ranks where local SGD then
+        averages.
+        """
         if not self._open:
             self.end_step()
 
     def end_step(self) -> None:
         """Average the parameters of workers that make updates of their own, if that is due after the present step.
 
-        Collective where it is due. Called after the loop's body; before, where the script saves the run in the body or
-        begins another step there. Does nothing for a step whose batch has not been consumed, and when called again.
+        For local SGD and DiLoCo; with other strategies it does nothing. Collective over the data ranks where an average
+        is due: an all-to-all and an all-gather for each dtype. Called after the loop's body, or earlier where the
+        script saves the run in the body or begins another step there. Does nothing for a step whose batch has not been
+        consumed, or that has been ended.
         """
         step_context = self._ending
         if step_context is not None and self._local is not None and self._accounted:
@@ -338,7 +347,11 @@ class CustomLoop:
         """Compute the gradients of a micro-batch, in place of ``loss.backward()``, and reduce them in the last one.
 
         In the rank's last micro-batch of a global batch the gradients of all its micro-batches are reduced over ranks,
-        which is collective; ``.grad`` is then the gradient of the global batch.
+        which is collective as ``GradientSync.reduce_gradients`` is; ``.grad`` is then the gradient of the global batch,
+        where the strategy lets a script read it. In earlier micro-batches ``.grad`` has this micro-batch's part, and
+        only a model that is split or sharded over ranks sends anything. Under local SGD ``.grad`` is the gradient of
+        this rank's worker, and the losses alone are reduced. If the script has unfrozen parameters, the call is also
+        collective as ``GradientSync.reattach`` is.
 
         Args:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
@@ -350,6 +363,7 @@ class CustomLoop:
                 micro-batch before; the body differs from that of the rank's first micro-batch of this global batch; a
                 gradient hook saw gradients of another scale; or with parameter servers this is a second gradient of the
                 global batch, or an earlier one was not cleared.
+            MismatchError: ranks are in different steps, or make different calls.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -599,9 +613,11 @@ class CustomLoop:
     def step(self, index: int | None) -> bool:
         """Update the parameters where the script calls ``optimizer.step()`` in a custom loop over micro-batches.
 
-        The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done. Collective
-        in the update where the strategy updates shards or compares edited gradients over ranks. Gradients of a plain
-        ``loss.backward()`` are reduced first.
+        The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done. Gradients
+        of a plain ``loss.backward()`` are reduced first, which is collective as ``backward`` is. The update is
+        collective as ``GradientSync.optimizer_step`` is. Besides, data ranks compare settings that were changed since
+        ``backward`` and gradients that the script has edited (all-gathers; edits over all ranks where each has a part),
+        and take the norm anew (``norm_of``) after edits, after several reductions and with several optimizers.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``; None for all of them.
@@ -615,6 +631,7 @@ class CustomLoop:
                 differs from that of the rank's first micro-batch; the script edited a gradient differently on each
                 rank; or ranks have set different values of an optimizer's setting, such as ``lr``, since
                 ``run.backward``.
+            NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -712,8 +729,10 @@ class CustomLoop:
 
         To be called once in each micro-batch. Each assigned gradient is a mean over the micro-batch's samples. Before
         this rank's last micro-batch of a global batch the loop adds a copy to a sum of its own, weighted by the number
-        of samples, and the script may assign ``.grad`` anew. In the last one the sums are all-reduced, which is
-        collective over the data ranks, and ``.grad`` becomes the gradient of the global batch.
+        of samples, and the script may assign ``.grad`` anew. In the last one the strategy reduces the sums
+        (``GradientSync.reduce_gradients``), which is collective over the data ranks, and ``.grad`` becomes the gradient
+        of the global batch. Does nothing where ``.grad`` is complete already: one rank with one micro-batch, or a
+        worker of local SGD with updates of its own.
 
         Raises:
             UsageError: called outside of a loop over ``run.microbatches()``; the strategy keeps slices or shards of
@@ -802,10 +821,10 @@ class CustomLoop:
         """Update the parameters where the script calls ``optimizer.step(closure)`` in a custom loop over micro-batches.
 
         The optimizer's own step calls the closure, each time with a reduction of the gradients over ranks, which is
-        collective (LBFGS calls it several times). The optimizer gets the mean gradient over the global batch, clipped
-        as the run clips. Where each rank updates a part of the parameters, and for optimizers that call it once, the
-        closure is called before the update. If the gradient of the first evaluation is not finite, the update is
-        skipped.
+        collective, so that all data ranks must make equally many (LBFGS makes several). The optimizer gets the mean
+        gradient over the global batch, clipped as the run clips. Where each rank updates a part of the parameters, and
+        for optimizers that call it once, the closure is called before the update. If the gradient of the first
+        evaluation is not finite, the update is skipped.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``.
@@ -820,8 +839,8 @@ class CustomLoop:
         Raises:
             UsageError: outside of ``run.microbatches()``; a rank has several micro-batches; or the strategy updates
                 parts of the parameters and the optimizer needs more than one call of the closure.
-            NonFiniteError: the gradient of a later evaluation was not finite, and the optimizer has written it into
-                the parameters.
+            NonFiniteError: the gradient of a later evaluation was not finite, and the optimizer has written it into the
+                parameters.
         """
         run, micro_batch = self._run, self._micro_batch
         if micro_batch is None or not self._inside:

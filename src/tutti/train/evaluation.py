@@ -66,9 +66,11 @@ def evaluate_samples(
 ) -> Evaluation:
     """Return mean loss and metrics of a run's model on held-out samples, each counted once. Collective over all ranks.
 
-    Where replicas of the model differ between synchronisations, their merged weights are evaluated. Each data rank
-    evaluates a part of the samples, and an all-reduce over the data ranks sums the results. If a rank is killed
-    meanwhile, the ranks alive evaluate all samples again.
+    Where replicas of the model differ between synchronisations, their merged weights are evaluated. All ranks first
+    compare the call (an all-gather of digests), and data ranks merge buffers and replicas (``GradientSync.merged``).
+    Each data rank evaluates a part of the samples in eval mode; rank 0 broadcasts the names of the metrics, and an
+    all-reduce over the data ranks sums the results. The model is unchanged afterwards. If a rank is killed meanwhile,
+    the ranks alive evaluate all samples again.
 
     Args:
         run: the run, whose model is evaluated.
@@ -123,14 +125,14 @@ def evaluate_samples(
 def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank: int = 0) -> Blocks:
     """Divide held-out samples into blocks, each of which one rank evaluates as one batch.
 
-    The batches of a ``DataLoader`` are the blocks; the loader itself is not iterated.
+    The batches of a ``DataLoader`` are the blocks; the loader itself is not iterated. Not collective.
 
     Args:
         source: held-out samples: tensors, a data set, a stream or a ``DataLoader``.
         batch: largest number of samples in a block, where ``source`` is no ``DataLoader``.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
         seed: seed of the random draws with which a sampler or a stream orders its samples.
-        rank: this rank among all, which errors of the loader processes of a stream name.
+        rank: index of this rank among all, for error messages of a stream's loader processes.
 
     Returns:
         A ``HeldOut``: ``source``, the samples, and ``blocks``, for each block an int64 array of the indices of its

@@ -248,7 +248,8 @@ class GradientOrigin:
     def check_shards(self) -> None:
         """Check, for FSDP2, that every ``.grad`` comes from ``run.backward``.
 
-        A ``.grad`` from elsewhere (plain ``loss.backward()``, assignment) is set to None if all its values are zero.
+        Not collective. A ``.grad`` from elsewhere (plain ``loss.backward()``, assignment) is set to None if all its
+        values are zero.
 
         Raises:
             UsageError: a plain ``loss.backward()`` or an assignment has made a gradient that is not zero.
@@ -271,7 +272,8 @@ class GradientOrigin:
 
         Identity and version counter of each tensor are compared with the record of ``remember``. Where there is no such
         record, any ``.grad`` counts as edited. A placeholder of a gradient that the script cannot read counts as edited
-        where the script has written to it. In steps whose number is a power of two norms are compared, too.
+        where the script has written to it. In steps whose number is a power of two norms are compared, too. Not
+        collective.
 
         Args:
             members: parameters to look at, as the script's model has them.
@@ -310,9 +312,11 @@ class GradientOrigin:
     def check_edits(self) -> None:
         """Check, after the script has edited reduced gradients, that it has done the same on every rank.
 
-        Collective over the ranks that hold the same gradients, and over all ranks where each has a part of them: an
-        all-gather of sums and sums of squares. Of a gradient of which a rank has a part, the ranks compare what scaling
-        and clamping have made of a few numbers, or (DTensors of FSDP2) the records of the script's calls.
+        Collective over the data ranks, and over all ranks where each has a part of the gradients (stages, tensor
+        slices, ZeRO rows): all-gathers of sums and sums of squares, or with FSDP2 of digests of records. All these
+        ranks must call it. With parameter servers nothing is compared. Of a gradient of which a rank has a part, the
+        ranks compare what scaling and clamping have made of a few numbers, or (DTensors of FSDP2) the records of the
+        script's calls.
 
         Raises:
             UsageError: the strategy shards tensor slices, where a script cannot edit gradients; ranks have edited

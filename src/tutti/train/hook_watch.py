@@ -31,7 +31,9 @@ class HookWatch:
         alone: whether every gradient is that of a single micro-batch, and not a sum over several.
 
     Attributes:
-        adapt: lets hooks see whole gradients where a rank has a part of the parameters; see ``ReplicaRunner``.
+        adapt: function without arguments that lets hooks see whole gradients where a rank has a part of the parameters,
+            and returns the names of parameters with new hooks; set to ``ReplicaRunner.adapt_hooks`` by
+            ``tutti.prepare``.
 
     Raises:
         UsageError: the model has hooks that the strategy cannot call.
@@ -193,7 +195,8 @@ class HookWatch:
 
         The script's hooks see gradients that are divided by the global batch's samples; where the loss counts another
         unit, such as tokens, the update divides by the number of these units. Collective under pipeline stages, if the
-        loss counts another unit: an all-gather of the hooks' names, as a stage sees only its own, and all must raise.
+        loss counts another unit: an all-gather of the hooks' names over the stages of a replica, as a stage sees only
+        its own, and all must raise.
 
         Args:
             stats: the step's results reduced over ranks, with the count of the global batch.

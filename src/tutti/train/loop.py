@@ -203,8 +203,8 @@ class Speed:
         Returns:
             ``samples_per_second`` of all devices since this process started, for a compiled model without its first
             step; as far as known the figures of one device, ``throughput/device/`` with ``samples_per_sec``,
-            ``tokens_per_sec``, ``mfu`` and ``hfu``; ``seconds`` of training from the run's first start to the last
-            step; and ``startup_seconds``, those of a compiled model's first step, otherwise 0.
+            ``tokens_per_sec``, ``mfu`` and ``hfu``; ``seconds`` of training from the run's first start to the last call
+            of ``mark``; and ``startup_seconds``, those of a compiled model's first step, otherwise 0.
         """
         (now, samples), (begun, done) = self._marks[-1], self._first
         rate = (samples - done) / max(now - begun, 1e-9)
@@ -296,7 +296,10 @@ def train_loop(
     throughput: Callable[[Batch], DeviceThroughput] | None = None,
     watch: TargetWatch | None = None,
 ) -> dict[str, Any]:
-    """Train from the position of ``run`` to the end of the plan, or to an evaluation that ends the run. Collective.
+    """Train from the position of ``run`` to the end of the plan, or to an evaluation or callback that ends the run.
+
+    Collective over all ranks, which call it with equal arguments, except that ``listener`` and ``throughput`` may
+    differ: steps, evaluations, callbacks, saves and the hash of the weights at the end.
 
     Args:
         run: a fresh run, or one restored from a checkpoint.
@@ -321,6 +324,9 @@ def train_loop(
 
     Raises:
         UsageError: the loss function does not report the metric that ``watch`` follows.
+        NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
+        MismatchError, PeerError: ranks differ in copies or calls, or a rank has died.
+        DiskError: too many saves in a row have failed.
         Preempted: a rank was asked to stop; a checkpoint is written if there is a saver.
     """
     listener.started(header)

@@ -33,7 +33,8 @@ class LostRanks:
     def look(self) -> None:
         """Find ranks of the run that were killed since the last call; append a dict for each to ``found``, and warn.
 
-        The run calls this on rank 0 after each step and at its end. Not collective. Keys of a dict: ``rank``,
+        The run calls this on rank 0 after each step and at its end. Not collective; if a rank was lost, rank 0 asks the
+        parameter servers for the steps of its workers and waits for their answers. Keys of a dict: ``rank``,
         ``workers`` (list of the indices of the rank's logical data-parallel workers, which are fixed shares of the
         global batch), ``steps`` (largest number of steps that one of these workers made) and ``cause`` (text).
         """

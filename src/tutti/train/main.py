@@ -65,7 +65,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
         directory: the run directory; rank 0's value is used on all ranks. None to write no files.
 
     Returns:
-        0, the exit code of the process.
+        0, the exit code of the process; the process group has been ended then.
 
     Raises:
         TuttiError: an expected failure, with its exit code.
@@ -387,7 +387,9 @@ def prepared(
     warn: Callable[[str], None] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Run:
-    """Place a task's model on this rank's device and return a run that is ready for its first step. Collective.
+    """Place a task's model on this rank's device and return a run that is ready for its first step.
+
+    Collective over all ranks.
 
     As ``tutti.prepare`` does for a script: broadcasts the initial weights, splits the model as the strategy says, and
     makes optimizer and data, all with the options of the configuration.

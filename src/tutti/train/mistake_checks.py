@@ -108,8 +108,11 @@ class Checks:
         Mistakes are logical workers that train on the same samples, a loss that is a sum or mixes the samples of a
         batch, embeddings with ``scale_grad_by_freq``, an unusual learning rate, and schedulers or Python counters of
         the model that step once a micro-batch. Rank 0 reports findings as warnings. To be called before a step while
-        ``looking`` is True. Collective over the data ranks if the run has several logical data-parallel workers (fixed
-        shares of the global batch).
+        ``looking`` is True. Nothing is raised. If the run has several logical data-parallel workers (fixed shares of
+        the global batch), the call is collective over the data ranks: an all-gather of digests of samples in the first,
+        second, fourth and eighth call until each worker has enough samples, and in the second also
+        ``GradientSync.merged``, where the model has batch-norm statistics. On rank 0 the first call may compute the
+        loss of a few samples in eval mode.
 
         Args:
             batch: this rank's batch of the step that begins.
@@ -485,8 +488,8 @@ class Checks:
 
         Mistakes are: ranks were given different held-out samples, of which ``run.evaluate`` gives each rank a part; the
         last samples repeat the first ones, as ``DistributedSampler`` pads; and, in a run of several logical workers
-        (fixed shares of the global batch), a loss that is a sum and not a mean. Nothing is raised. Collective in the
-        first call: an all-gather. Later calls do nothing.
+        (fixed shares of the global batch), a loss that is a sum and not a mean. Nothing is raised. Collective over all
+        ranks in the first call: an all-gather of a digest. Later calls do nothing.
 
         Args:
             source: all held-out samples; must be the same on every rank.

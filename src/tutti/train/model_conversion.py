@@ -35,7 +35,7 @@ def convert_model(
 ) -> tuple[nn.Module, torch.dtype]:
     """Convert a model's batch norm, dtype and memory layout, before the model is laid out over ranks.
 
-    Collective for ``sync`` batch norm, which makes a process group.
+    Collective over all ranks for ``sync`` batch norm, which makes a process group; otherwise nothing is sent.
 
     Args:
         model: the script's model; parameters and buffers are converted in place.

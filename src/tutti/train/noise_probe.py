@@ -64,7 +64,8 @@ class NoiseProbe:
     def begin(self, replica: ReplicaRunner, step_context: StepContext) -> Runner:
         """Begin a training step, and return the function that runs forward and backward of a worker's micro-batches.
 
-        A worker is a logical data-parallel worker, a fixed share of the global batch; a rank may compute several.
+        Not collective. A worker is a logical data-parallel worker, a fixed share of the global batch; a rank may
+        compute several.
 
         Args:
             replica: this rank's part of the model.
@@ -76,6 +77,9 @@ class NoiseProbe:
             hook) → ``LossSums``. In every ``every``-th step this function also records the squared norms of the
             gradients, to measure the gradient noise scale, and does not call the hook; in other steps it is
             ``replica.run`` itself.
+
+        Raises:
+            UsageError: the step is measured, and the strategy's workers make updates of their own.
         """
         self._latest, self._measured = {}, None
         if step_context.taken % self._every:
@@ -90,8 +94,8 @@ class NoiseProbe:
         Nothing is added either if a gradient or an estimate is not finite, or if the gradient of the step is that of a
         single part (a micro-batch or a worker's share), which has no variance.
 
-        Collective in measured steps: an all-reduce of five numbers. Call it between ``GradientSync.reduce_gradients``
-        and ``optimizer_step``.
+        Collective over all ranks in measured steps: an all-reduce of five numbers, for which the host waits. Call it
+        between ``GradientSync.reduce_gradients`` and ``optimizer_step``.
 
         Args:
             stats: the step's loss, count and gradient norm, reduced over the global batch.

@@ -301,8 +301,8 @@ def _refuse(what: str, how: str) -> NoReturn:
 def gathered_state(pieces: Mapping[str, Tensor | TensorSlice], comm: Communicator) -> dict[str, Tensor]:
     """Return whole tensors of optimizer state on every rank, from tensors and slices that are spread over the ranks.
 
-    Collective: a broadcast of each tensor, or slice of a tensor, by the rank that has it. Needs memory for the whole
-    state on each rank.
+    Collective over the ranks of ``comm``: a broadcast of each tensor, or slice of a tensor, by the rank that has it.
+    Needs memory for the whole state on each rank.
 
     Args:
         pieces: this rank's part of the optimizer state by name, as it would write the part into a checkpoint: whole

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 def predict_samples(
     run: Run, source: Any, function: Callable[[Any, Any], Any], batch: int, averaged: bool, collate: Collate | None
 ) -> Any:
-    """Return the results of ``function`` for the run's model and held-out samples, gathered on every rank. Collective.
+    """Return the results of ``function`` for the run's model and held-out samples, gathered on every rank.
 
-    Where replicas of the model differ between synchronisations, their merged weights are used. Each data rank computes
-    a part of the samples; an all-gather of each tensor over the data ranks joins the results. If a rank is killed
-    meanwhile and the run goes on without it, the ranks alive compute all samples again.
+    Where replicas of the model differ between synchronisations, their merged weights are used. Collective over all
+    ranks, which first compare the call and later the shapes (all-gathers of digests). Each data rank computes a part of
+    the samples; an all-gather of each tensor over the data ranks joins the results. If a rank is killed meanwhile and
+    the run goes on without it, the ranks alive compute all samples again.
 
     Args:
         run: the training run, whose model is used in eval mode without autograd.
@@ -38,7 +39,8 @@ def predict_samples(
         collate: makes a batch of a list of samples; None: as PyTorch's ``DataLoader``.
 
     Returns:
-        The results for all samples in their order, on the CPU, in the structure that ``function`` returns.
+        New tensors with the results for all samples in their order, on the CPU, in the structure that ``function``
+        returns.
 
     Raises:
         UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a result holds

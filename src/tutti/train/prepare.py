@@ -96,16 +96,18 @@ def prepare(
     scheduler_every: str = "update",
     callbacks: Sequence[Any] = (),
 ) -> Run:
-    """Prepare ``model`` for training on every rank of the job as if on one device. Collective.
+    """Prepare ``model`` for training on every rank of the job as if on one device. Collective over all ranks.
 
-    Calls ``tutti.init`` if needed. Rank 0's initial parameters and buffers are broadcast. From now on
-    ``optimizer.step()`` in a custom training loop acts once a global batch.
+    Calls ``tutti.init`` if needed. All ranks compare their arguments, make process groups, and split ``model`` as the
+    strategy says: it is changed in place, moved to the rank's device, and begins with data rank 0's parameters and
+    buffers. Some strategies call model and loss function on the first micro-batch. ``torch.compile`` is applied, and
+    compiles in the first step. From now on ``optimizer.step()`` in a custom training loop acts once a global batch.
 
     Args:
         model: a plain model without any code for ranks; or several in a list or a dict, such as a generator and a
             discriminator, whose parameters are then named ``0.weight`` or by the dict's keys.
-        optimizer: an optimizer of the model's parameters, several of disjoint parameters in a list,
-            ``name:key=value``, or ``package.module:Class:lr=0.001,key=value``.
+        optimizer: an optimizer of the model's parameters, several of disjoint parameters in a list, ``name:key=value``,
+            or ``package.module:Class:lr=0.001,key=value``.
         dataset: tensors, a ``TensorDataset``, any map-style dataset, a ``tutti.data.Source``, or an iterable (also
             inside ``tutti.data.Sharded``), or a function that returns one; or a PyTorch ``DataLoader``, whose data set,
             batch size, sampler, ``collate_fn`` and number of processes are taken over.
@@ -134,11 +136,11 @@ def prepare(
         identical_batches: every worker draws worker 0's samples, like an unsharded DataLoader with the same seed on all
             ranks; shows the cost of this common mistake.
         clip: largest gradient norm; None for no clipping.
-        gradient_noise: ``multiplicative:base_batch=512`` makes the gradient as noisy as that of 512 samples; the
-            loss must be one number a sample.
+        gradient_noise: ``multiplicative:base_batch=512`` makes the gradient as noisy as that of 512 samples; the loss
+            must be one number a sample.
         noise_every: interval in steps at which ``run.step`` measures the gradient noise scale; None for never.
-        ema: decay per update of an average of the weights, ``0.999`` or ``"0.999:warmup"``, which ``run.evaluate``
-            then uses; None for no average.
+        ema: decay per update of an average of the weights, ``0.999`` or ``"0.999:warmup"``, which ``run.evaluate`` then
+            uses; None for no average.
         init_from: warm start from the weights and buffers of a run directory (its newest checkpoint), a checkpoint
             directory, a ``.safetensors`` file or a folder of them, on every rank.
         init_map: other names of the tensors in ``init_from``, and those that may be new, unused or of another shape:
@@ -215,7 +217,9 @@ def prepare_run(
     lr_schedule: Callable[[Epochs], Callable[[int], float]] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Run:
-    """Prepare a model for training, as ``tutti.prepare`` does, with all further options in one object. Collective.
+    """Prepare a model for training, as ``tutti.prepare`` does, with all further options in one object.
+
+    Collective over all ranks, which call it with equal arguments; the model is changed in place.
 
     The order: checks → device mesh → model surgery (batch norm, dtype) → layout (tensor slices, stages, activation
     checkpointing, compilation) → gradient synchronisation and optimizer (shards) → data → run.

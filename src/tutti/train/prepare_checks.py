@@ -90,7 +90,7 @@ class CheckedRun:
         """Return lines of text that state the settings that must be equal on all ranks, such as the strategy.
 
         ``tutti.prepare`` compares the list over ranks, before it makes any process group, and raises MismatchError
-        where ranks differ.
+        where ranks differ. The list itself is made without other ranks.
 
         Args:
             o: the other options of ``tutti.prepare``, such as precision, clipping and seed.
@@ -139,7 +139,8 @@ def check_run(
 ) -> CheckedRun:
     """Check all arguments of ``tutti.prepare`` on this rank.
 
-    Not collective, but for ``tutti.init``, which is called where the script has not done so.
+    Not collective, except that ``tutti.init`` is called if the script has not done so. Nothing of the model is changed;
+    methods that an earlier run has set on the optimizers are removed.
 
     Args:
         model: a module, or several in a list or dict.

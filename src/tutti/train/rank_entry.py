@@ -30,7 +30,7 @@ def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
         directory: the run directory; rank 0's counts. None to write no files.
 
     Returns:
-        0.
+        0: failures are raised.
 
     Raises:
         TuttiError: an expected failure, with its exit code; a failed allocation is ``NotEnoughMemory``.

@@ -25,11 +25,13 @@ def check_replicas(run: Run, what: str) -> None:
     """Check that all ranks with a copy of the same tensor of the model have the same bits, by 64-bit digests.
 
     Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
-    that are tied over stages. Reads each tensor once. Collective: two small all-gathers, none if ranks keep no copies.
+    that are tied over stages. Reads each tensor once. Collective over all ranks: two small all-gathers, a third one
+    where copies differ, none if ranks keep no copies. ``GradientSync.replicated``, which is called first, all-gathers
+    rows of parameters that the script has written.
 
     Args:
         run: the run.
-        what: noun of the next action, such as ``its checkpoint``, which the MismatchError names.
+        what: noun phrase of the next action, such as ``its checkpoint``, which the MismatchError names.
 
     Raises:
         MismatchError: on every rank, with the parameter's name and the ranks that differ from the others.
@@ -50,16 +52,17 @@ def differing_copies(run: Run, what: str) -> tuple[str, str] | None:
     """Find tensors of which ranks hold copies that are not bit-identical, by 64-bit digests.
 
     Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
-    that are tied over stages. Collective: two small all-gathers, none if ranks keep no copies. Sets ``run.compared``,
-    the step of the last comparison.
+    that are tied over stages. Collective over all ranks: two small all-gathers, a third one where copies differ, none
+    if ranks keep no copies. Calls ``GradientSync.replicated`` first. Sets ``run.compared``, the step of the last
+    comparison.
 
     Args:
         run: the training run.
         what: the next action, such as ``its checkpoint``, for the PeerError or MismatchError of the collectives.
 
     Returns:
-        A pair of texts, the same on every rank: the first names one of the tensors and says how many others differ,
-        the second names the ranks whose copies of this tensor differ. None if all copies are equal, or there are none.
+        A pair of texts, the same on every rank: the first names one of the tensors and says how many others differ, the
+        second names the ranks whose copies of this tensor differ. None if all copies are equal, or there are none.
     """
     comm = run.context.comms.world
     held = run.gradient_sync.replicated() if comm.size > 1 else None

@@ -126,8 +126,8 @@ class Run:
 
     Attributes:
         model: the module to call in a custom training loop.
-        stats: reduced results of the last step: loss, metrics, gradient norm.
-        updated: result of the last update.
+        stats: reduced results of the last step (loss, metrics, gradient norm); None before the first.
+        updated: result of the last update; None before the first.
         clock: global step: steps taken, or steps of all workers together with asynchronous servers that count these.
         taken: local step: steps taken by this rank; equal to ``clock`` unless all workers' steps are counted.
         compared: local step at which copies of tensors were last compared over ranks.
@@ -159,7 +159,8 @@ class Run:
         settings: learning rates, momenta and weight decays of the caller's optimizers.
         changes: what resumes have changed by name: step, and both values of each setting.
         parted: whether logical workers have had parameters of their own after a step (local SGD).
-        returned: digests of the tensors that ``state`` has returned since then, on a rank with several such workers.
+        returned: digests of the tensors that ``state`` has returned since ``parted`` became true, on a rank with
+            several workers.
         losses: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
             strategy does not go on without them.
     """
@@ -287,8 +288,9 @@ class Run:
     def epoch(self, number: int, start: int | None = None) -> Iterator[Batch]:
         """Iterate over this rank's part of every global batch of an epoch, and call the callbacks of epoch and step.
 
-        Collective: events of callbacks; a comparison of the copies of parameters over ranks at the end of an epoch, if
-        the last is at least 100 steps old; and for a stream or a sampler comparisons of samples over ranks.
+        Every rank must iterate alike. Collective over all ranks: events of callbacks; a comparison of the copies of
+        parameters at the end of an epoch, if the last one is at least 100 steps old; and for a stream or a sampler
+        comparisons of samples.
 
         Args:
             number: the epoch, from 0.
@@ -364,7 +366,9 @@ class Run:
     def step(self, batch: Batch) -> float:
         """Train on one global batch, of which ``batch`` is this rank's share: forward, backward and update.
 
-        Collective: the gradient synchronisation of the strategy.
+        Every rank must call it. Collective as the strategy is: the forward and backward of a split or sharded model
+        (``ReplicaRunner.run``), then ``GradientSync.reduce_gradients`` and ``optimizer_step``; in the first steps
+        checks compare samples over the data ranks. Blocks until the loss is known. Afterwards every ``.grad`` is None.
 
         Args:
             batch: a batch that ``epoch`` yielded, or one that the caller made. Ranks may bring different numbers of
@@ -376,7 +380,7 @@ class Run:
         Raises:
             UsageError: the run has no loss function; the optimizer needs a closure; or the caller made the batch, this
                 rank has no sample of it, and the strategy needs samples on every rank.
-            NonFiniteError: too many steps in a row had a gradient that is not finite.
+            NonFiniteError: ``max_nonfinite`` updates in a row were skipped because a gradient is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
         self.callbacks.end_left(self)
@@ -489,9 +493,11 @@ class Run:
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
         """Compute gradients, in place of ``loss.backward()``, and reduce them in a rank's last micro-batch.
 
-        ``.grad`` is then the gradient of the global batch, the same on every rank. Several calls before
-        ``optimizer.step()`` accumulate gradients, as in PyTorch. Collective in the last micro-batch: an all-reduce of
-        the gradients, or the strategy's gradient synchronisation in its place.
+        ``.grad`` is then the gradient of the global batch, the same on every rank (with shards this rank's rows or
+        unreadable, with parameter servers unreadable, under local SGD that of this rank's worker). In earlier
+        micro-batches of a global batch it has this micro-batch's part. Several calls before ``optimizer.step()``
+        accumulate gradients, as in PyTorch. Collective over the data ranks in the last micro-batch: an all-reduce of
+        the gradients, or what the strategy does in its place (``GradientSync.reduce_gradients``).
 
         Args:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
@@ -511,8 +517,8 @@ class Run:
 
         For gradients made without a backward into ``.grad``: ``torch.autograd.grad``, ``torch.func``, or by formula.
         Call it once in the loop's body after the assignments. Each ``.grad`` must be a mean over the samples of the
-        body's batch; in a rank's last body it is complete afterwards, and may be clipped or edited. Collective in a
-        rank's last body: call it on every rank.
+        body's batch; in a rank's last body it is complete afterwards, and may be clipped or edited. Collective over the
+        data ranks in a rank's last body: call it on every rank.
 
         Raises:
             UsageError: outside of ``run.microbatches()``, or the strategy keeps gradients where a script cannot assign
@@ -522,10 +528,10 @@ class Run:
 
     @property
     def stepped(self) -> bool:
-        """True if the last call of ``optimizer.step()`` in a custom training loop updated the parameters.
+        """True if the latest call of ``optimizer.step()`` in a custom training loop updated the parameters.
 
-        ``step`` makes an update in the rank's last micro-batch of a global batch, and does nothing in earlier ones. A
-        step that was skipped because a gradient is not finite counts as an update here.
+        False before the first call. ``step`` makes an update in the rank's last micro-batch of a global batch, and does
+        nothing in earlier ones. A step that was skipped because a gradient is not finite counts as an update here.
         """
         return self.custom.stepped
 
@@ -533,14 +539,15 @@ class Run:
         """Update the parameters in a custom loop, for an optimizer that ``tutti.prepare`` was given as options.
 
         Called in place of ``optimizer.step()``. The update is made in the rank's last micro-batch of a global batch; in
-        earlier ones nothing is done. Collective in the update where the strategy updates shards or compares edited
-        gradients over ranks.
+        earlier ones nothing is done. Collective in the update as ``GradientSync.optimizer_step`` is, and where the
+        script has edited gradients, which ranks then compare.
 
         Returns:
             True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
             UsageError: outside of a loop over ``run.microbatches()``.
+            NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         return self.custom.step(None)
 
@@ -562,8 +569,8 @@ class Run:
         """Return the numbers of the epochs that are left of ``number`` epochs, for a loop over them.
 
         The loop ends early when a callback stops the run. If there are callbacks, ``on_train_begin`` is called before
-        the first epoch and ``on_train_end`` after the last, which is collective; after a ``break`` out of the loop the
-        latter is called before the run's next collective call, such as ``evaluate`` or ``save``.
+        the first epoch and ``on_train_end`` after the last, which is collective over all ranks; after a ``break`` out
+        of the loop the latter is called before the run's next collective call, such as ``evaluate`` or ``save``.
 
         Args:
             number: number of epochs of the whole run.
@@ -601,8 +608,9 @@ class Run:
     ) -> Evaluation:
         """Return mean loss and metrics of the model over all samples of ``source``, each counted once.
 
-        Collective: every rank evaluates its part of the samples. Where replicas of the model differ (local SGD), their
-        mean is evaluated. Calls the callbacks' ``on_evaluation``.
+        Collective over all ranks: each data rank evaluates its part of the samples in eval mode, and an all-reduce sums
+        the results. Where replicas of the model differ (local SGD), their mean is evaluated. Calls the callbacks'
+        ``on_evaluation``.
 
         Args:
             source: held-out samples or a stream of them, the same on every rank; or a ``DataLoader``, whose batches are
@@ -637,8 +645,8 @@ class Run:
     ) -> Any:
         """Return ``function(model, batch)`` for all samples of ``source`` in their order, on the CPU of every rank.
 
-        Collective: every rank computes its part of the samples, in eval mode. Where replicas of the model differ (local
-        SGD), the merged replicas are used.
+        Collective over all ranks: each data rank computes its part of the samples, in eval mode, and all-gathers join
+        the results. Where replicas of the model differ (local SGD), the merged replicas are used.
 
         Args:
             source: the samples or a stream, the same on every rank; or a ``DataLoader``, whose batches are then taken.
@@ -679,7 +687,9 @@ class Run:
 
     @contextmanager
     def trace(self, folder: str | Path) -> Iterator[None]:
-        """Return a context manager that measures the phases of each step within its block on all ranks. Collective.
+        """Return a context manager that measures the phases of each step within its block on all ranks.
+
+        Collective over all ranks, at its beginning and its end.
 
         At its end rank 0 writes ``timeline.svg`` (the phases over time), ``trace.json`` (for ui.perfetto.dev) and
         ``shares.txt`` (time in each phase).
@@ -694,7 +704,9 @@ class Run:
             yield
 
     def state(self, averaged: bool = False) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers of the plain model on every rank. Collective.
+        """Return all parameters and persistent buffers of the plain model on every rank.
+
+        Collective over all ranks, which first compare the call and their copies of tensors (all-gathers of digests).
 
         Shards and slices are gathered; replicas that differ (local SGD) are merged.
 
@@ -703,7 +715,8 @@ class Run:
                 the model's own buffers.
 
         Returns:
-            A dict of whole tensors by name; a tensor may be the model's own and not a copy.
+            A dict of whole tensors by name. A tensor may be the model's own and not a copy, so that the next step
+            changes it: clone what is to be kept, and do not write to it.
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average.
@@ -716,10 +729,13 @@ class Run:
         return found
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state as whole tensors on every rank, as a checkpoint has it. Collective.
+        """Return the optimizer's state as whole tensors on every rank, as a checkpoint has it.
+
+        Collective over all ranks: the rank that has a tensor, or a slice, broadcasts it. Each rank needs memory for the
+        whole state.
 
         For figures of the state (a norm of Adam's ``exp_avg``) under strategies that shard or split it, or keep it on
-        servers. Needs memory for the whole state on each rank.
+        servers.
 
         Returns:
             A dict of whole tensors by ``"{parameter}/{key}"``, such as ``0.weight/exp_avg``; numbers such as ``step``
@@ -733,7 +749,7 @@ class Run:
         return gathered_state(self.gradient_sync.state().get("optim", {}), self.context.comms.world)
 
     def weights_sha256(self, averaged: bool = False) -> str:
-        """Return a SHA-256 hash of the tensors that ``state`` returns, on every rank. Collective.
+        """Return a SHA-256 hash of the tensors that ``state`` returns, on every rank. Collective over all ranks.
 
         The tensors are all parameters and persistent buffers of the plain model. Equal hashes mean bit-identical
         models. Gathers one tensor at a time.
@@ -762,7 +778,9 @@ class Run:
         return gathered_model(self.replica, self.context.comms, self.merged(averaged), at_first_shard)
 
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers, merged over logical data-parallel workers. Collective.
+        """Return this rank's parameters and buffers, merged over logical data-parallel workers.
+
+        Collective over the data ranks, as ``GradientSync.merged`` is; all ranks must call it.
 
         A logical worker is a fixed share of the global batch; under local SGD each worker has its own parameters, and
         their mean over workers is returned.
@@ -773,7 +791,7 @@ class Run:
 
         Returns:
             A dict of tensors by their name in the script's model; of a tensor that is split over ranks this rank's
-            slice.
+            slice. Tensors may be those of the model or of the average, not copies.
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average.
@@ -814,7 +832,7 @@ class Run:
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
-        """Write a checkpoint to ``folder/step-N``, and return when it is on disk. Collective.
+        """Write a checkpoint to ``folder/step-N``, and return when it is on disk. Collective over all ranks.
 
         The checkpoint holds the model, the optimizer with its settings, the own state of each logical worker (a fixed
         share of the global batch) and the position in the data. ``restore`` reads it on any number of devices and under
@@ -822,8 +840,8 @@ class Run:
 
         Args:
             folder: directory for this run's checkpoints alone, on a file system that all ranks share.
-            extra: state of the script, such as ``{"scheduler": scheduler.state_dict()}``: numbers, texts, lists,
-                tuples and dicts of them, the same on every rank.
+            extra: state of the script, such as ``{"scheduler": scheduler.state_dict()}``: numbers, texts, lists, tuples
+                and dicts of them, the same on every rank.
             keep: number of newest checkpoints to keep.
 
         Returns:
@@ -852,9 +870,10 @@ class Run:
         return path
 
     def restore(self, folder: str | Path, change: str | Sequence[str] = ()) -> dict[str, Any] | None:
-        """Restore the newest intact checkpoint of ``folder``. Collective.
+        """Restore the newest intact checkpoint of ``folder``. Collective over all ranks.
 
-        Afterwards ``epochs``, ``epoch`` and ``microbatches`` continue at the checkpoint's position in the data.
+        Parameters and optimizer state are overwritten in place. Afterwards ``epochs``, ``epoch`` and ``microbatches``
+        continue at the checkpoint's position in the data.
 
         Args:
             folder: the directory that ``save`` was given.
@@ -888,7 +907,8 @@ class Run:
     def together(self, call: str) -> None:
         """Check that all ranks make the same call after the same step, before the call's own collectives.
 
-        Collective over all ranks. Calls the events of callbacks that a ``break`` out of a loop has left out.
+        Collective over all ranks: an all-gather of a digest. Calls first the events of callbacks that a ``break`` out
+        of a loop has left out.
 
         Args:
             call: description of the call about to be made, such as ``predictions for 100 samples``; compared over ranks

@@ -64,8 +64,9 @@ class Checkpoints(CheckpointManager):
     def save(self, extra: Mapping[str, Any], evaluated: Mapping[str, float] | None = None) -> None:
         """Write a checkpoint of the run, in the background if memory has room for a copy of this rank's state.
 
-        Every rank writes its own tensors. Collective; copies of a tensor on several ranks are compared first, by
-        digest. Blocks until the previous save is complete.
+        Every rank writes its own tensors. Collective over all ranks, which compare copies of tensors first, by digest,
+        and call ``GradientSync.state``. Blocks until the previous save is complete; call ``wait`` to learn whether this
+        one has succeeded.
 
         Args:
             extra: further JSON values by key to store in the manifest, besides the run's own.
@@ -98,7 +99,11 @@ class Checkpoints(CheckpointManager):
         self.write(run.clock, state, facts)
 
     def restore(self, named: NamedChanges = NOTHING_NAMED) -> Mapping[str, Any] | None:
-        """Restore the run from the newest checkpoint in the run's folder whose files are intact. Collective.
+        """Restore the run from the newest checkpoint in the run's folder whose files are intact.
+
+        Collective over all ranks: a broadcast of the checkpoint's path, and what ``GradientSync.load`` does.
+        Parameters, optimizer state and counters are overwritten in place; epoch, optimizer settings and callbacks of a
+        script are not (``restore_run``).
 
         The number of logical workers (fixed shares of the global batch) may differ from the checkpoint's only if the
         user named this setting; a warning then says which state starts afresh.
@@ -212,7 +217,8 @@ def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> Checkpoi
 def other_workers(manifest: Manifest, run: Run) -> str:
     """Return a warning that says which state starts afresh when a run resumes with another number of workers.
 
-    Workers are logical data-parallel workers (fixed shares of the global batch). This function only composes the text.
+    Workers are logical data-parallel workers (fixed shares of the global batch). This function only composes the text,
+    without other ranks.
 
     Args:
         manifest: the checkpoint's manifest.

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
     """Return the ``Checkpoints`` with which ``Run.save`` writes checkpoints into ``folder`` and deletes old ones.
 
-    The first call for a folder and ``keep`` creates the object and is collective; later calls return the same object.
-    Its saves raise at the first failure.
+    The first call for a folder and ``keep`` creates the object, which is collective over all ranks (broadcasts); later
+    calls return the same object and send nothing. Its saves raise at the first failure.
 
     Args:
         run: the run to save.

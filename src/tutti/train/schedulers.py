@@ -18,7 +18,7 @@ Given: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 class Schedulers:
     """Steps the PyTorch learning-rate schedulers of a run, after each update or each epoch.
 
-    A call of a scheduler's ``step`` by the script raises UsageError.
+    From now on a call of a scheduler's ``step`` by the script raises UsageError: the object's class becomes a subclass.
 
     Args:
         given: a scheduler, several, or None.

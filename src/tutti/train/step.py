@@ -36,8 +36,9 @@ def train_step(
 ) -> tuple[StepStats, UpdateResult]:
     """Train on one global batch: forward and backward passes, gradient reduction, update, clearing of gradients.
 
-    Collective where the strategy's gradient reduction and update are. A worker is a logical data-parallel worker: it
-    has a fixed share of the global batch, and a rank may compute several workers one after another.
+    Collective as ``GradientSync.reduce_gradients`` and ``optimizer_step`` are, and as ``replica.run`` is where the
+    model is split or sharded. Afterwards every ``.grad`` is None. A worker is a logical data-parallel worker: it has a
+    fixed share of the global batch, and a rank may compute several workers one after another.
 
     Args:
         replica: this rank's part of the model.
@@ -49,12 +50,18 @@ def train_step(
         step_context: number of the step, samples of its global batch, factors on learning rate and loss.
         hooks: raises UsageError before the update if the script's gradient hooks saw gradients of another scale.
         adapt: returns the step context of the update from the reduced results (AdaScale); None: ``step_context``.
-        noise: measures the gradient noise scale, in some steps; None: in none.
+        noise: measures the gradient noise scale, in some steps; None: in none. A measured step is collective over all
+            ranks besides.
 
     Returns:
         A pair: a ``StepStats`` (``loss``, ``metrics``, ``grad_norm`` and others, Python numbers reduced over the global
         batch) and an ``UpdateResult`` (``updates``, the number of updates made, and ``skipped``, whether the update was
         skipped because a gradient is not finite).
+
+    Raises:
+        UsageError: a gradient hook of the script saw gradients of another scale, or the strategy refuses what the
+            script has written.
+        MismatchError: ranks are in different steps.
     """
     run = replica.run if noise is None else noise.begin(replica, step_context)
     for worker, micro_batches in work:

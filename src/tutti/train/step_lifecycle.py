@@ -46,7 +46,8 @@ class StepLifecycle:
         rate: factor on the learning rates of the epoch's phase: below 1 where the batch size could not grow as much as
             its schedule asks.
         in_update: whether the run itself is making an update at this moment.
-        stop_asked: whether this rank asks all ranks to stop after the next step.
+        stop_asked: whether this rank asks all ranks to stop after the next step; set by ``Run.ask_to_stop`` and never
+            reset.
     """
 
     def __init__(self, run: Run, max_nonfinite: int) -> None:
@@ -71,17 +72,23 @@ class StepLifecycle:
     def begin(self, batch: Batch, loss: LossFn | None) -> WorkerBatches:
         """Begin a step: set ``context``, and return this rank's micro-batches of the global batch.
 
-        Collective if the script has thawed parameters, and in the first steps of several workers, whose batches are
-        compared over data ranks.
+        Collective over the data ranks if the script has thawed parameters (``GradientSync.reattach``), and in the first
+        steps of several workers, whose samples are compared (``Checks.look``). No forward is run, except that rank 0
+        may check the loss function on a few samples in the first step.
 
         Args:
             batch: this rank's share of the global batch.
             loss: the loss function, which the checks for mistakes read; None in a custom training loop.
 
+        Returns:
+            Pairs (index of a logical worker, its micro-batches on the device), one for each worker of this rank, in
+            order; a worker without samples has an empty list.
+
         Raises:
             UsageError: the caller made the batch, and the batch size grows; or the script has converted the model,
                 replaced optimizer state, thawed a parameter that the strategy cannot train, or registered gradient
                 hooks that the strategy cannot call.
+            MismatchError: data ranks have thawed different parameters.
         """
         run = self._run
         self.context = self._facts()
@@ -143,7 +150,10 @@ class StepLifecycle:
         return CollatedBatch((batch,), drawn.sizes)
 
     def dummy_micro_batch(self, worker: int) -> MicroBatch:
-        """Return the dummy micro-batch with which a rank without samples takes part in the collectives.
+        """Return the dummy micro-batch with which a rank without samples takes part in the collectives of a step.
+
+        It has real samples of the global batch to compute with, weight 0 and ``samples`` 0, so that its gradient is
+        zero or ignored. Not collective.
 
         Args:
             worker: index of the logical worker that computes it.
@@ -162,8 +172,9 @@ class StepLifecycle:
     def padded(self, work: WorkerBatches) -> WorkerBatches:
         """Return ``work`` padded with leading dummy micro-batches to equally many on every rank.
 
-        Needed where the weights are sharded, because each forward all-gathers them; otherwise ``work`` is returned.
-        Collective for a batch that the caller made: an all-gather of the numbers of micro-batches.
+        Needed where the weights are sharded, because each forward all-gathers them; otherwise ``work`` itself is
+        returned. For sharded weights and a batch that the caller made, collective over the data ranks: an all-gather of
+        the numbers of micro-batches.
 
         Args:
             work: the result of ``begin``.
@@ -210,7 +221,8 @@ class StepLifecycle:
     def updating(self) -> Iterator[None]:
         """Return a context manager within which the wrapped ``step`` of the script's optimizers updates parameters.
 
-        The learning rates of optimizers without a schedule of the run are multiplied by ``rate`` within it.
+        Without a schedule of the run (``Run.lr_schedule``), the optimizers' learning rates are multiplied by ``rate``
+        within it, and restored at its end. Not collective.
         """
         run = self._run
         self.in_update = True
@@ -224,11 +236,11 @@ class StepLifecycle:
             restore_learning_rates(rates)
 
     def count_batch(self, stats: StepStats | None, clock: int | None) -> None:
-        """Count a global batch as consumed: the run's steps, samples and position in the data.
+        """Count a global batch as consumed: the run's steps, samples and position in the data. Not collective.
 
         Args:
             stats: reduced results of the step; None for a global batch without an update.
-            clock: steps of all workers together; None to count this rank's.
+            clock: steps of all workers together (asynchronous servers that count these); None to count this rank's.
         """
         run, drawn = self._run, self.drawn
         self._warm = True
@@ -244,7 +256,7 @@ class StepLifecycle:
             run.losses.look()
 
     def count_update(self, stats: StepStats, updated: UpdateResult, optimizer: Optimizer | None = None) -> None:
-        """Bring the run's counters, schedulers, average and loss scale up to date after an update.
+        """Bring the run's counters, schedulers, average and loss scale up to date after an update. Not collective.
 
         Args:
             stats: reduced results of the step.

@@ -47,7 +47,7 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
 def traced(run: Run, folder: Path) -> Iterator[None]:
     """Return a context manager that measures the phases of every rank's training steps.
 
-    At its end rank 0 writes a timeline to ``folder``. Collective at its beginning and its end.
+    At its end rank 0 writes a timeline to ``folder``. Collective over all ranks at its beginning and its end.
 
     Args:
         run: the run, whose steps are divided into named phases.
@@ -132,7 +132,7 @@ class Window:
         """Begin the profile or trace before the first training step to record; end it after the last.
 
         Call the method before the first step of the run and after each step; in other steps it does nothing. For a
-        trace, beginning and end are collective.
+        trace, beginning and end are collective over all ranks.
         """
         if self._run.taken == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))
@@ -142,7 +142,10 @@ class Window:
     def close(self) -> None:
         """Stop a profile or trace that is running when training ends within the steps to record; write its files.
 
-        Does nothing otherwise.
+        Does nothing otherwise. For a running trace it is collective over all ranks.
+
+        Raises:
+            DiskError: the files cannot be written.
         """
         self._open.close()
 

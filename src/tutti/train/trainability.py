@@ -15,7 +15,7 @@ from tutti.types import Average, GradientSync, NamedParameters, ReplicaRunner
 
 
 class TrainabilityWatch:
-    """Finds changes of ``requires_grad`` and of optimizers' parameter groups, and passes them to gradient reduction.
+    """Finds changes of ``requires_grad`` and of optimizers' parameter groups, and passes them to the ``GradientSync``.
 
     Args:
         replica: this rank's part of the model.
@@ -52,24 +52,33 @@ class TrainabilityWatch:
 
     @property
     def changed(self) -> bool:
-        """Whether the script has changed ``requires_grad`` of a parameter since the last call. Not collective."""
+        """Whether the script has changed ``requires_grad`` of a parameter since this object was last called.
+
+        Not collective. Reading the property does not take note of the change; calling the object does. A read first
+        copies a flag that the script has set on one of the objects of a sharded parameter to the others.
+        """
         self._replica.unify_flags()
         return [p.requires_grad for _, p in self._named] != self._flags
 
     def __call__(self, late: bool) -> bool:
-        """Let gradient synchronisation take in parameters that the script has thawed, and new optimizer groups.
+        """Let the ``GradientSync`` train parameters that the script has thawed, or added to its optimizers' groups.
 
-        Collective if parameters were thawed (``requires_grad`` became true); all ranks must thaw the same.
+        A parameter is thawed if its ``requires_grad`` has become True since the last call; then
+        ``GradientSync.reattach`` is called, which is collective over the data ranks: all of them must thaw the same
+        parameters before the same step. ``GradientSync.adopt`` is called if a group has changed its size. Otherwise
+        nothing is sent; freezing sends nothing.
 
         Args:
             late: whether a forward of this step has been computed already.
 
         Returns:
-            Whether ``requires_grad`` of any parameter has changed.
+            Whether ``requires_grad`` of any parameter has changed, by thawing or freezing.
 
         Raises:
-            UsageError: the strategy cannot train a thawed parameter, or no optimizer has it; or the script has added
-                a parameter to an optimizer that the model did not have in ``tutti.prepare``.
+            UsageError: the strategy or the average of the weights cannot take a thawed parameter; the script has no
+                optimizer object; or the script has added a parameter to an optimizer that the model did not have in
+                ``tutti.prepare``.
+            MismatchError: data ranks have thawed different parameters, or one did not.
         """
         changed = self.changed
         if changed:

@@ -148,21 +148,26 @@ def first_micro_batch_trial(
     seed: int,
     data_rank: int,
 ) -> Callable[..., Any] | None:
-    """Return a function that runs the loss function on the first micro-batch of the training data.
+    """Return a function that calls the loss function on the first micro-batch of the training data.
 
-    Strategies call it (as ``RunContext.trial``) to find out how a model behaves, before the first step.
+    Layouts and strategies call the returned function (as ``RunContext.trial``) before the first step, to find out how a
+    model behaves. This function itself only makes it: no sample is read, and the loss function is not called.
 
     Args:
-        data: the training data; a stream's samples are read again in its first epoch.
-        contract: division of the global batch into micro-batches.
+        data: the training data. Each call of the returned function reads the samples 0, 1, … by index, whatever the
+            order of the epoch; of a stream the first samples, which the first epoch reads again.
+        contract: division of the global batch into micro-batches; gives the number of samples, that of worker 0's first
+            micro-batch.
         place: moves a batch to the device.
-        loss: the loss function; None for none.
+        loss: the loss function ``loss(model, batch)``; None for none.
         seed: the run's seed, for the order of a stream.
         data_rank: index of this data rank, for a stream that shards itself.
 
     Returns:
-        ``trial(model, most=None)``, which returns the result of ``loss`` on the micro-batch's first ``most`` samples
-        (None: all of them), with its autograd graph; None without a loss function.
+        ``trial(model, most=None)``, which returns what ``loss(model, batch)`` returns, with its autograd graph, for the
+        micro-batch's first ``most`` samples (None: all of them). It runs a forward alone, in the modes that the caller
+        has set, sends nothing by itself, and lets errors of the loss function and of the data set propagate. None if
+        ``loss`` is None.
     """
     if loss is None:
         return None

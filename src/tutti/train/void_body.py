@@ -24,7 +24,8 @@ class VoidBody:
     collective calls, and the body finds gradients as in any other step.
 
     Args:
-        run: the run, whose model is kept as it is now.
+        run: the run, whose trained parameters are copied and whose ``.grad`` are set aside, and become None, until
+            ``undo``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -36,7 +37,7 @@ class VoidBody:
 
     @staticmethod
     def backward(loss: Any, retain_graph: bool) -> None:
-        """Compute gradients of the dummy samples into ``.grad``, for a body that reads them.
+        """Compute gradients of the dummy samples into ``.grad``, for a body that reads them. Not collective.
 
         Args:
             loss: what the script gave ``run.backward``.
@@ -47,7 +48,7 @@ class VoidBody:
             losses.sum().backward(retain_graph=retain_graph)
 
     def undo(self) -> None:
-        """Give the trained parameters the values and gradients that they had before the body.
+        """Give the trained parameters the values and gradients that they had before the body. Not collective.
 
         Raises:
             UsageError: the script has written a parameter, which has another value after the body.

@@ -52,9 +52,9 @@ class _RenamedWeights:
 def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None) -> WarmStart:
     """Load the weights and buffers at ``path`` into a run before its first step; no optimizer state is read.
 
-    Collective. Rank 0 verifies every byte and compares names and shapes; then every rank reads its own slices. A moving
-    average of the weights (EMA) starts from the loaded ones. Replicas with their own parameters (local SGD) all start
-    with the same weights.
+    Collective over all ranks. Rank 0 verifies every byte, compares names and shapes, and broadcasts the outcome; then
+    every rank reads its own slices (``GradientSync.load``). A moving average of the weights (EMA) starts from the
+    loaded ones. Replicas with their own parameters (local SGD) all start with the same weights.
 
     Args:
         run: a run that has taken no step.

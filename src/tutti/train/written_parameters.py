@@ -128,8 +128,8 @@ class WrittenParameters:
     def compare(self) -> None:
         """Raise UsageError, on every rank, if a parameter's copies differ because the script has written into them.
 
-        Called on all data ranks in a step in which their hashes (``digest``) differ. Collective: two small all-gathers
-        of digests of the copies.
+        Called on all ranks in a step in which hashes (``digest``) of data ranks differ. Collective over all ranks: two
+        small all-gathers of digests of the copies, and a third one where copies differ. Returns if they are equal.
 
         Raises:
             UsageError: copies differ; the error names a parameter and the ranks that differ.
