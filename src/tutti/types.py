@@ -520,7 +520,7 @@ class EditRecords(Protocol):
         ...
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Forget the edits of tensors to which tutti has given new values.
+        """Delete the records of edits of tensors to which tutti has given new values. Not collective.
 
         Args:
             tensors: the tensors, such as gradients that have just been reduced.
@@ -547,9 +547,9 @@ class ReplicaRunner(Protocol):
             unsplit model.
         not_owned: names of tensors on this rank of which another rank of this replica owns the copy that is counted in
             norms and saved. If the owner has it under another name, that name is among ``tied`` in ``specs``.
-        summary: lines for the run's header.
-        sharded: parameters of which this rank keeps only rows (FSDP), as plain tensors. A forward all-gathers them, so
-            that all ranks must run equally many.
+        summary: lines for the run's header, text by label.
+        sharded: parameters of which this rank keeps only rows (FSDP), as plain tensors. A forward all-gathers them over
+            the shard ranks, so that all of these must run equally many.
         swap_values: context manager within which the model holds other values, given by name.
         around_fsdp_hooks: context manager around FSDP2's registration of its hooks on a module, which unwraps tensors
             that these hooks do not know.
@@ -560,13 +560,13 @@ class ReplicaRunner(Protocol):
             element by element, or None.
         adapt_hooks: lets hooks that the script has registered on the gradients of parameters of which this rank has a
             part see whole gradients; returns the names of the parameters with hooks that did not before the call.
-        is_dummy: whether the last micro-batch that was begun is a dummy, without samples.
+        is_dummy: whether the micro-batch that ``run`` or ``begin`` began most recently is a dummy, without samples.
         script_code: context manager around the script's own code, in which reads and writes of parameters that would
             give each rank another result raise UsageError.
         model_code: context manager within ``script_code``, around code of which reads and writes are not checked.
         plain: the module that a custom training loop calls: the whole model, also where this rank has a part of it.
-        own_backward: whether ``run`` computes each micro-batch's backward by itself, right after its forward; False
-            where a pipeline schedule interleaves them.
+        own_backward: whether ``run`` makes the backward of each micro-batch by a call of this object's method
+            ``backward``, right after its forward; False where a pipeline schedule interleaves the micro-batches.
         edits: records of the script's edits of parameters and gradients of which each rank has a part; None without
             such parameters.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
@@ -616,7 +616,7 @@ class ReplicaRunner(Protocol):
         """Make this rank's part of the model use new parameter objects.
 
         ``GradientSync`` calls this after it has sharded parameters, which gives the modules other ``nn.Parameter``
-        objects. Hooks that this object has put on the earlier ones, and its records of them, pass to the new ones. Not
+        objects. A runner that keeps records of parameter objects, such as a pipeline's, replaces the objects there. Not
         collective.
 
         Args:
@@ -629,10 +629,10 @@ class ReplicaRunner(Protocol):
         A training step calls this once for each logical worker of the rank (one of N fixed shares of the global batch),
         an evaluation for each batch of held-out samples. Gradients of all micro-batches add up in the parameters'
         ``.grad``. What ranks exchange depends on the layout. With pipeline stages: point-to-point messages between
-        neighbouring stages, and a broadcast of the loss sums from the last stage. With tensor parallelism: the
-        collectives of the split layers, over the tensor ranks. With FSDP2: all-gathers of parameters in forward and
-        backward and reduce-scatters of gradients in backward, over the shard ranks. A whole, unsharded model sends
-        nothing but what ``grad_hook`` starts.
+        neighbouring stages, sums of the gradients of tied weights over the stages that have them, and a broadcast of
+        the loss sums from the last stage. With tensor parallelism: the collectives of the split layers, over the tensor
+        ranks. With FSDP2: all-gathers of parameters in forward and backward and reduce-scatters of gradients in
+        backward, over the shard ranks. A whole, unsharded model sends nothing but what ``grad_hook`` starts.
 
         Args:
             micro_batches: this rank's micro-batches of the worker in one step, in order.
@@ -927,9 +927,10 @@ class GradientSync(Protocol):
         A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch, in
         turn. The state is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ
         (local SGD, asynchronous servers). What the call waits for depends on the strategy: where several data ranks
-        share a worker, the message with the worker's buffers from the rank before; with FSDP2 and ZeRO, in the first
-        call of a step an all-gather of the parameters over the shard ranks if the script has written this rank's rows;
-        with asynchronous servers of mode ``bounded``, workers that are too many steps behind. Otherwise nothing.
+        share a worker, the message with the worker's buffers from the rank before; with ZeRO stage 1, in the first call
+        of a step an all-gather of the parameters over the shard ranks if the script has written their rows, which all
+        of these ranks must then have done; with asynchronous servers of mode ``bounded``, workers that are too many
+        steps behind. Otherwise nothing.
 
         Args:
             worker: index of the logical worker, one of those of this rank.
@@ -965,8 +966,9 @@ class GradientSync(Protocol):
 
         Called after the last ``end_worker`` of the step. Afterwards ``.grad`` is the mean over the global batch,
         without loss scale and not yet clipped; with these exceptions: ranks with shards have their rows of it,
-        parameter servers keep it, under ``central_storage`` a rank has those of the parameters that it updates, and
-        where logical workers (shares of the global batch) make updates of their own there is none.
+        parameter servers keep it, under ``central_storage`` a rank has only those of the parameters that it updates
+        (all of them in a custom training loop), and where logical workers (shares of the global batch) make updates of
+        their own there is none.
 
         Collective over the data ranks, for which it waits: all-reduces (data parallelism; a reduction in shared memory
         under ``central_storage``), reduce-scatters over the shard ranks and all-reduces over their copies (FSDP2,
@@ -982,8 +984,8 @@ class GradientSync(Protocol):
         Returns:
             A ``StepStats`` of Python numbers, equal on all data ranks except with asynchronous servers: ``loss`` and
             ``metrics`` (by name), means over the global batch; ``count`` (samples or tokens); ``grad_norm``, the L2
-            norm of the whole gradient before clipping; ``finite``, whether all gradients are; and ``stop``, whether a
-            rank asks all ranks to stop after this step.
+            norm of the whole gradient before clipping (of workers with updates of their own the mean of their norms);
+            ``finite``, whether all gradients are; and ``stop``, whether a rank asks all ranks to stop after this step.
 
         Raises:
             MismatchError: ranks are in different steps, or their settings differ.
@@ -998,8 +1000,10 @@ class GradientSync(Protocol):
         gradients, unless an optimizer needs whole tensors that are split over ranks; with ZeRO stage 1 an all-gather of
         the updated rows over the shard ranks (with FSDP2 the next forward all-gathers); under ``central_storage`` a
         barrier; with synchronous servers a request to each server, for whose reply the call waits. Where workers made
-        their updates in ``end_worker`` (local SGD, asynchronous servers), this only reports them. A skipped update
-        all-gathers names of parameters over the data ranks, and stages and tensor ranks, except with servers.
+        their updates in ``end_worker`` (local SGD, asynchronous servers), this only reports them. For a skipped update
+        names of parameters are all-gathered over the ranks that may have different ones: the stages and tensor ranks of
+        a replica (data parallelism), all ranks (FSDP2, ZeRO), the data ranks (local SGD, ``central_storage``), none
+        with servers.
 
         Args:
             stats: the result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
@@ -1033,7 +1037,7 @@ class GradientSync(Protocol):
         for each dtype, none for N = 1. Batch-norm statistics are pooled over the workers, other floating buffers
         averaged, of integers the largest is taken. Parameters are exchanged only where workers have their own (local
         SGD: their mean, by an all-to-all and an all-gather for each dtype), where servers have newer ones (read between
-        two barriers), and where the script has written ZeRO rows (an all-gather).
+        two barriers), and where the script has written rows of ZeRO stage 1 (an all-gather over the shard ranks).
 
         Returns:
             A new dict from names in the unsplit model to detached tensors; those that are split over ranks are this
@@ -1048,9 +1052,8 @@ class GradientSync(Protocol):
         """Return this rank's tensors of which several ranks must hold equal copies; None where ranks may differ in all.
 
         The run compares digests of them over ranks, before checkpoints and at the end of some epochs, to find ranks
-        that have diverged. Not collective, except that FSDP2 and ZeRO first all-gather rows that the script has
-        written, over the shard ranks. None with asynchronous servers, and with synchronous ones that have backup
-        workers.
+        that have diverged. Not collective, except that ZeRO stage 1 first all-gathers rows that the script has written,
+        over the shard ranks. None with asynchronous servers, and with synchronous ones that have backup workers.
 
         Returns:
             A mapping from names to tensors, not copied. Where ``ReplicaRunner.specs`` has the name, the tensor is this
@@ -1118,7 +1121,7 @@ class GradientSync(Protocol):
         """Return figures of this strategy, such as its traffic over ranks, for ``summary.json`` at the end of the run.
 
         Called on all ranks. Collective over the data ranks only if tutti's own all-reduce schedule sums the gradients
-        (option ``algorithm`` of ``mirrored``). With parameter servers rank 0 alone asks the servers.
+        (the strategy's option ``algorithm``). With parameter servers rank 0 alone asks the servers.
 
         Returns:
             JSON values by key, of which those of rank 0 are written; empty if the strategy has none.
@@ -1128,8 +1131,9 @@ class GradientSync(Protocol):
         """Begin to update the parameters that the script has added to one of its optimizers since ``tutti.prepare``.
 
         The run calls this on every rank at the next step, for each of the script's optimizers of which a parameter
-        group has changed its size. Nothing is sent: data parallelism uses the optimizer as it is, shards replace the
-        new parameters in the groups by this rank's rows, in place.
+        group has changed its size. Nothing is sent. Data parallelism and local SGD use the optimizer as it is, and a
+        rank that had none builds one; FSDP2 and ZeRO replace the new parameters in the groups by this rank's rows, in
+        place.
 
         Args:
             optimizer: one of the script's optimizers, with its present parameter groups.
@@ -1145,10 +1149,10 @@ class GradientSync(Protocol):
 
         The run calls this on every rank once it finds that the script has set ``requires_grad`` of parameters, before
         the step or its update. Collective over the data ranks: an all-gather of digests of the model's names, shapes,
-        dtypes and ``requires_grad``. Data parallelism then plans the gradient buckets anew, FSDP2 and ZeRO shard the
-        parameters, which gives the model new parameter objects, and local SGD gives each logical worker its own copy.
-        With parameter servers nothing is sent: the call only checks that the parameters were trainable in
-        ``tutti.prepare``.
+        dtypes and ``requires_grad``. Data parallelism then plans the gradient buckets anew, FSDP2 and ZeRO shard those
+        of the parameters that they have not sharded yet, which gives the model new parameter objects, and local SGD
+        gives each logical worker its own copy. With parameter servers nothing is sent: the call only checks that the
+        parameters were trainable in ``tutti.prepare``.
 
         Args:
             names: names, in the unsplit model, of the parameters on this rank whose ``requires_grad`` the script has
@@ -1331,7 +1335,7 @@ class CustomLoopSync(GradientSync, Protocol):
                 replaced by another tensor.
 
         Raises:
-            UsageError: the script has cleared or edited a gradient that is complete elsewhere, as on parameter servers.
+            UsageError: the script has cleared a gradient that parameter servers have added up already.
         """
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:

@@ -89,7 +89,7 @@ class Callbacks:
         return self.reason is not None
 
     def handles(self, event: str) -> bool:
-        """Return whether any callback of the run has a method for an event.
+        """Return whether any callback of the run has a method for an event; a plain function has ``on_step_end`` alone.
 
         Args:
             event: name of the event and the method, such as ``on_evaluation``.

@@ -162,7 +162,7 @@ class Speed:
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches unchanged, and measure the seconds that the training loop waits for each.
 
-        The next call of ``mark`` reports the wait for the last batch.
+        The next call of ``mark`` reports the wait for the batch that was yielded most recently.
 
         Args:
             batches: the batches of an epoch.

@@ -26,8 +26,8 @@ def check_replicas(run: Run, what: str) -> None:
 
     Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
     that are tied over stages. Reads each tensor once. Collective over all ranks: two small all-gathers, a third one
-    where copies differ, none if ranks keep no copies. ``GradientSync.replicated``, which is called first, all-gathers
-    rows of parameters that the script has written.
+    where copies differ, none if ranks keep no copies. ``GradientSync.replicated`` is called first, which with ZeRO
+    stage 1 all-gathers rows that the script has written.
 
     Args:
         run: the run.

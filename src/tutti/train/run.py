@@ -673,8 +673,8 @@ class Run:
     def profile(self, folder: str | Path) -> Iterator[None]:
         """Return a context manager that profiles the steps within its block on every rank with PyTorch's profiler.
 
-        At its end every rank writes ``rank{N}.json`` for ui.perfetto.dev, and rank 0 ``operations.txt``, a table of
-        operators.
+        Not collective. At its end every rank writes ``rank{N}.json`` for ui.perfetto.dev, and rank 0
+        ``operations.txt``, a table of operators.
 
         Args:
             folder: directory for the files, which is made.
@@ -698,7 +698,8 @@ class Run:
             folder: directory for the files, which is made.
 
         Raises:
-            DiskError: rank 0 cannot write ``folder``.
+            DiskError: rank 0 cannot write ``folder``; raised there alone, at the end of the block.
+            MismatchError: ranks have taken different numbers of steps.
         """
         with traced(self, Path(folder)):
             yield

@@ -54,7 +54,8 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
         folder: directory for ``timeline.svg``, ``trace.json`` and ``shares.txt``.
 
     Raises:
-        DiskError: rank 0 cannot write.
+        DiskError: rank 0 cannot write; raised there alone.
+        MismatchError: ranks have taken different numbers of steps.
     """
     recorder = TraceRecorder(run.context.comms.world, run.taken)
     with phases(run, recorder.during), recorder.waits():
@@ -66,7 +67,8 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
 def phases(run: Run, region: Region = record_function) -> Iterator[None]:
     """Return a context manager within which each phase of a training step runs in a named region, for a profile.
 
-    The phases are ``data`` (waiting for a batch), ``forward``, ``backward``, ``weight`` (weight backward of a
+    It replaces methods of the run, and ``torch.autograd.backward`` of this process, by wrappers, and restores them at
+    the end. The phases are ``data`` (waiting for a batch), ``forward``, ``backward``, ``weight`` (weight backward of a
     zero-bubble pipeline), ``exchange`` (gradient reduction) and ``update``.
 
     Args:

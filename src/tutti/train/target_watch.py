@@ -83,8 +83,8 @@ class TargetWatch:
     def evaluated(self, at: EvaluatedAt) -> None:
         """Compare the watched metric at an evaluation with its target and its best so far, and decide if the run ends.
 
-        Sets ``ending`` to ``target`` once the target has been reached, or to ``patience`` after that many evaluations
-        in a row without a better value.
+        Not collective: every rank must pass the same values, so that all end alike. Sets ``ending`` to ``target`` once
+        the target has been reached, or to ``patience`` after that many evaluations in a row without a better value.
 
         Args:
             at: position of the run at the evaluation, such as ``step`` and ``samples``, and ``value``, the metric's.
