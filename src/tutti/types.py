@@ -715,7 +715,11 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
         """
 
     def forget(self) -> None:
-        """Undo a dummy micro-batch, which has no samples: restore the model's buffers, and clear the gradients."""
+        """Undo a dummy micro-batch, which has no samples: restore the model's buffers, and set ``.grad`` to None.
+
+        With FSDP2 the gradients stay, as the dummy may follow micro-batches with samples, to whose gradients it adds
+        zero. Buffers of ``SyncBatchNorm`` keep their new values, which are equal on all ranks. Not collective.
+        """
 
 
 class ModelLayout(Protocol):
@@ -748,7 +752,13 @@ class ModelLayout(Protocol):
 
 
 class SavedState(Protocol):
-    """Read access (protocol) to the tensors of a checkpoint, by group and name."""
+    """Read access (protocol) to the tensors of a checkpoint, by group and name.
+
+    A weights file (group ``model`` alone), or a state dict in memory (``model``, and ``optim`` where servers need it),
+    may stand for the checkpoint. No method is collective: each rank reads for itself. Tensors that are read are on the
+    CPU (those of a state dict on their own device), in the saved dtype, and may be memory that the reader keeps: copy
+    them before you write to them.
+    """
 
     def names(self, group: str) -> Collection[str]:
         """Return the names of the checkpoint's tensors in one group; empty if the checkpoint does not have the group.
@@ -759,7 +769,7 @@ class SavedState(Protocol):
         """
 
     def get(self, group: str, name: str) -> Tensor:
-        """Read one tensor of the checkpoint in full.
+        """Read one tensor of the checkpoint in full, in the saved dtype.
 
         Args:
             group: ``model``, ``ema`` (averaged weights), ``optim`` or ``workers`` (state of each logical worker, a
@@ -1359,7 +1369,7 @@ class CustomLoopSync(GradientSync, Protocol):
             step_context: facts of the step, such as its number, which the ranks of a replica compare.
 
         Returns:
-            The norm, equal on all ranks that share it, without loss scale.
+            The norm as a Python float, without loss scale; equal on all ranks, except where it is a worker's own.
 
         Raises:
             MismatchError: the ranks of a replica are in different steps.
@@ -1372,11 +1382,11 @@ class CustomLoopSync(GradientSync, Protocol):
         Args:
             index: position, from 0, of the optimizer in the list of optimizers that ``tutti.prepare`` got. None: within
                 the context ``optimizer_step`` steps every optimizer of the script.
-            members: the parameters that the optimizer at ``index`` updates, as objects of the script's model; the
-                only ones whose gradients are clipped. Ignored where ``index`` is None.
+            members: the parameters that the optimizer at ``index`` updates, as objects of the script's model; the only
+                ones whose gradients are clipped. Ignored where ``index`` is None.
 
         Returns:
-            A context manager that yields nothing.
+            A context manager that yields nothing. Entering and leaving it send nothing.
         """
 
     def clip_gradients(self, norm: float) -> float:

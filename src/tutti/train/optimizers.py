@@ -39,9 +39,9 @@ def factory(
 
     Returns:
         A function that takes (name, parameter) pairs and returns an optimizer over them, or None where a single
-        optimizer has no parameter among them; several optimizers become one object. A script's own optimizer is
-        returned itself if all of its parameters are given for the first time, else a new one of the same class and
-        settings.
+        optimizer has no parameter among them; several optimizers become one object. The first call whose pairs include
+        all parameters of a script's own optimizer returns this optimizer itself; any other call makes a new one of the
+        same class and settings, or raises UsageError if the script's has already stepped.
 
     Raises:
         UsageError: a rule other than ``NoRule`` for the script's own optimizers.

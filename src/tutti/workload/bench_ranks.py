@@ -46,7 +46,9 @@ def bench_links(world: World, found: Findings) -> None:
 def bench_collectives(
     world: World, found: Findings, kinds: Sequence[str] | None = None, sizes: Sequence[int] = _SIZES
 ) -> None:
-    """Measure the seconds of all-reduce, all-gather, reduce-scatter and broadcast over all ranks. Collective.
+    """Measure the seconds of all-reduce, all-gather, reduce-scatter and broadcast over all ranks.
+
+    Collective over all ranks, which pass the same ``kinds`` and ``sizes``.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
@@ -81,7 +83,7 @@ def bench_shared(world: World, found: Findings) -> None:
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are on one node.
         found: receives the ratios ``shared/matmul/RANKS`` and ``shared/elementwise/RANKS``, of seconds together (mean
-            over ranks) over seconds alone; right on rank 0 only.
+            over ranks) over seconds alone, which are measured on rank 0: on the other ranks the values have no meaning.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -180,7 +182,7 @@ def bench_jitter(world: World, found: Findings) -> None:
 def bench_start(world: World, begin: float, found: Findings) -> None:
     """Record the seconds from the launcher's call until now as the time that starting this number of ranks takes.
 
-    Call it right after the process group has been initialised. Not collective.
+    Called right after the process group has been initialised. Not collective.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.

@@ -122,8 +122,8 @@ class MessageLog:
     def keep(self, choice: str, samples: int) -> None:
         """Store the collectives recorded since ``begin`` as those of one traced forward and backward of a model.
 
-        ``lines`` later fits bytes over samples, and needs two stored traces of each ``choice`` with different numbers
-        of samples.
+        ``lines`` later fits bytes over samples, and needs at least two stored traces of each ``choice``, the first two
+        of them with different numbers of samples.
 
         Args:
             choice: kind of activation checkpointing that the trace was made with, such as ``none`` or ``blocks``.

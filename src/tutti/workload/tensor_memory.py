@@ -17,7 +17,8 @@ class Tracker(TorchDispatchMode):
     Real and fake tensors count; results that share the storage of an argument, such as views, do not count again.
 
     Attributes:
-        peak: the largest number of bytes alive at once so far; may be reset.
+        peak: the largest number of bytes that were alive at once after an operator, so far; the caller may set it to
+            ``now`` or 0 to measure anew.
     """
 
     def __init__(self) -> None:
