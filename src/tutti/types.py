@@ -1079,8 +1079,9 @@ class GradientSync(Protocol):
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
         """Return this rank's tensors for a checkpoint; those of all ranks together are the full state.
 
-        Called on every rank. Collective over the data ranks, as ``merged`` is. With parameter servers rank 0 also reads
-        the optimizer state from them.
+        Called on every rank. Collective over the data ranks: all-gathers of all workers' buffers, and of parameters
+        where workers have their own (as in ``merged``). With parameter servers rank 0 also reads the optimizer state
+        from them.
 
         Returns:
             Tensors by group and name, which may share memory with the model and the optimizer: write them before the
@@ -1166,8 +1167,8 @@ class GradientSync(Protocol):
 
         Args:
             names: names, in the unsplit model, of the parameters on this rank whose ``requires_grad`` the script has
-                set to True since the last call; at least one. The run does not call this on pipeline stages without
-                such a parameter.
+                set to True since the previous call of this method; at least one. The run does not call this on pipeline
+                stages without such a parameter.
             late: True if the forward of the present step has already used these parameters, as in the body of a custom
                 training loop; a strategy that shards them then does so after the step's backward. Others ignore it.
 

@@ -181,9 +181,9 @@ class Callbacks:
 
         Before them, the step of a custom loop that was left is ended, which under local SGD may average the workers'
         parameters (collective over the data ranks). Each event is collective over all ranks if a callback has the
-        method. Does nothing if no loop was left since the last call. Every rank calls this before each collective call
-        of the script: Python swallows exceptions in the end of a generator, and does not tell it a ``break`` from an
-        exception.
+        method. Does nothing if no loop was left since the previous call of this method. Every rank calls this before
+        each collective call of the script: Python swallows exceptions in the end of a generator, and does not tell it a
+        ``break`` from an exception.
 
         Args:
             run: the training run, passed to the callbacks.

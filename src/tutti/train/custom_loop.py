@@ -138,9 +138,10 @@ class CustomLoop:
         """Iterate over the micro-batches of this rank in an epoch; the script's loop body runs on each.
 
         If this rank has no sample in a global batch, a dummy micro-batch of weight 0 stands in. Gradients are reduced
-        over ranks while the loop body runs on the rank's last micro-batch of each global batch. The iterator itself is
-        collective where ``run.epoch`` is (callbacks, comparisons of copies and of samples), at its start as
-        ``GradientSync.begin_custom_loop`` is, and where local SGD averages after a body.
+        over ranks while the loop body runs on the rank's last micro-batch of each global batch. The iterator itself
+        exchanges over all ranks the reasons to stop of callbacks, and digests of copies of parameters at the end of
+        some epochs; over the data ranks digests of samples (streams and samplers), the averages of local SGD after a
+        body, and under ``central_storage`` at its start addresses of shared memory.
 
         Args:
             number: the epoch, from 0.
@@ -346,12 +347,13 @@ class CustomLoop:
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
         """Compute the gradients of a micro-batch, in place of ``loss.backward()``, and reduce them in the last one.
 
-        In the rank's last micro-batch of a global batch the gradients of all its micro-batches are reduced over ranks,
-        which is collective as ``GradientSync.reduce_gradients`` is; ``.grad`` is then the gradient of the global batch,
-        where the strategy lets a script read it. In earlier micro-batches ``.grad`` has this micro-batch's part, and
-        only a model that is split or sharded over ranks sends anything. Under local SGD ``.grad`` is the gradient of
-        this rank's worker, and the losses alone are reduced. If the script has unfrozen parameters, the call is also
-        collective as ``GradientSync.reattach`` is.
+        In the rank's last micro-batch of a global batch the gradients of all its micro-batches are reduced. That is
+        collective over the data ranks: an all-reduce, with shards a reduce-scatter, with parameter servers a push to
+        them and a wait for their sums; the stages and tensor ranks of a replica further all-reduce the norm. ``.grad``
+        is then the gradient of the global batch, where the strategy lets a script read it. In earlier micro-batches
+        ``.grad`` has this micro-batch's part, and only a model that is split or sharded over ranks sends anything.
+        Under local SGD ``.grad`` is the gradient of this rank's worker, and the losses alone are reduced. If the script
+        has unfrozen parameters, the data ranks also all-gather digests of ``requires_grad``.
 
         Args:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
@@ -614,8 +616,10 @@ class CustomLoop:
         """Update the parameters where the script calls ``optimizer.step()`` in a custom loop over micro-batches.
 
         The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done. Gradients
-        of a plain ``loss.backward()`` are reduced first, which is collective as ``backward`` is. The update is
-        collective as ``GradientSync.optimizer_step`` is. Besides, data ranks compare settings that were changed since
+        of a plain ``loss.backward()`` are reduced first, as by ``CustomLoop.backward`` collectively over the data
+        ranks. For the update ZeRO stage 1 all-gathers rows over the shard ranks, ``central_storage`` waits at a
+        barrier, and parameter servers are asked for it; optimizers that need whole tensors gather them where they are
+        split. Otherwise the update sends nothing. Besides, data ranks compare settings that were changed since
         ``backward`` and gradients that the script has edited (all-gathers; edits over all ranks where each has a part),
         and take the norm anew (``norm_of``) after edits, after several reductions and with several optimizers.
 

@@ -366,9 +366,12 @@ class Run:
     def step(self, batch: Batch) -> float:
         """Train on one global batch, of which ``batch`` is this rank's share: forward, backward and update.
 
-        Every rank must call it. Collective as the strategy is: the forward and backward of a split or sharded model
-        (``ReplicaRunner.run``), then ``GradientSync.reduce_gradients`` and ``optimizer_step``; in the first steps
-        checks compare samples over the data ranks. Blocks until the loss is known. Afterwards every ``.grad`` is None.
+        Every rank must call it. Collective over all ranks of the run: a split or sharded model exchanges activations,
+        slices or shards in forward and backward (stages, tensor ranks, shard ranks of a replica); then the data ranks
+        reduce gradients, losses and metrics (an all-reduce, with shards a reduce-scatter, with local SGD losses alone
+        and at times parameters), except with parameter servers, which sum them; asynchronous ones wait for no other
+        rank. In the first steps checks compare samples over the data ranks. Blocks until the loss is known. Afterwards
+        every ``.grad`` is None.
 
         Args:
             batch: a batch that ``epoch`` yielded, or one that the caller made. Ranks may bring different numbers of
@@ -539,8 +542,9 @@ class Run:
         """Update the parameters in a custom loop, for an optimizer that ``tutti.prepare`` was given as options.
 
         Called in place of ``optimizer.step()``. The update is made in the rank's last micro-batch of a global batch; in
-        earlier ones nothing is done. Collective in the update as ``GradientSync.optimizer_step`` is, and where the
-        script has edited gradients, which ranks then compare.
+        earlier ones nothing is done. In the update ZeRO stage 1 all-gathers rows over the shard ranks and
+        ``central_storage`` waits at a barrier; edited gradients are compared over the ranks that hold them. Otherwise
+        nothing is sent.
 
         Returns:
             True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
@@ -781,7 +785,8 @@ class Run:
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers, merged over logical data-parallel workers.
 
-        Collective over the data ranks, as ``GradientSync.merged`` is; all ranks must call it.
+        Collective over the data ranks: all-gathers of the workers' buffers, and of parameters where workers or servers
+        have others than the model. All ranks must call it.
 
         A logical worker is a fixed share of the global batch; under local SGD each worker has its own parameters, and
         their mean over workers is returned.

@@ -36,9 +36,10 @@ def train_step(
 ) -> tuple[StepStats, UpdateResult]:
     """Train on one global batch: forward and backward passes, gradient reduction, update, clearing of gradients.
 
-    Collective as ``GradientSync.reduce_gradients`` and ``optimizer_step`` are, and as ``replica.run`` is where the
-    model is split or sharded. Afterwards every ``.grad`` is None. A worker is a logical data-parallel worker: it has a
-    fixed share of the global batch, and a rank may compute several workers one after another.
+    Collective over the data ranks, which reduce gradients, losses and metrics (not with asynchronous servers), and over
+    the stages, tensor ranks or shard ranks of a replica where the model is split or sharded; all ranks must call it.
+    Afterwards every ``.grad`` is None. A worker is a logical data-parallel worker: it has a fixed share of the global
+    batch, and a rank may compute several workers one after another.
 
     Args:
         replica: this rank's part of the model.

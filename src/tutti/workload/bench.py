@@ -109,8 +109,8 @@ class _Failed(TuttiError):
 def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path, folder: Path) -> None:
     """Measure parts of the machine as one of the ranks that the launcher has started.
 
-    Collective: every rank of the launch calls it with equal arguments; it initialises the process group, and ends it on
-    return. Rank 0 writes figures and curves as JSON into ``directory``.
+    Collective over all ranks of the launch, which call it with equal arguments; it initialises the process group, and
+    ends it on return. Rank 0 writes figures and curves as JSON into ``directory``.
 
     Args:
         parts: what to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk`` and ``optimizer``.
