@@ -193,3 +193,10 @@ def test_what_does_not_go_with_hosts(option: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tutti", "run", "-H", "localhost:2", option, "s.py"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "cannot be combined with" in done.stderr and "-H" in done.stderr
+
+
+def test_a_machine_without_ssh_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    engine = HostsEngine(parse_hosts("far:1"), tmp_path)
+    with pytest.raises(UsageError, match="there is no ssh on this machine, which starts ranks on far"):
+        engine.start(1, ["-c", ""], {})

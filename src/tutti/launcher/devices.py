@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from functools import cache
 
@@ -21,9 +22,6 @@ def count_accelerators(choice: str, environ: Mapping[str, str]) -> int:
     Args:
         choice: value of ``--device``: ``auto``, ``cpu`` or an accelerator's type; all but ``cpu`` give the same count.
         environ: environment variables, some of which limit the visible devices.
-
-    Raises:
-        subprocess.TimeoutExpired: the subprocess has not counted the devices within two minutes.
     """
     if choice == "cpu":
         return 0
@@ -33,5 +31,8 @@ def count_accelerators(choice: str, environ: Mapping[str, str]) -> int:
 
 @cache
 def _seen_by_torch() -> int:
-    ended = isolated.run_module("tutti.launcher.torch_facts", (), _PATIENCE)
+    try:
+        ended = isolated.run_module("tutti.launcher.torch_facts", (), _PATIENCE)
+    except subprocess.TimeoutExpired:
+        return 0
     return len(json.loads(ended.out.splitlines()[-1])["gpus"]) if ended.code == 0 else 0

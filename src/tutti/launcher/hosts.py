@@ -245,19 +245,25 @@ class TetheredRanks:
 
         Raises:
             DiskError: a log cannot be written.
-            OSError: a process cannot be started, for example because there is no ``ssh``.
+            UsageError: this node lacks the program of a command line, such as ``ssh``.
         """
         self.started = []
         for place, (host, words) in enumerate(ranks):
             with _log(self._logs, self._first + place) if place else nullcontext() as output:
-                running = subprocess.Popen(
-                    words,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=None if output is None else subprocess.STDOUT,
-                    # A session of its own: a terminal's signal reaches the launcher, which passes it on once.
-                    start_new_session=True,
-                )
+                try:
+                    running = subprocess.Popen(
+                        words,
+                        stdin=subprocess.PIPE,
+                        stdout=output,
+                        stderr=None if output is None else subprocess.STDOUT,
+                        # A session of its own: a terminal's signal reaches the launcher, which passes it on once.
+                        start_new_session=True,
+                    )
+                except FileNotFoundError:
+                    raise UsageError(
+                        f"there is no {words[0]} on this machine, which starts ranks on {host.name}",
+                        remedy=f"install {words[0]}, or start the job with --devices on this machine alone",
+                    ) from None
             self.started.append((host, running))
 
     def held(self) -> Counter[str]:
@@ -340,7 +346,7 @@ class HostsEngine:
         Raises:
             SlotsGone: there are fewer than ``size`` slots (places for a rank) by now.
             DiskError: a log cannot be written.
-            OSError: a process cannot be started, for example because there is no ``ssh``.
+            UsageError: there is no ``ssh`` on this machine.
         """
         hosts = self._there()
         if size > sum(host.slots for host in hosts):

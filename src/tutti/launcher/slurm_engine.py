@@ -90,7 +90,7 @@ class SlurmEngine:
         Raises:
             SlotsGone: there are fewer than ``size`` slots (places for a rank) by now.
             DiskError: a log cannot be written.
-            OSError: ``srun`` cannot be started.
+            UsageError: there is no ``srun`` on this machine.
         """
         hosts = self._there()
         if size > sum(host.slots for host in hosts):
