@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -236,3 +238,47 @@ def test_other_edits_are_refused_before_the_update(name: str, strategy: str, dev
         said, before = got
         assert before, said
         assert "over the ranks" in said or "in another way on each rank" in said, said
+
+
+def freed(strategy: str) -> list[bool]:
+    """Whether run, model and a parameter are freed after a script that clips and leaves gradients in ``.grad``."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, batch_size=BATCH)
+    for inputs, targets in run.microbatches(0):
+        optimizer.zero_grad()
+        run.backward(nn.functional.mse_loss(model(inputs), targets))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    kept = [weakref.ref(each) for each in (run, model, next(model.parameters()))]
+    del run, model, optimizer
+    gc.collect()
+    return [each() is None for each in kept]
+
+
+@pytest.mark.parametrize("strategy", ["tensor:least=1", "sharded:stage=1", "sharded", "pipeline", "central_storage"])
+def test_placeholders_keep_no_model_in_memory(strategy: str) -> None:
+    assert worlds.run(2, freed, strategy=strategy) == [[True] * 3] * 2
+
+
+def test_a_list_with_a_gradient_without_dimension_is_scaled() -> None:
+    for said in worlds.run(2, scaled_together):
+        assert said == [0.5, 0.5]
+
+
+def scaled_together() -> list[float]:
+    """What scaling of a whole gradient without dimension leaves of it, and of the norm of a split one beside it."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=torch.float64)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, DATA, strategy="tensor:least=1", batch_size=BATCH)
+    ratios = []
+    for inputs, targets in run.microbatches(0):
+        optimizer.zero_grad()
+        run.backward(nn.functional.mse_loss(model.scale * model(inputs), targets))
+        gradients = [model.scale.grad, model[0].weight.grad]
+        before = [float(each.norm()) for each in gradients]
+        torch._foreach_mul_(gradients, 0.5)
+        ratios = [round(float(each.norm()) / size, 9) for each, size in zip(gradients, before, strict=True)]
+        optimizer.step()
+    return ratios

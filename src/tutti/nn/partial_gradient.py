@@ -83,7 +83,9 @@ class GradientParts:
             parameters: the objects that stand for one parameter, such as the model's and the optimizer's.
             place: location of the complete gradient, as text for the error message.
             own: function that returns this rank's part of the gradient, which edits change in place; it returns None
-                where this rank has no part.
+                where this rank has no part. Neither it nor the other arguments may refer to a parameter whose ``.grad``
+                the placeholder becomes, or to the model: Python's garbage collector does not see that a parameter owns
+                its ``.grad``, and would never free them.
             counted: whether the part counts in norms; False for the second copy of a part that two ranks hold.
             on_edit: called after each edit of the part.
             split: how the gradient is split, for the first of ``parameters``; None where the script can only scale and
@@ -184,7 +186,7 @@ class PartGradient(IncompleteGradient):
 
     @property
     def edited(self) -> bool:
-        """Whether the script has scaled or clamped the gradient, or added to it."""
+        """Whether the script has written to the gradient, or added to it."""
         return bool(tensor_version(self.probe) or self.added_to)
 
     @classmethod
@@ -371,7 +373,7 @@ def _norm_or_scale(
         return norms if listed else norms[0]
     # Scalings are elementwise: what they do to a part, they do to the whole.
     here = [each for each in args[0] if _is_here(each)] if isinstance(args[0], list | tuple) else args[0]
-    if _is_here(here):
+    if here != [] if isinstance(here, list) else _is_here(here):
         own_args, own_kwargs = tree_map_only(PartGradient, lambda each: each.own(), ((here, *args[1:]), kwargs))
         func(*own_args, **own_kwargs)
     once = {id(each.probe): each for each in found}
@@ -424,9 +426,9 @@ def agree_on_operand(comm: Communicator, tensor: Tensor, what: str) -> None:
         )
 
 
-def _is_here(gradients: Any) -> bool:
-    """Return whether this rank has a part of a gradient, or any gradient of a list is left."""
-    return not gradients.elsewhere if isinstance(gradients, PartGradient) else bool(len(gradients))
+def _is_here(gradient: Any) -> bool:
+    """Return whether this rank has a gradient, or a part of it."""
+    return not (isinstance(gradient, PartGradient) and gradient.elsewhere)
 
 
 def _acts_on_parts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

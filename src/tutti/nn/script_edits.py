@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.comm.random_keys import mix, name_key
 from tutti.device import widest_float
-from tutti.nn.script_mode import QuietMode, tensors_among
+from tutti.nn.script_mode import QuietMode, self_of, tensors_among
 from tutti.nn.written_tensors import DATA, METADATA, may_write
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled, storage_key
@@ -237,12 +237,18 @@ def _line_of(name: str, record: _Record) -> str:
 
 
 def _caller() -> FrameType | None:
-    """Return the frame outside of PyTorch, and of the function modes, that has called a function of PyTorch."""
+    """Return the frame outside of PyTorch, and of the function modes, that has called a function of PyTorch.
+
+    Of the script's own frames the local variables are not read: that would keep their values alive with the frame.
+    """
     frame: FrameType | None = calling_frame(1)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        own = frame.f_globals.get("__name__") == __name__ or isinstance(frame.f_locals.get("self"), QuietMode)
-        if package not in ("torch", "contextlib") and not own:
+        module = str(frame.f_globals.get("__name__", ""))
+        package = module.partition(".")[0]
+        if package == "tutti":
+            if module != __name__ and not isinstance(self_of(frame), QuietMode):
+                return frame
+        elif package not in ("torch", "contextlib"):
             return frame
         frame = frame.f_back
     return None

@@ -200,7 +200,19 @@ def asked_by_script(mode: str) -> bool:
 
 def _is_mode(frame: FrameType) -> bool:
     """Return whether a frame is of another function mode, which passes on what was called above it."""
-    return frame.f_code.co_name == "__torch_function__" or isinstance(frame.f_locals.get("self"), QuietMode)
+    return frame.f_code.co_name == "__torch_function__" or isinstance(self_of(frame), QuietMode)
+
+
+def self_of(frame: FrameType) -> Any:
+    """Return the object whose method a frame runs; None in a function whose first argument is not named ``self``.
+
+    Local variables of such functions are not read, since CPython then keeps a copy of all of them with the frame: what
+    the script's ``main`` deletes would not be freed.
+
+    Args:
+        frame: the frame.
+    """
+    return frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
 
 
 def tutti_caller(mode: str) -> FrameType | None:

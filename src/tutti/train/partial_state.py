@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tutti.checkpoint.gather import GatheredParts
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError, script_line
-from tutti.nn.script_mode import SIZES, acts_by_element, size_of_whole, tensors_among
+from tutti.nn.script_mode import SIZES, acts_by_element, self_of, size_of_whole, tensors_among
 from tutti.nn.written_tensors import METADATA
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled
@@ -149,7 +149,7 @@ class PartialState(MutableMapping[Tensor, Any]):
                 if module.partition(".")[0] in ("torch", "tutti"):
                     return asked
                 # Called by the optimizer's step; its hooks are functions of the script.
-                if frame.f_locals.get("self") is optimizer and frame.f_code.co_name == "step":
+                if self_of(frame) is optimizer and frame.f_code.co_name == "step":
                     return False
                 asked = True
             frame = frame.f_back

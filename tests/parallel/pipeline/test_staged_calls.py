@@ -423,3 +423,39 @@ def test_a_loop_that_stages_cannot_follow_is_refused(kind: str) -> None:
     assert all(text.startswith("0 updates") for text in found)
     assert any(REFUSED[kind][1] in text for text in found)
     assert all(REFUSED[kind][1] in text or "rank" in text for text in found)
+
+
+def own_values(place: str) -> str:
+    """What a script is told in which something is another one on each rank, or which goes back through a call twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.arange(48.0, dtype=torch.float64).view(12, 4) / 48
+    run = tutti.prepare(model, optimizer, data, strategy="pipeline", batch_size=6)
+    factor = 1.0 + tutti.rank()
+    try:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad()
+            inputs = batch.clone().requires_grad_(place == "twice")
+            outputs = model(inputs * factor if place == "inputs" else inputs)
+            loss = (outputs * factor if place == "loss" else outputs).square().mean()
+            if place == "twice":
+                torch.autograd.grad(outputs.sum(), inputs)
+            run.backward(loss)
+            optimizer.step()
+    except (tutti.errors.UsageError, RuntimeError) as error:
+        return f"{run.updates} {type(error).__name__} {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("inputs", "UsageError the script calls the model with other values on each stage"),
+        ("loss", "UsageError the script's loss gives the output of the model other values on each stage"),
+        ("twice", "RuntimeError Trying to backward through the graph a second time"),
+    ],
+)
+def test_what_stages_would_compute_apart_is_refused(place: str, words: str) -> None:
+    for said in worlds.run(3, own_values, place=place):
+        assert said.startswith(f"0 {words}"), said

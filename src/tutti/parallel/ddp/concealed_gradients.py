@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -72,8 +72,9 @@ class ConcealedGradients:
             for name, p in parameters(self._replica.parts):
                 regions = SliceRegions.of(specs[name], p.shape)
                 if p.requires_grad and p.grad is not None and regions is not None:
-                    gatherer = SplitMatrixGatherer({p: regions}, self._comms.axis("tensor"), None)
-                    split = GradientSplit(gatherer, p, regions.shape, partial(self._is_slice_like, p))
+                    gatherer = SplitMatrixGatherer({p.grad: regions}, self._comms.axis("tensor"), None)
+                    is_part = partial(_is_slice_like, self._replica.slice_name, self._replica.slice_name(p), p.shape)
+                    split = GradientSplit(gatherer, p.grad, regions.shape, is_part)
                     self._conceal(p, parts, "in slices over the ranks", name not in self._replica.not_owned, split)
         elif self._place == "stages":
             comm, trained = self._comms.axis("stage"), self.script_parameters()
@@ -96,15 +97,11 @@ class ConcealedGradients:
         split: GradientSplit | None = None,
     ) -> None:
         elsewhere = parameter in self._elsewhere
-        if parameter.grad is not None and not elsewhere:
-            self._aside[parameter] = parameter.grad
-        own, whole = partial(self._aside.get, parameter), self._place == "stages"
+        gradient = None if elsewhere else parameter.grad
+        if gradient is not None:
+            self._aside[parameter] = gradient
+        own, whole = partial(_identity, gradient), self._place == "stages"
         parts.conceal([parameter], place, own, counted, split=split, elsewhere=elsewhere, whole=whole)
-
-    def _is_slice_like(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
-        """Return whether a tensor of the script is this rank's slice of what it has made of a split parameter."""
-        name = self._replica.slice_name(tensor)
-        return name is not None and name == self._replica.slice_name(parameter) and tensor.shape == parameter.shape
 
     def reveal(self) -> None:
         """Put the gradients that ``conceal`` has set aside back into ``.grad``, for an update or further accumulation.
@@ -131,6 +128,17 @@ class ConcealedGradients:
         for parameter in self._elsewhere:
             parameter.grad = None
         self._aside, self._elsewhere = {}, set()
+
+
+def _identity(gradient: Tensor | None) -> Tensor | None:
+    return gradient
+
+
+def _is_slice_like(
+    name_of: Callable[[Tensor], str | None], name: str | None, shape: torch.Size, tensor: Tensor
+) -> bool:
+    """Return whether a tensor of the script is this rank's slice of what it made of the split parameter ``name``."""
+    return name is not None and name_of(tensor) == name and tensor.shape == shape
 
 
 def _any(comm: Communicator, here: Sequence[bool]) -> list[bool]:

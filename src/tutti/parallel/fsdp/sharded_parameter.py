@@ -585,11 +585,11 @@ class ZeroSharding:
             for whole, rows in zip(self._whole, self.rows, strict=True):
                 own = rows.parameter
                 if own.grad is not None:
-                    self._aside[own] = own.grad
+                    self._aside[own] = gradient = own.grad
                     if rows.local == rows.spec.shape:
-                        gatherer = RowGatherer(self._comm, {own: tuple(_as_rows(whole).shape)})
-                        split = GradientSplit(gatherer, own, tuple(whole.shape))
-                        parts.conceal([whole, own], place, partial(self._aside.get, own), split=split)
+                        gatherer = RowGatherer(self._comm, {gradient: tuple(_as_rows(whole).shape)})
+                        split = GradientSplit(gatherer, gradient, tuple(whole.shape))
+                        parts.conceal([whole, own], place, partial(_identity, gradient), split=split)
                     else:
                         # Rows of a tensor slice: tensor ranks hold the others.
                         conceal([whole, own], place)
@@ -712,6 +712,10 @@ def _cut(
     if comm.size > 1:
         parameter.data = _block(whole.data, comm.size, comm.rank)
     return local_rows(name, parameter, spec, whole.shape, comm)
+
+
+def _identity(gradient: Tensor) -> Tensor:
+    return gradient
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
+from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
 from tutti.parallel.pipeline.stage_messages import MEMORY_FORMATS, MessageForm, message_form, tuples
 from tutti.torch_compat import (
@@ -68,6 +69,7 @@ class StagedModel:
         self._parameters = [id(p) for p in plain.parameters()]
         self._anchor = torch.zeros((), device=comm.device)
         self._known: dict[tuple[Any, ...], _Outputs] = {}
+        self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's output on all stages, and return it on every rank. Collective over the stages' ranks.
@@ -80,12 +82,17 @@ class StagedModel:
         leaves, structure = tree_flatten((args, kwargs))
         self._check(leaves)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._calls += 1
+        compared = self._calls & (self._calls - 1) == 0
+        if compared:
+            numbers = [torch.tensor(float(leaf)) for leaf in leaves if isinstance(leaf, int | float)]
+            self.compare([*inputs, *numbers], "the script calls the model with")
         asked = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         with self.runner.model_code():
             learns = self.runner.look_what_learns(asked)
             trains = torch.is_grad_enabled() and learns[-1]
             key = (trains, learns, structure, *(_form_of_argument(leaf, self.comm.device) for leaf in leaves))
-            call = _Call(self, key, leaves, structure, trains)
+            call = _Call(self, key, leaves, structure, trains, compared)
             if not trains:
                 values = call.forward(inputs)
             else:
@@ -110,6 +117,34 @@ class StagedModel:
                 where=script_line(),
                 why=why,
                 remedy="call model(…) with tensors and numbers, or take --strategy mirrored",
+            )
+
+    def compare(self, tensors: Sequence[Tensor | None], what: str) -> None:
+        """Compare tensors that the ranks of all stages should have alike: sums of their elements, to a thousandth.
+
+        Collective over the stages' ranks: an all-gather of three numbers a tensor. Rounding of ranks whose devices
+        differ, or add in another order, is no difference.
+
+        Args:
+            tensors: this rank's tensors, as many on every rank; None for no tensor.
+            what: words for the error message, which continues with "other values on each stage".
+
+        Raises:
+            UsageError: the tensors differ; raised on every rank.
+        """
+        if not tensors:
+            return
+        mine = torch.stack([_figures(tensor, self.comm.device) for tensor in tensors])
+        rows = self.comm.gather_slices(mine.flatten(), "sums of what stages should have alike")
+        table = rows.view(self.comm.size, *mine.shape).nan_to_num()
+        apart = (table - table[0]).abs().amax(dim=(0, 2)) > 1e-3 * table[:, :, 2].amax(0).clamp(min=0)
+        if bool(apart.any()):
+            raise UsageError(
+                f"{what} other values on each stage",
+                where=script_line(),
+                why="the ranks of all stages run the loop on one batch, and each would learn from values of its own",
+                remedy="compute them from the batch and from torch's random numbers, which are the same on these ranks;"
+                " give Python's random and NumPy the same seed on every rank",
             )
 
     def share(self, key: tuple[Any, ...], result: Any, last: bool) -> tuple[_Outputs, list[Tensor]]:
@@ -173,14 +208,22 @@ class _Call:
     outputs: _Outputs
 
     def __init__(
-        self, model: StagedModel, key: tuple[Any, ...], leaves: Sequence[Any], structure: Any, trains: bool
+        self,
+        model: StagedModel,
+        key: tuple[Any, ...],
+        leaves: Sequence[Any],
+        structure: Any,
+        trains: bool,
+        compared: bool,
     ) -> None:
         self._model, self._key, self._structure, self._trains = model, key, structure, trains
+        self._compared = compared
         self._leaves = list(leaves)
         self._flights: list[MicroBatchState] = []
         self._inputs: list[Tensor] = []
         self._results: list[Tensor] = []
         self._gradients: dict[int, Tensor] = {}
+        self._freed = False
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Pass the inputs through all stages, and return the tensors of the model's output. Collective."""
@@ -230,6 +273,14 @@ class _Call:
             accumulate: whether to add the parameters' gradients to ``.grad``.
             keep: keep the graph for another backward.
         """
+        if self._freed:
+            # As PyTorch says it of a graph of its own; on all ranks.
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: the activations of this call of the model are"
+                " freed. Specify retain_graph=True in the first backward"
+            )
+        if self._compared:
+            self._model.compare(gradients, "the script's loss gives the output of the model")
         runner, self._gradients = self._model.runner, {}
         reached = tuple(gradient is not None for gradient in gradients)
         roots = [(t, g) for t, g in zip(self._results, gradients, strict=False) if t.requires_grad and g is not None]
@@ -240,7 +291,7 @@ class _Call:
             summed = self._model.sum_over_stages([self._gradients.get(number) for number in asked], inputs)
         self._gradients = {}
         if not keep:
-            self._flights, self._results = [], []
+            self._flights, self._results, self._freed = [], [], True
         found: list[Tensor | None] = [None] * len(self._inputs)
         for number, gradient in zip(asked, summed, strict=True):
             found[number] = gradient
@@ -300,6 +351,17 @@ def _text_of(structure: Any) -> str | None:
         return None
     # What a dict of keys other than texts comes back as is not what it was.
     return text if treespec_loads(text) == structure and json.loads(text) is not None else None
+
+
+def _figures(tensor: Tensor | None, device: torch.device) -> Tensor:
+    """Return the sum of a tensor's elements, a sum weighted by position, and the sum of their magnitudes: (3,)."""
+    dtype = widest_float(device)
+    if tensor is None or tensor.layout != torch.strided:
+        return torch.full((3,), -1.0, dtype=dtype, device=device)
+    plain = tensor.detach().resolve_conj()
+    wide = (torch.view_as_real(plain) if plain.is_complex() else plain).flatten().to(device, dtype)
+    places = torch.arange(1, len(wide) + 1, dtype=dtype, device=device) / max(len(wide), 1)
+    return torch.stack([wide.sum(), (wide * places).sum(), wide.abs().sum()])
 
 
 def _empty(form: MessageForm, device: torch.device) -> Tensor:

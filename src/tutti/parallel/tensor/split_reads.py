@@ -26,6 +26,7 @@ from tutti.nn.script_mode import (
     asked_by_script,
     by_place,
     is_of_lists,
+    self_of,
     size_of_whole,
     tensors_among,
     tutti_caller,
@@ -158,7 +159,7 @@ class SplitReads(QuietMode):
         caller = tutti_caller(__name__)
         if caller is not None:
             result = func(*args, **kwargs)
-            return self._split_output(caller.f_locals.get("self"), result) if func is functional.linear else result
+            return self._split_output(self_of(caller), result) if func is functional.linear else result
         if func is torch.autograd.grad:
             return self._gradients_of(args, kwargs)
         elementwise, allowed = func in _DATA or acts_by_element(func), _in_layer_or_optimizer()
@@ -341,7 +342,7 @@ class SplitReads(QuietMode):
         block = None if found is None else found()
         if block is None or current_autograd_node() is not None:
             return result
-        if any(frame.f_locals.get("self") is block for frame in _frames()):
+        if any(self_of(frame) is block for frame in _frames()):
             return result
         place = layer.tutti_slice
         if result.shape[-1] != len(place.mine):
@@ -395,7 +396,7 @@ class _ForwardReads(TorchFunctionMode):
 
     def _is_outside(self, owners: Mapping[int, str]) -> bool:
         """Return whether a forward of the model calls that is neither an owner's nor one of ``torch.nn``."""
-        callers = [frame.f_locals.get("self") for frame in _frames()]
+        callers = [self_of(frame) for frame in _frames()]
         modules = [caller for caller in callers if id(caller) in self._modules]
         if not modules or any(id(reader) in owners for reader in modules):
             return False
@@ -438,7 +439,7 @@ def _frames() -> Iterator[FrameType]:
 def _in_layer_or_optimizer() -> bool:
     """Return whether a split layer's forward computes, or an optimizer, whose update tutti has tried on slices."""
     for frame in _frames():
-        caller = frame.f_locals.get("self")
+        caller = self_of(frame)
         if isinstance(caller, torch.optim.Optimizer):
             return True
         # Its other methods, such as reset_parameters, take the slice for the whole.
