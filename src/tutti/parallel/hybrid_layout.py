@@ -28,11 +28,14 @@ class HybridLayout:
     def build(self, plain: nn.Module) -> PipelineRunner | WholeRunner:
         """Build this rank's part of the replica: the layers of its pipeline stage, split over the tensor ranks.
 
-        Collective over all ranks with several stages, otherwise over the tensor ranks. The first tensor rank of each
-        stage broadcasts all values to the others.
+        Collective over all ranks of the job with several stages, otherwise over the tensor ranks: the ranks of a
+        replica compare their models, the first tensor rank of each stage broadcasts the tensor-parallel plan and all
+        values to the stage's others, and the ranks agree on the cuts. Runs the loss function on a first micro-batch, if
+        the run has one.
 
         Args:
-            plain: the whole model, the same on every rank; its modules may be changed in place.
+            plain: the whole model, the same on every rank; changed in place: parameters become slices, and placeholders
+                stand for tensors of other stages.
 
         Returns:
             A ``PipelineRunner``, whose ``run`` sends micro-batches through all stages of the replica and computes this
@@ -40,8 +43,8 @@ class HybridLayout:
             rank's tensor slices of the whole model.
 
         Raises:
-            UsageError: the model cannot be cut into stages, or its layers cannot be split over the tensor ranks as the
-                options ask.
+            UsageError: the model cannot be cut into stages, its layers cannot be split over the tensor ranks as the
+                options ask, or activation checkpointing matches no module.
             MismatchError: the ranks have built different models.
         """
         run_context, config = self._run_context, self._config

@@ -54,18 +54,18 @@ class LossCounter:
         self._names = part.names
 
     def together(self, part: LossSums | None) -> LossSums | None:
-        """Return this rank's loss sums of the step plus those of the current worker, without changing the rank's total.
+        """Return this rank's loss sums of the step plus those of the current worker; the rank's total stays.
 
-        Called before the current worker's last backward, where the sums are sent along with the gradients, and ``add``
-        has not been called for this worker yet.
+        A logical worker is one of N fixed shares of the global batch. To be called before the current worker's last
+        backward, when the sums are sent along with the gradients, and before ``add`` is called for this worker.
 
         Args:
-            part: sums of loss, count and metrics of the current logical worker (share of the global batch), not added
-                yet; None if they are not known.
+            part: sums of loss, count and metrics of the current logical worker, not added yet; None if they are not
+                known.
 
         Returns:
-            The sum, a ``LossSums``: its tensor ``sums`` is ``[loss_sum, count, *metric_sums]``. None where ``part`` is
-            None.
+            The sum, a ``LossSums``: its tensor ``sums`` is ``[loss_sum, count, *metric_sums]``. ``part`` itself before
+            the first ``add`` of the step; None where ``part`` is None.
         """
         return part if self._totals is None or part is None else self._totals + part
 
@@ -82,11 +82,11 @@ class LossCounter:
     def means(self, metrics: Sequence[float], count: float) -> dict[str, float]:
         """Divide the sums of the loss function's metrics by the count.
 
-        The names of the metrics are those that ``add`` or ``note`` has recorded.
+        The names of the metrics are those that ``add`` or ``note`` has recorded last.
 
         Args:
             metrics: sums in the order in which the loss function reports the metrics; further entries are ignored.
-            count: number of samples or tokens in the sums.
+            count: number of samples or tokens in the sums, not 0.
 
         Returns:
             The mean of each metric, a Python float, by the name that the loss function gives it.

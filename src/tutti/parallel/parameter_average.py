@@ -98,8 +98,8 @@ class ParameterAverage:
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a dict like ``merged``, with the moving average (EMA) in place of each averaged parameter.
 
-        The tensors themselves are not copied. Averages of float16 and bfloat16 parameters are in float32. Buffers and
-        frozen parameters stay. Not collective.
+        No tensor is copied: the averages are those that the next ``update`` changes in place. Averages of float16 and
+        bfloat16 parameters are in float32. Buffers and frozen parameters stay. Not collective.
 
         Args:
             merged: this rank's parameters and buffers by name, the result of ``GradientSync.merged``.
@@ -111,7 +111,8 @@ class ParameterAverage:
 
         Returns:
             ``{"ema": {parameter name: tensor}}``. Of a tensor with several equal copies only one rank returns it; a
-            slice of a sharded tensor comes as a ``TensorSlice`` with its position in the whole tensor.
+            slice of a sharded tensor comes as a ``TensorSlice`` with its position in the whole tensor. The tensors are
+            not copied: the next ``update`` changes them in place.
         """
         named = dict(zip(self._names, self._values, strict=True))
         found: dict[str, Tensor | TensorSlice] = {}
@@ -135,7 +136,7 @@ class ParameterAverage:
                 on.
 
         Raises:
-            UsageError: the run cannot average a parameter that is frozen now and has an average in the checkpoint.
+            CheckpointError: a file of the checkpoint differs from its manifest.
         """
         names, specs = saved.names("ema"), self._replica.specs
         named = dict(parameters(self._replica.parts))

@@ -26,8 +26,8 @@ def support_split_tensors(
     """Let an optimizer that needs whole matrices or their norms compute them from tensor-parallel slices.
 
     Its attribute ``norms`` (sums of squared norms) or ``wholes`` (gathered matrices) is set to an object that
-    communicates with the other tensor ranks in each step. Collective over ``comm``: an all-gather. If no rank has a
-    split parameter, nothing is changed.
+    communicates with the other tensor ranks in each step. Collective over ``comm``: an all-gather of one flag a rank;
+    none for a single rank. If no rank has a split parameter, nothing is changed.
 
     Args:
         optimizer: the optimizer; one other than LARS, LARC, LAMB, NovoGrad and ``Muon`` of tutti is left as it is.
@@ -99,14 +99,14 @@ class SplitNormReducer:
     def __call__(self, squares: Tensor) -> Tensor:
         """Return the sums of squares of whole tensors; those of split tensors are summed over the tensor ranks.
 
-        Collective: one all-reduce.
+        Collective over the tensor ranks: one all-reduce, after those of the constructor's ``slices``.
 
         Args:
             squares: sums of squares of this rank's tensors, the same number for each parameter with a gradient,
-                flattened.
+                flattened; the call may overwrite them.
 
         Returns:
-            The sums for whole tensors, in the same shape and on the same device.
+            The sums for whole tensors, in the same shape and on the same device; possibly ``squares`` itself.
         """
         if self._slices is not None:
             squares = self._slices(squares)
@@ -146,7 +146,8 @@ class SplitMatrixGatherer:
             tensors: this rank's slices, such as gradient and momentum, each in the parameter's local shape.
 
         Returns:
-            The whole tensors, in the order of ``tensors``, on every rank.
+            The whole tensors, in the order of ``tensors``, on every rank: new memory; the given (or row-gathered)
+            tensors themselves where the parameter is not split over tensor ranks.
         """
         if self._slices is not None:
             tensors = self._slices.gather(parameter, tensors)
@@ -168,7 +169,8 @@ class SplitMatrixGatherer:
             whole: the whole tensor, in the parameter's global shape.
 
         Returns:
-            The slice in the parameter's local shape; ``whole`` where the parameter is not split.
+            A copy of the slice, in the parameter's local shape; ``whole`` itself where the parameter is split neither
+            over tensor ranks nor by rows.
         """
         split = self._split.get(parameter)
         if split is not None:

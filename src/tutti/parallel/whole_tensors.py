@@ -96,9 +96,10 @@ class WholeTensors:
         """Run ``optimizer.step()`` on the whole tensors that this rank owns, and on its tensors that are not gathered.
 
         Each tensor that is split over ranks has one owner rank. All ranks send their slices of parameter and gradient
-        to the owner and receive slices of the updated parameter; afterwards ``.data`` and ``.grad`` are this rank's
-        slices again. ``optimizer.step()`` is not called where this rank owns none and its other parameters have no
-        gradient. Collective: two all-to-alls for each mesh axis and dtype.
+        to the owner and receive slices of the updated parameter; afterwards ``.data``, in its former memory, and
+        ``.grad`` are this rank's slices again. ``optimizer.step()`` is not called where this rank owns none and its
+        other parameters have no gradient. Collective: on each mesh axis of the constructor, two all-to-alls over the
+        axis's ranks for each dtype, also for a rank whose parameters have no gradient.
 
         Args:
             optimizer: an optimizer whose parameters are this rank's slices.
@@ -148,7 +149,7 @@ class WholeTensors:
 
         Returns:
             A dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``; the tensors have the
-            shape of the whole parameter, or are 0-d.
+            shape of the whole parameter, or are 0-d. They are the optimizer's own, which the next step changes.
         """
         return optimizer_tensors(optimizer, [(name, p) for name, p in named if p in self._owned])
 
@@ -169,6 +170,9 @@ class WholeTensors:
             named: its parameters by name; parameters that another rank owns, or that are not gathered, are ignored.
             saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
+
+        Raises:
+            CheckpointError: a file of the checkpoint differs from its manifest.
         """
         mine = [(name, p) for name, p in named if p in self._owned]
         whole_specs = {
@@ -226,7 +230,7 @@ class WholeTensorsOf:
 
         Returns:
             A dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``; the tensors have the
-            shape of the whole parameter, or are 0-d.
+            shape of the whole parameter, or are 0-d. They are the optimizers' own, which the next step changes.
         """
         return {
             name: tensor for member, gathers in self._found for name, tensor in gathers.tensors(member, named).items()
@@ -249,6 +253,9 @@ class WholeTensorsOf:
             named: parameters by name; parameters that another rank owns, or that are not gathered, are ignored.
             saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
+
+        Raises:
+            CheckpointError: a file of the checkpoint differs from its manifest.
         """
         for member, gathers in self._found:
             gathers.load(member, named, saved, specs)
@@ -259,16 +266,16 @@ def gatherers_of_optimizers(
 ) -> WholeTensorsOf | None:
     """Build the object that gathers whole tensors for the step of each optimizer that cannot step on slices.
 
-    Collective, as far as ``complete`` is.
+    Sends nothing itself; the calls of ``complete``, one for each optimizer that the run combines, may be collective.
 
     Args:
         optimizer: the run's optimizer, which may combine several; None without parameters on this rank.
         complete: prepares one optimizer and returns the object that steps it on whole tensors, None if it can step on
-            slices; collective; called with None for an optimizer without parameters on this rank.
+            slices; called with None for an optimizer without parameters on this rank.
 
     Returns:
         A ``WholeTensorsOf``, whose method ``of(optimizer)`` returns the object that steps this optimizer on whole
-        tensors; None where no optimizer needs one.
+        tensors; None where no optimizer of this rank needs one.
     """
     made = [(member, complete(member)) for member in slots(optimizer)]
     found = [(member, gathers) for member, gathers in made if member is not None and gathers is not None]

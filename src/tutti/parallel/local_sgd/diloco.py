@@ -98,16 +98,21 @@ class DiLoCoSync(LocalSGDSync):
         return updated
 
     def end_step(self, step_context: StepContext) -> bool:
-        """Make the outer update if it is due after this step of a custom training loop; see ``LocalSGDSync.end_step``.
+        """Make the outer update if it is due after this step of a custom training loop.
 
-        The last of the synchronous steps, with which a run may begin, sets the outer parameters to the updated ones.
-        Collective over the data ranks where the outer update, which needs the workers' mean, is due.
+        Collective over the data ranks where the outer update is due (every H-th step), which needs the mean of the
+        logical workers' parameters: an all-to-all and an all-gather for each dtype. All workers (fixed shares of the
+        global batch) go on from the result, which is written into their parameters in place. The last of the
+        synchronous steps, with which a run may begin, sets the outer parameters to the updated ones.
 
         Args:
             step_context: the step that ends; all its updates have been made.
 
         Returns:
             Whether the outer update has been made.
+
+        Raises:
+            UsageError: this rank has several workers, and the script has written parameters since the last update.
         """
         due = super().end_step(step_context)
         self._follow_synchronous(step_context)
@@ -141,7 +146,8 @@ class DiLoCoSync(LocalSGDSync):
 
         In DiLoCo each logical worker, a fixed share of the global batch, has its own parameters, inner optimizer and
         buffers, and an outer optimizer steps along the mean change of the workers' parameters. Collective over the data
-        ranks, which average the workers' parameters and buffers for the group ``model``.
+        ranks, which average the workers' parameters and buffers for the group ``model`` by all-to-alls and all-gathers.
+        Tensors of ``optim`` and ``workers`` are not copied: the next step changes them.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and buffers
@@ -151,6 +157,9 @@ class DiLoCoSync(LocalSGDSync):
             ``"{worker}/optimizer/{name}/{state key}"`` and the buffers ``"{worker}/{buffer name}"``, and further this
             rank's part of the outer optimizer's parameters and momentum, ``"outer/parameter/{name}"`` and
             ``"outer/momentum/{name}"``.
+
+        Raises:
+            UsageError: the script has written parameters, and this rank has several workers.
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]

@@ -182,14 +182,16 @@ class LocalGradients:
     def step_own(self, step_context: StepContext) -> UpdateResult:
         """Clip this worker's own gradient and step its optimizer; skip the update where the gradient is not finite.
 
-        A worker is a logical worker, one of N fixed shares of the global batch. Not collective.
+        A worker is a logical worker, one of N fixed shares of the global batch. Within ``stepping`` only the chosen
+        optimizer steps, and its gradients alone are clipped. Not collective.
 
         Args:
             step_context: the step under way, whose ``lr_factor`` multiplies the optimizers' initial learning rates.
 
         Returns:
-            An ``UpdateResult`` with ``updates`` 1, as in ``run.step``, and ``together`` False; ``skipped`` and
-            ``nonfinite`` (names of parameters) are those of this worker.
+            An ``UpdateResult`` with ``updates`` 1, also for a skipped update, and ``together`` False; ``skipped`` says
+            whether the update was skipped, and then ``nonfinite`` has the names of up to three of this worker's
+            parameters with a non-finite gradient.
         """
         members = self.script_parameters() if self._acting_on is None else self._acting_on
         norm = self.norm_of(members, step_context)

@@ -173,12 +173,16 @@ class LocalSGDSync(LocalGradients):
         A logical worker is one of N fixed shares of the global batch. The gradient is that of the mean loss over the
         worker's own samples or tokens. In a synchronous step (the first ones of post-local SGD) no optimizer steps
         here: the gradient is added to the sum over all workers. Loss sums are added up for ``reduce_gradients`` in both
-        cases. Called after the worker's last backward; all ``.grad`` are None afterwards in a local step.
+        cases. Not collective. Called after the worker's last backward; in a local step all ``.grad`` are None
+        afterwards.
 
         Args:
-            worker: index of the logical worker.
+            worker: index of the logical worker, the one given to ``begin_worker`` before.
             part: the worker's sums of loss, count and metrics over its samples in this step; None if the worker had no
                 samples: then its optimizer does not step.
+
+        Raises:
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
         """
         if (reducer := self._jointly(self._step_context)) is not None:
             self._contribute(reducer, worker, part)
@@ -201,7 +205,11 @@ class LocalSGDSync(LocalGradients):
 
         Args:
             worker: index of the logical worker.
-            part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step.
+            part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step: then
+                ``.grad`` stays.
+
+        Raises:
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
         """
         self._tell(worker, part, self._make_own(part))
 
@@ -231,8 +239,10 @@ class LocalSGDSync(LocalGradients):
         """Sum the loss sums of all logical workers and, in every H-th step, average the workers' parameters.
 
         A logical worker is one of N fixed shares of the global batch; local SGD averages every H steps. Collective over
-        the data ranks: for each sum over workers an all-to-all and an all-gather. In a synchronous step (the first ones
-        of post-local SGD) the gradients are summed instead, and divided by the global count.
+        the data ranks: for each sum over workers (loss sums in each step, parameters of each dtype in an averaging one)
+        an all-to-all and an all-gather; and in an averaging step of a model with frozen parameters an all-gather of
+        names. In a synchronous step (the first ones of post-local SGD) the gradients are summed instead, and divided by
+        the global count.
 
         Args:
             step_context: the step under way: its number decides whether the step is synchronous and whether parameters
@@ -240,13 +250,14 @@ class LocalSGDSync(LocalGradients):
 
         Returns:
             A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over all
-            workers' samples; ``grad_norm``, the gradient's L2 norm before clipping (in a local step the mean of the
-            workers' norms); ``finite``, whether all gradients are finite; and ``stop``, whether a rank asks to stop.
+            workers' samples or tokens; ``count``, their number; ``grad_norm``, the gradient's L2 norm before clipping
+            (in a local step the mean of the norms of the workers with finite gradients); ``finite``, whether all
+            gradients are finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
             MismatchError: ranks are in different steps.
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker (share
-                of the global batch).
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker; or,
+                where a rank has several workers, a frozen parameter while the workers differ.
         """
         self._buffers.finish()
         if (reducer := self._jointly(step_context)) is not None:
@@ -258,19 +269,23 @@ class LocalSGDSync(LocalGradients):
         return stats
 
     def reduce_losses(self, step_context: StepContext) -> StepStats:
-        """Return loss, metrics and mean gradient norm of a local step over all logical workers. Collective.
+        """Return loss, metrics and mean gradient norm of a local step over all logical workers.
 
-        A logical worker is one of N fixed shares of the global batch. Sums those numbers that ``end_worker`` or
-        ``end_own`` has noted, over the data ranks: an all-to-all and an all-gather.
+        A logical worker is one of N fixed shares of the global batch. Sums the numbers that ``end_worker`` or
+        ``end_own`` has noted. Collective over the data ranks: an all-to-all and an all-gather.
 
         Args:
             step_context: the step under way: its number and batch size are compared over the ranks.
 
         Returns:
-            A ``StepStats``, as ``reduce_gradients`` returns it.
+            A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over all
+            workers' samples or tokens; ``count``, their number; ``grad_norm``, the mean of the L2 norms, before
+            clipping, of the workers with finite gradients; ``finite``, whether all gradients are finite; and ``stop``,
+            whether a rank asks to stop.
 
         Raises:
             MismatchError: ranks are in different steps, or make different calls.
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
         """
         norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()
         self._buffers.verify()
@@ -326,13 +341,18 @@ class LocalSGDSync(LocalGradients):
         """Average the workers' parameters if that is due after this step of a custom training loop.
 
         A worker is a logical worker, one of N fixed shares of the global batch. Collective over the data ranks where
-        the average is due, as in ``reduce_gradients``.
+        the average is due (every H-th step): an all-to-all and an all-gather for each dtype of parameters, and an
+        all-gather of names if the model has frozen parameters; otherwise nothing is sent. The means are written into
+        the workers' parameters in place.
 
         Args:
             step_context: the step that ends; all its updates have been made.
 
         Returns:
             Whether the parameters have been averaged.
+
+        Raises:
+            UsageError: this rank has several workers, and the script has written parameters since the last update.
         """
         due = self._due(step_context)
         if due:
@@ -354,11 +374,14 @@ class LocalSGDSync(LocalGradients):
         A logical worker is one of N fixed shares of the global batch, with its own parameters and buffers. Trained
         parameters are the mean of the workers' parameters. Batch-norm statistics are pooled over the workers, other
         floating buffers averaged, and of integers the largest is taken. Collective over the data ranks: the sum over
-        the workers takes an all-to-all and an all-gather for each dtype, the buffers an all-gather. The workers' own
-        parameters stay as they are.
+        the workers takes an all-to-all and an all-gather for each dtype, the buffers an all-gather for each dtype, and
+        frozen parameters an all-gather of the names of those that the script has written. The workers' own parameters
+        stay as they are.
 
         Returns:
             A dict from names of all parameters and buffers in the model to tensors, with the same bits on every rank.
+            Trained parameters, and the buffers with N > 1, are new tensors; parameters that were never trained, and the
+            buffers with N = 1, are the model's own.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -392,14 +415,18 @@ class LocalSGDSync(LocalGradients):
 
         In local SGD each logical worker, a fixed share of the global batch, has its own parameters, optimizer and
         buffers. Collective over the data ranks, which average the workers' parameters and buffers for the group
-        ``model``.
+        ``model`` by all-to-alls and all-gathers. Tensors of ``optim`` and ``workers`` are not copied: the next step
+        changes them.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and buffers
-            averaged over the workers, as ``merged`` returns them, shared out over the ranks; ``optim`` has, on the rank
-            of worker 0, that worker's optimizer state under ``"{parameter name}/{state key}"``, and is empty on other
-            ranks; ``workers`` has, for each worker of this rank by its index, ``"{worker}/parameter/{name}"``,
-            ``"{worker}/optimizer/{name}/{state key}"`` and the buffers ``"{worker}/{buffer name}"``.
+            averaged over the workers, shared out over the ranks; ``optim`` has, on the rank of worker 0, that worker's
+            optimizer state under ``"{parameter name}/{state key}"``, and is empty on other ranks; ``workers`` has, for
+            each worker of this rank by its index, ``"{worker}/parameter/{name}"``, ``"{worker}/optimizer/{name}/{state
+            key}"`` and the buffers ``"{worker}/{buffer name}"``.
+
+        Raises:
+            UsageError: the script has written parameters, and this rank has several workers.
         """
         comm = self._run_context.comms.replica
         self._take_written("after the last step")

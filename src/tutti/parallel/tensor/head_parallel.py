@@ -51,8 +51,9 @@ def attend(
 class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` split by heads over tensor-parallel ranks; arguments and results are the whole layer's.
 
-    Collective: two all-reduces, one of the outputs in forward and one of the inputs' gradients in backward. Returning
-    attention weights takes one all-reduce more if they are averaged over heads, otherwise an all-gather.
+    Collective over these ranks: an all-reduce of the outputs in forward, and in backward an all-reduce of the gradient
+    of each distinct input (and learned mask). Returning attention weights takes one all-reduce more if they are
+    averaged over heads, otherwise an all-gather.
     """
 
     def forward(
@@ -68,8 +69,10 @@ class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the attention of ``nn.MultiheadAttention.forward``, each tensor-parallel rank for its own heads.
 
-        Collective. Arguments and results are those of the unsplit layer, the same on every rank; the outputs are
-        all-reduced. Sizes: N samples, L queries, S keys, E features; without N for a single sample.
+        Arguments and results are those of the unsplit layer, the same on every rank. Collective over the
+        tensor-parallel ranks: the outputs are all-reduced (reduce-scattered with sequence parallelism), the returned
+        weights all-reduced or all-gathered, and in backward the inputs' gradients all-reduced. Sizes: N samples, L
+        queries, S keys, E features; without N for a single sample.
 
         Args:
             query: (L, N, E), or (N, L, E) with ``batch_first``.

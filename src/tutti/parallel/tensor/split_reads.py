@@ -121,7 +121,11 @@ class SplitReads(QuietMode):
         counts as a slice, too. Others, such as a norm or a matrix product, would give a wrong number and are refused.
         What the script assigns to ``.grad`` is written into its placeholder. For the size of such a parameter, or of
         its gradient, the script gets that of the whole one. Calls by layers and optimizers, and calls without such
-        parameters, pass unchanged. Collective where a whole tensor meets a slice.
+        parameters, pass unchanged.
+
+        Collective only where a whole tensor meets a slice: all ranks that hold slices of the model compare the tensor
+        (in a hook on a gradient, the tensor ranks), and a whole tensor that the function writes gets the whole
+        parameter by an all-reduce over the tensor ranks.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -313,26 +317,29 @@ class SplitReads(QuietMode):
         return whole
 
     def gatherer(self, name: str, tensor: Tensor) -> SplitMatrixGatherer:
-        """Return what gathers whole tensors from slices like those of a parameter, and cuts them. Not collective.
+        """Return the object that gathers whole tensors from slices like those of a parameter, and cuts them. Not
+        collective.
+
+        The result's ``gather`` is collective over the tensor ranks, its ``mine`` is not.
 
         Args:
-            name: name of the split parameter.
-            tensor: the tensor that the gatherer is given as the parameter.
+            name: name of the split parameter, whose slices' positions are used.
+            tensor: the tensor that ``gather`` and ``mine`` are then given as their argument ``parameter``.
         """
         return SplitMatrixGatherer({tensor: self._regions[name]}, self._comm, None)
 
     def compare(self, tensor: Tensor, what: str) -> None:
         """Check that a whole tensor of the script, of which each rank takes its slice, is the same on all ranks.
 
-        Collective over all ranks with slices; in a hook on a gradient over the tensor ranks, as the other replicas have
-        gradients of other micro-batches.
+        Collective over all ranks that hold slices of the model, those of other replicas included; in a hook on a
+        gradient over the tensor ranks of one replica, as the other replicas have gradients of other micro-batches.
 
         Args:
             tensor: the tensor.
             what: words for it in the error, such as "the script computes with a tensor".
 
         Raises:
-            MismatchError: it differs over ranks.
+            MismatchError: the tensor differs over these ranks.
         """
         agree_on_operand(self._comm if in_backward() else self._holders, tensor, what)
 

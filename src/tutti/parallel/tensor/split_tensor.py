@@ -70,9 +70,9 @@ class SplitTensor(Tensor):
     """One rank's slice of a tensor that is split over tensor-parallel ranks; it behaves as the whole tensor.
 
     It has the shape of the whole. Functions compute on the slices where that gives the same result (elementwise
-    functions, dropout, views, the cross-entropy of split classes, …); others first all-gather the whole tensor, on
-    every rank. Writing to it in place other than by an elementwise function, and hooks on its gradient, raise
-    ``UsageError``.
+    functions, dropout, views, the cross-entropy of split classes, …); others first all-gather the whole tensor, and so
+    are collective over the tensor-parallel ranks. Writing to it in place other than by an elementwise function, hooks
+    on its gradient and autograd functions of the script raise ``UsageError``.
 
     Attributes:
         part: this rank's slice, a plain tensor.
@@ -89,7 +89,14 @@ class SplitTensor(Tensor):
 
     @property
     def part(self) -> Tensor:
-        """This rank's slice, a plain tensor."""
+        """This rank's slice of the split tensor, a plain tensor, not a copy.
+
+        Reading it first copies into it what the script has written into the gathered whole tensor, through a view of
+        that.
+
+        Raises:
+            UsageError: the script has such writes, and views of another gathered copy that would not show them.
+        """
         if self._viewed:
             _take_over_writes(self._viewed)
         return self._part
@@ -99,7 +106,7 @@ class SplitTensor(Tensor):
         """Wrap this tensor-parallel rank's slice as a tensor that behaves as the whole tensor. No copy, not collective.
 
         Args:
-            part: this rank's slice.
+            part: this rank's slice, a plain tensor; the result shares its memory and its place in the autograd graph.
             cut: the split dimension; may count from the end.
             slice_: ranks and size of the split; its ``length`` is the size of the whole tensor along ``cut``.
 
@@ -132,7 +139,9 @@ class SplitTensor(Tensor):
 def whole(value: Any) -> Any:
     """Return ``value`` with each tensor that is split over ranks (``SplitTensor``) gathered; all else unchanged.
 
-    Collective: an all-gather for each split tensor that was not gathered before.
+    Collective over the tensor-parallel ranks: an all-gather for each split tensor. The gathered tensor is kept with the
+    split one, and returned without an all-gather until the slice is written or gradients are switched on or off.
+    Backward takes this rank's slice of the gradient and sends nothing.
 
     Args:
         value: a tensor, or tuples, lists and mappings that may hold split tensors at any depth, or anything else.
@@ -160,15 +169,16 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
     """Return the input of a layer that is split by outputs: whole on every rank, its gradient summed in backward.
 
     Each tensor-parallel rank computes with its own slice of the layer, and so gets a part of the input's gradient.
-    Collective: an all-reduce in backward; for a ``SplitTensor`` an all-gather in forward, and a reduce-scatter in
-    backward.
+    Collective over the tensor-parallel ranks: an all-reduce in backward; for a ``SplitTensor`` an all-gather in
+    forward, and a reduce-scatter in backward.
 
     Args:
         value: the input, whole on every rank or a ``SplitTensor``.
         slice_: which slice of the layer this tensor-parallel rank has.
 
     Returns:
-        A plain tensor with the values of the whole input.
+        A plain tensor with the values of the whole input: a view of ``value`` or ``value`` itself, for a
+        ``SplitTensor`` new.
     """
     if not isinstance(value, SplitTensor):
         return slice_.ranks.copy(value, slice_.name)
@@ -179,12 +189,13 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
 def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
     """Return this tensor-parallel rank's slice of a layer's input along the last dimension: (…, inputs here).
 
-    A ``SplitTensor`` holds one rank's slice, and stands for the whole tensor: it has the whole shape, and an operation
-    of the script that needs all elements gathers them. Collective for a whole input: its backward all-gathers the
-    gradient. A ``SplitTensor`` that is split along another dimension is all-gathered first.
+    The input is usually the slice itself. A whole input, which the script may have computed, is cut without
+    communication; its backward all-gathers the gradient over the tensor-parallel ranks. A ``SplitTensor``, which holds
+    one rank's slice and stands for the whole tensor, gives its slice; one that is split along another dimension is
+    all-gathered over these ranks first.
 
     Args:
-        value: the slice itself, a ``SplitTensor``, or the whole input, if the script has computed it.
+        value: the slice itself, a ``SplitTensor``, or the whole input.
         width: number of inputs on this rank.
         slice_: which slice of the layer's inputs this tensor-parallel rank has.
 
@@ -209,10 +220,11 @@ def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
 def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
     """Sum a layer's partial results over the tensor-parallel ranks: whole on every rank, or split by positions.
 
-    Collective: an all-reduce; a reduce-scatter where the result is split, as sequence parallelism does.
+    Collective over the tensor-parallel ranks: an all-reduce, whose backward sends nothing; a reduce-scatter where the
+    result is split, as sequence parallelism asks, whose backward all-gathers the gradient.
 
     Args:
-        part: this rank's summand.
+        part: this rank's summand; it stays as it is.
         slice_: which slice of the layer this rank has; its ``sequence`` asks for a split result.
         dim: dimension of the positions. The result is split along it only if it has at least two positions for each
             rank and ``part`` has three dimensions or more.

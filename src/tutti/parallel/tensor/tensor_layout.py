@@ -34,20 +34,25 @@ class TensorLayout:
         """Split the model's layers over the tensor-parallel ranks, in place; return this rank's runner of the model.
 
         The first of these ranks finds the tensor-parallel plan, which layers are split and how, by computing with the
-        model, and broadcasts the plan and all values to the others. Collective over the tensor-parallel ranks. With one
-        rank the model stays as it is.
+        model's blocks and with the loss function, and broadcasts the plan and then all parameters and buffers to the
+        others. Collective over the tensor-parallel ranks, which also compare their models. With one rank nothing is
+        sent or split. In any case the model moves to this rank's device, and activation checkpointing and
+        ``torch.compile`` are applied as the run asks.
 
         Args:
-            plain: the whole model, equal on all ranks.
+            plain: the whole model, with the same modules on all ranks; each of its parameters becomes this rank's
+                slice.
 
         Returns:
             A ``TensorRunner``, whose ``run`` computes forward and backward of micro-batches, and whose ``specs`` have
-            the position of each slice in its whole tensor; a ``WholeRunner`` of the unchanged model where no layer is
+            the position of each slice in its whole tensor; a ``WholeRunner`` of the unsplit model where no layer is
             split, as with one rank.
 
         Raises:
             MismatchError: the ranks have built different models.
-            UsageError: activation checkpointing matches no module, or the model cannot be split as the options ask.
+            UsageError: activation checkpointing matches no module; the model is split already; the user's plan by hand
+                cannot be carried out; sequence parallelism meets hooks on the gradients of modules; or
+                ``torch.compile`` with the run's options cannot compile for this device or for this model.
         """
         ac_policy.check_units(plain, self._run_context.activation_checkpointing)
         division = TensorParallelizer(plain, self._run_context, self._config)
@@ -63,9 +68,9 @@ class TensorLayout:
 class TensorRunner(WholeRunner):
     """Runs forward and backward of a tensor-parallel model, whose output may stay split over ranks.
 
-    The run's loss function receives a split output as a ``SplitTensor``; every other caller receives the whole output.
-    The first forward in training mode and the first in evaluation check what the model's code reads of split
-    parameters, unless the model is compiled.
+    Within ``run`` the loss function receives a split output as a ``SplitTensor``; every other caller of the model
+    receives the whole output, which the tensor-parallel ranks all-gather. The first forward in training mode and the
+    first in evaluation check what the model's code reads of split parameters, unless the model is compiled.
 
     Args:
         module: the model, with layers converted to tensor-parallel ones.
@@ -85,21 +90,34 @@ class TensorRunner(WholeRunner):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one logical worker's micro-batches in order: forward and, with a gradient-ready hook, backward.
 
-        A logical worker is one of N fixed shares of the global batch. The loss function receives the model's output as
-        a ``SplitTensor`` where the tensor-parallel plan leaves the output split over ranks. Collective over the
-        tensor-parallel ranks, all of which run the same micro-batches.
+        A logical worker is one of N fixed shares of the global batch. All tensor-parallel ranks make this call with the
+        same micro-batches; the forwards and backwards of split layers are collective over these ranks. The loss
+        function receives the model's output as a ``SplitTensor`` where the tensor-parallel plan leaves the output split
+        over ranks.
+
+        Each backward adds gradients to the parameters' ``.grad``; of a split parameter, those of this rank's slice.
+        Backward weights each sample's loss by ``MicroBatch.weight``: loss scale / samples of the global batch (of the
+        worker's share where each worker has a gradient of its own), so that gradients of all micro-batches are to be
+        summed, not averaged. For a ``MicroBatch.whole`` backward starts from loss scale / count.
 
         Args:
             micro_batches: the logical worker's micro-batches, in order; at least one.
             loss: the user's loss function ``loss_fn(model, batch)``, which returns a mean, ``(sum, count)`` or ``(sum,
                 count, metric_sums)``.
-            grad_hook: object whose ``prepare_for_backward`` is called before the last micro-batch's backward; None for
-                forward alone. The hook given to ``connect`` receives the completed gradients.
+            grad_hook: its ``prepare_for_backward`` is called with the loss sums so far, right before the backward of
+                the last micro-batch (not of a dummy one, without samples); None for forwards without backward. ``run``
+                does not call its ``gradient_ready``: autograd calls the ``gradient_ready`` of the hook that ``connect``
+                has registered, usually the same object, for each gradient that a backward accumulates.
 
         Returns:
-            A ``LossSums`` over the micro-batches, on every rank of the replica: the float tensor ``sums`` holds loss
-            sum, count and metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of
+            A ``LossSums`` over the micro-batches, equal on all tensor-parallel ranks: the float tensor ``sums`` holds
+            loss sum, count and metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of
             samples.
+
+        Raises:
+            UsageError: the loss has an unknown form or, with ``grad_hook``, requires no gradient; or the loss function
+                or the model's own code reads a split parameter as if it were whole.
+            ValueError: ``micro_batches`` is empty.
         """
         if self._outputs is None:
             return super().run(micro_batches, loss, grad_hook)

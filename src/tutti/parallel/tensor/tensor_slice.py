@@ -13,9 +13,12 @@ from tutti.comm.partition import even_share
 
 
 class SliceRanks(Protocol):
-    """Collectives over the tensor-parallel ranks that autograd differentiates; each method says its backward.
+    """Protocol of collectives over the tensor-parallel ranks that autograd differentiates; each method says its
+    backward.
 
-    ``tutti.comm.differentiable.TensorRanks`` implements them.
+    ``tutti.comm.differentiable.TensorRanks`` implements them. All tensor-parallel ranks make the same calls in the same
+    order. A call, or its backward, that communicates blocks, and raises ``PeerError`` if a rank is lost or late, and
+    ``MismatchError`` if the ranks wait in different calls.
 
     Attributes:
         rank: index of this rank among the tensor-parallel ranks.
@@ -33,7 +36,13 @@ class SliceRanks(Protocol):
 
         Args:
             whole: a tensor that is the same on all ranks.
-            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
+            name: name of the layer, for the message of a PeerError or MismatchError in backward.
+
+        Returns:
+            A view of ``whole``, to be used in its place; ``whole`` itself where gradients are disabled.
+
+        Raises:
+            UsageError: within ``torch.func`` transforms.
         """
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
@@ -42,11 +51,11 @@ class SliceRanks(Protocol):
         For the partial results of a row-parallel layer.
 
         Args:
-            part: this rank's summand, of the same shape on all ranks.
-            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
+            part: this rank's summand, of the same shape on all ranks; it stays as it is.
+            name: name of the layer, for the message of a PeerError or MismatchError.
 
         Returns:
-            The sum, the same tensor on all ranks.
+            The sum, a new tensor, with equal values on all ranks.
         """
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
@@ -59,10 +68,10 @@ class SliceRanks(Protocol):
             part: this rank's slice.
             dim: the split dimension; if the number of ranks does not divide ``length``, the first ranks have one more.
             length: size of the whole tensor along ``dim``.
-            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
+            name: name of the layer, for the message of a PeerError or MismatchError.
 
         Returns:
-            The whole tensor, with size ``length`` along ``dim``.
+            The whole tensor, new, with size ``length`` along ``dim``.
         """
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
@@ -76,7 +85,10 @@ class SliceRanks(Protocol):
             dim: the dimension to split; if the number of ranks does not divide ``length``, the first ranks have one
                 more.
             length: size of ``whole`` along ``dim``.
-            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
+            name: name of the layer, for the message of a PeerError or MismatchError in backward.
+
+        Returns:
+            A copy of the slice.
         """
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
@@ -86,24 +98,24 @@ class SliceRanks(Protocol):
         Backward all-gathers the ranks' slices of the gradient.
 
         Args:
-            part: this rank's summand, whole along ``dim``.
+            part: this rank's summand, whole along ``dim``; it stays as it is.
             dim: the dimension to split; if the number of ranks does not divide ``length``, the first ranks have one
                 more.
             length: size of ``part`` along ``dim``.
-            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
+            name: name of the layer, for the message of a PeerError or MismatchError.
         """
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the tensor-parallel ranks' slices along ``dim`` for uses that differ from rank to rank.
 
         Backward reduce-scatters: it sums the ranks' gradients of the whole tensor and returns this rank's slice of the
-        sum.
+        sum. Consecutive calls with the same tensor share one result, and so one all-gather and one reduce-scatter.
 
         Args:
             part: this rank's slice.
             dim: the split dimension; if the number of ranks does not divide ``length``, the first ranks have one more.
             length: size of the whole tensor along ``dim``.
-            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
+            name: name of the layer, for the message of a PeerError or MismatchError.
 
         Returns:
             The whole tensor, with size ``length`` along ``dim``.
@@ -118,10 +130,11 @@ class SliceRanks(Protocol):
 
         Args:
             tensors: tensors that are the same on all ranks.
-            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
+            name: name of the layer, for the message of a PeerError or MismatchError in backward.
 
         Returns:
-            One tensor for each of ``tensors``, in order.
+            One tensor for each of ``tensors``, in order, to be used in its place; ``tensors`` itself where none needs a
+            gradient.
         """
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
@@ -132,7 +145,7 @@ class SliceRanks(Protocol):
 
         Args:
             tensor: this rank's tensor, of the same shape on all ranks.
-            name: name of the layer, named in the ``PeerError`` if a rank dies or is in another collective.
+            name: name of the layer, for the message of a PeerError or MismatchError.
 
         Returns:
             (ranks, *shape), in rank order.

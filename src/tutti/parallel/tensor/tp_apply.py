@@ -63,10 +63,11 @@ _KINDS: dict[str, type[TensorParallelLayer]] = {
 class TensorParallelizer:
     """Derives the tensor-parallel (TP) plan of a whole model, and slices the model for this rank by it.
 
-    The plan says which layers are split over the tensor ranks, and how. The constructor compares the model over the
-    ranks of one replica (stages and tensor ranks), finds the plan on the first tensor rank and broadcasts it over the
-    tensor ranks; ``apply`` slices the parameters. Both are collective over these ranks, and do nothing with one tensor
-    rank.
+    The plan says which layers are split over the tensor ranks, and how. The constructor is collective over the ranks of
+    one replica (stages and tensor ranks): these compare their models; the first tensor rank finds the plan, by
+    computing with the model's blocks and with the loss function, and broadcasts it over the tensor ranks. The
+    constructor leaves the parameters whole; ``apply`` slices them. With one tensor rank neither sends or splits
+    anything.
 
     Args:
         plain: the whole model.
@@ -81,8 +82,8 @@ class TensorParallelizer:
 
     Raises:
         MismatchError: the ranks have built different models.
-        UsageError: the model is already split, or sequence parallelism meets hooks on the gradients of modules, or the
-            user's plan by hand cannot be carried out.
+        UsageError: the model is already split, or sequence parallelism meets hooks on the gradients of modules (also
+            with one rank), or the user's plan by hand cannot be carried out.
     """
 
     def __init__(self, plain: nn.Module, run_context: RunContext, config: TensorConfig) -> None:
@@ -107,7 +108,8 @@ class TensorParallelizer:
     def check(self, read: Collection[str]) -> None:
         """Check that tensor parallelism splits no parameter that is read outside of the forward of its own layer.
 
-        Such a read, for example of ``embedding.weight`` in the model's own forward, would get this rank's slice.
+        Such a read, for example of ``embedding.weight`` in the model's own forward, would get this rank's slice. Not
+        collective.
 
         Args:
             read: names of the parameters that are read outside of their layers' forwards.
@@ -127,8 +129,9 @@ class TensorParallelizer:
         """Slice the model's parameters as its tensor-parallel plan says and convert its layers, in place.
 
         The plan says which layers are split over the tensor ranks, and how. Parameters stay the same objects, which an
-        optimizer may hold; their ``.data`` becomes the slice and ``.grad`` None. Collective: a broadcast of the first
-        tensor rank's parameters and buffers. With one rank nothing is done.
+        optimizer may hold; the ``.data`` of a split one becomes a copy of this rank's slice and its ``.grad`` None.
+        Collective over the tensor ranks: a broadcast of the first tensor rank's parameters and buffers, which the whole
+        model takes over before it is sliced. With one rank nothing is done.
         """
         if self._comm.size == 1:
             return
@@ -149,9 +152,9 @@ class TensorParallelizer:
         """Record in a replica which of its tensors are slices, and which of its whole tensors this rank does not save.
 
         Sets the replica's ``specs`` (position of each slice in the whole tensor), ``not_owned`` (names of tensors that
-        another rank saves), ``summary`` (lines for the run's header), and the contexts in which reads of slices by the
-        script are checked. Tensors that are whole on every rank are owned by the first tensor rank: only this rank
-        counts them in norms and saves them. With one rank nothing is done.
+        another rank saves), ``summary`` (lines for the run's header), and the contexts and hook adapters by which reads
+        and writes of slices by the script are checked. Tensors that are whole on every rank are owned by the first
+        tensor rank: only this rank counts them in norms and saves them. Not collective. With one rank nothing is done.
 
         Args:
             replica: replica whose modules ``apply`` has converted; changed in place.
@@ -199,8 +202,9 @@ def find_tp_plan(
 ) -> list[PlanEntry]:
     """Derive the tensor-parallel plan of a model by computing with its blocks and its loss function. Not collective.
 
-    The plan says which layers are split over the tensor ranks, and how. A split is in the plan only if outputs and
-    gradients on slices equal those of the whole module.
+    The plan says which layers are split over the tensor ranks, and how. A block of the user's own class is in the plan
+    only if outputs and gradients on slices of random numbers equal those of the whole block; for PyTorch's own
+    attention, linear, convolution and embedding layers the splits are known to be right. ``trial`` runs several times.
 
     Args:
         module: the whole model, with real parameters; it stays as it was.
@@ -215,6 +219,10 @@ def find_tp_plan(
         One ``PlanEntry`` for each module that is split or computes on a slice, in the model's order: name, role (such
         as ``column``), the number of units that are divided, and how each parameter is cut. All other modules stay
         whole.
+
+    Raises:
+        UsageError: a pattern of the user's plan by hand matches no module, or a module of another kind than its style
+            is for.
     """
     whole = [*config.whole, *read_elsewhere(module, trial, device)]
     calls = record_calls(module, blocks_with_arguments(module), trial, device)
@@ -229,10 +237,10 @@ def split_layers(
 ) -> dict[str, ShardSpec]:
     """Slice the parameters of a model as its tensor-parallel plan says and convert its layers, in place.
 
-    A parameter's ``.data`` becomes this rank's slice, its ``.grad`` None. Not collective.
+    The ``.data`` of a split parameter becomes a copy of this rank's slice, its ``.grad`` None. Not collective.
 
     Args:
-        plain: the whole model.
+        plain: the whole model, with equal values on all tensor ranks.
         plan: for each module that does not stay whole: name, role (such as ``column``), units and cuts of its
             parameters.
         ranks: collectives of the split layers, with this rank's index and the number of tensor ranks.

@@ -32,7 +32,9 @@ class TensorParallelLayer(EagerLayer):
 
 
 class ColumnParallelLinear(TensorParallelLayer):
-    """A linear layer split by outputs: whole inputs → this rank's outputs. Collective: an all-reduce in backward.
+    """A linear layer split by outputs: whole inputs → this rank's outputs.
+
+    Collective over the tensor ranks in backward alone: an all-reduce of the inputs' gradient.
 
     Attributes:
         tutti_hookable: names and modules, up to the row-parallel layer, whose forward hooks would be given slices.
@@ -45,9 +47,10 @@ class ColumnParallelLinear(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's outputs of a linear layer split by outputs: (…, inputs) → (…, outputs here).
 
-        Inputs are whole on every rank; backward all-reduces their gradient over the tensor ranks. Where the script has
-        put forward hooks on this layer, or on modules up to the row-parallel layer, the result is a ``SplitTensor``,
-        which the hooks see as the whole outputs.
+        Inputs are whole on every rank; backward all-reduces their gradient over the tensor ranks. A ``SplitTensor`` as
+        input is all-gathered first, and its gradient reduce-scattered. Where the script has put forward hooks on this
+        layer, or on modules up to the row-parallel layer, the result is a ``SplitTensor``, which the hooks see as the
+        whole outputs.
 
         Raises:
             UsageError: there are such hooks, but they cannot be given whole outputs: the layer is split by heads of
@@ -68,7 +71,7 @@ class ColumnParallelLinear(TensorParallelLayer):
 class RowParallelLinear(TensorParallelLayer):
     """A linear layer split by inputs: this rank's inputs → whole outputs. The bias is whole on every rank.
 
-    Collective: an all-reduce of the outputs, or a reduce-scatter with sequence parallelism.
+    Collective over the tensor ranks: an all-reduce of the outputs, or a reduce-scatter with sequence parallelism.
 
     Attributes:
         weight: this rank's columns, (outputs, inputs here), or transposed as in the layer that was split.
@@ -81,8 +84,11 @@ class RowParallelLinear(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Compute whole outputs of a linear layer split by inputs: (…, inputs here) → (…, outputs).
 
-        Collective: an all-reduce over the tensor ranks of their partial outputs. With sequence parallelism there is a
-        reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the outputs of its own positions.
+        Collective over the tensor ranks: an all-reduce of their partial outputs; backward sends nothing. With sequence
+        parallelism the ranks reduce-scatter instead, the result is a ``SplitTensor``, on each rank the outputs of its
+        own positions, and backward all-gathers the gradient. (An input of fewer than two positions a rank, or of two
+        dimensions, is all-reduced also then.) A whole input, which the script may have computed, is cut to this rank's
+        slice; its backward all-gathers.
         """
         weight = matrix(self)
         part = functional.linear(local_part(input, weight.shape[1], self.tutti_slice), weight)
@@ -93,14 +99,15 @@ class RowParallelLinear(TensorParallelLayer):
 class GatheredOutput(TensorParallelLayer):
     """A linear or convolution layer split by outputs: whole inputs → whole outputs.
 
-    Collective: an all-gather of the outputs in forward, an all-reduce of the inputs' gradient in backward.
+    Collective over the tensor ranks: an all-gather of the outputs in forward, an all-reduce of the inputs' gradient in
+    backward.
     """
 
     def forward(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
         """Compute the whole outputs of a linear or convolution layer that is split by outputs over ranks.
 
-        Takes the arguments of the unsplit layer and returns its result. Collective: an all-gather of the tensor ranks'
-        outputs; in backward an all-reduce of the inputs' gradient.
+        Takes the arguments of the unsplit layer and returns its result, on every rank. Collective over the tensor
+        ranks: an all-gather of their outputs; in backward an all-reduce of the inputs' gradient.
         """
         name, ranks, length, _ = self.tutti_slice
         part = super().forward(copied(input, self.tutti_slice), *rest, **options)
@@ -111,14 +118,15 @@ class GatheredOutput(TensorParallelLayer):
 class LossParallelLinear(TensorParallelLayer):
     """The last linear layer, split by outputs (classes): whole inputs → scores of this rank's classes, never gathered.
 
-    Cross-entropy then exchanges a few numbers for each position (loss parallelism).
+    Cross-entropy then all-gathers two or three numbers for each position (loss parallelism).
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's logits in the last linear layer, which is split by classes: (…, inputs) → (…, classes).
 
         The result is a ``SplitTensor`` of the shape of all classes, of which each rank holds the logits of its own
-        classes. Inputs are whole on every rank; backward all-reduces their gradient.
+        classes. Inputs are whole on every rank. Forward sends nothing; backward all-reduces the inputs' gradient over
+        the tensor ranks.
         """
         return SplitTensor.of(super().forward(copied(input, self.tutti_slice)), -1, self.tutti_slice)
 
@@ -126,7 +134,7 @@ class LossParallelLinear(TensorParallelLayer):
 class VocabParallelEmbedding(TensorParallelLayer):
     """An embedding split by rows of its table over ranks: indices → whole embeddings, which are summed over the ranks.
 
-    Collective: an all-reduce, or a reduce-scatter with sequence parallelism.
+    Collective over the tensor ranks: an all-reduce, or a reduce-scatter with sequence parallelism.
 
     Attributes:
         weight: this rank's rows of the table, (rows here, features).
@@ -139,9 +147,10 @@ class VocabParallelEmbedding(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Look up whole embeddings in a table split by rows over the tensor ranks: indices (…) → (…, features).
 
-        The indices are those of the whole table, the same on every rank. Collective: an all-reduce; each rank
-        contributes the rows that it holds, and zeros for other indices. With sequence parallelism there is a
-        reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the embeddings of its own positions.
+        The indices are those of the whole table, the same on every rank. Collective over the tensor ranks: an
+        all-reduce; each rank contributes the rows that it holds, and zeros for other indices. With sequence parallelism
+        the ranks reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the embeddings of its own
+        positions; backward then all-gathers the gradient.
 
         Raises:
             IndexError: on a CPU, an index is outside of the whole table, as ``torch.nn.Embedding`` raises; on an
@@ -209,8 +218,8 @@ _BY_OUTPUTS = (ColumnParallelLinear, GatheredOutput, LossParallelLinear)
 def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlice) -> None:
     """Convert an unsplit layer into a tensor-parallel layer, in place, by a subclass of its own class.
 
-    The layer's class changes, and its attribute ``tutti_slice`` is set. Its parameters stay whole: the caller slices
-    them.
+    The layer's class changes, and its attribute ``tutti_slice`` is set. The parameters keep their values and shapes:
+    the caller replaces them by this rank's slices. Not collective.
 
     Args:
         module: the layer.

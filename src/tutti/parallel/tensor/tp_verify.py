@@ -53,8 +53,8 @@ class TensorCut(NamedTuple):
     def take(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
         """Return a tensor-parallel rank's slice of a whole tensor, cut along the split dimension. Not collective.
 
-        The slice is a view; a copy where the dimension consists of several equal parts that are split alike (queries,
-        keys, values).
+        The slice is a view of ``tensor``; a copy where ``blocks`` is above 1, so that the split dimension consists of
+        several equal parts that are split alike (queries, keys, values).
 
         Args:
             tensor: the whole tensor.
