@@ -85,8 +85,10 @@ class AsynchronousServerSync(RemoteGradients):
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Compare the model over the data ranks, broadcast rank 0's values, and start or join the parameter servers.
 
-        Collective over the data ranks. Each server process builds an optimizer over its part of the parameters; on
-        every rank, too, ``make_optimizer`` builds one, which holds the hyperparameters and is never stepped.
+        Collective over the data ranks; blocks until every server has answered. Each server process builds an optimizer
+        over its part of the parameters; on every rank, too, ``make_optimizer`` builds one, which holds the
+        hyperparameters and is never stepped. The ``.data`` of the trained parameters becomes this rank's copy of the
+        first worker's parameters, or the receive buffer.
 
         Args:
             replica: this rank's copy of the model and what runs it.
@@ -99,6 +101,7 @@ class AsynchronousServerSync(RemoteGradients):
         Raises:
             MismatchError: ranks hold models with different parameters or buffers.
             UsageError: the optimizer cannot step on servers, or the transport asked for is not available.
+            PeerError: a server does not answer, or has ended.
             ValueError: no parameter is trained.
         """
         run_context = self._run_context
@@ -176,12 +179,13 @@ class AsynchronousServerSync(RemoteGradients):
 
         The worker, one of N fixed shares of the global batch, also gets its own buffers (batch-norm statistics). With
         mode ``bounded`` the call blocks while the worker is more steps ahead of the slowest worker than the bound
-        allows; a worker from which the servers have received no request for the lease time (an option) does not count
-        as slowest. Not collective.
+        allows, and then reads the parameters anew; a worker from which the servers have received no request for the
+        lease time (an option) does not count as slowest. Otherwise nothing is sent. Not collective: no particular rank
+        has to make a call.
 
         Args:
             worker: index of the logical worker, one of those that this rank computes.
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: facts of the step under way, such as its number and loss scale; kept for ``end_worker``.
 
         Raises:
             UsageError: the script has written parameters since the worker's last step.
@@ -202,17 +206,20 @@ class AsynchronousServerSync(RemoteGradients):
         """Push a logical worker's gradient to the servers every ``push`` steps; read parameters every ``fetch`` steps.
 
         A logical worker is one of N fixed shares of the global batch. ``push`` and ``fetch`` are options of the
-        strategy ``parameter_server``. The gradient is the mean over the worker's own samples, clipped; with ``push``
-        above 1 the servers receive the sum of the gradients since the last push. A non-finite gradient makes no update,
-        and is left out of the sum. Sets every ``.grad`` to None. Waits for the servers' replies, not for other ranks.
+        strategy ``parameter_server``. The gradient is the mean over the worker's own samples or tokens, clipped; with
+        ``push`` above 1 the servers receive the sum of the gradients since the last push. A non-finite gradient makes
+        no update, and is left out of the sum. Sets every ``.grad`` to None. Each step makes a request to all servers,
+        also one that transfers no tensors, and waits for their replies, not for other ranks. What is read becomes the
+        worker's parameters.
 
         Args:
-            worker: index of the logical worker.
+            worker: index of the logical worker, the one given to ``begin_worker`` before.
             part: the worker's sums of loss, count and metrics in this step; None if the worker had no samples.
 
         Raises:
             PeerError: a server does not reply in time, or has ended.
-            UsageError: the script has changed an option of the optimizer that servers do not follow.
+            UsageError: the script has changed an option of the optimizer that servers do not follow, or has written a
+                module buffer that has a value of its own in each worker.
         """
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):
@@ -337,13 +344,17 @@ class AsynchronousServerSync(RemoteGradients):
 
         Workers are logical workers, fixed shares of the global batch with buffers of their own. Batch-norm statistics
         are pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective
-        over the data ranks: barriers before and after the read, so that all ranks return the same model.
+        over the data ranks: barriers before and after the read, so that all ranks return the same model, and an
+        all-gather of the buffers for each dtype.
 
         Returns:
-            A dict from names of all parameters and buffers in the model to whole tensors on this rank's device.
+            A dict from names of all parameters and buffers in the model to whole tensors on this rank's device. On a
+            CPU the trained parameters are views of the receive buffer, which the next reply of the servers overwrites;
+            frozen parameters are the model's own tensors.
 
         Raises:
             UsageError: the script has written parameters since the last step.
+            PeerError: a server does not reply in time, or has ended.
         """
         self._read()
         self._link.barrier("the parameters are read")
@@ -379,9 +390,11 @@ class AsynchronousServerSync(RemoteGradients):
         return None
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return the whole checkpoint by group on rank 0, and an empty dict on all other ranks. Collective.
+        """Return the whole checkpoint by group on rank 0, and an empty dict on all other ranks.
 
-        Rank 0 writes everything, because another rank could be lost before it has written its part.
+        Rank 0 writes everything, because another rank could be lost before it has written its part. Collective over the
+        data ranks: two barriers around the read of the servers, and all-gathers of the buffers. On a CPU the parameters
+        are views of the receive buffer, which the next reply of the servers overwrites.
 
         Returns:
             On rank 0 three groups, each a mapping from names to tensors: ``model`` has the servers' parameters, frozen
@@ -391,6 +404,7 @@ class AsynchronousServerSync(RemoteGradients):
 
         Raises:
             UsageError: the script has written parameters since the last step.
+            PeerError: a server does not reply in time, or has ended.
         """
         self._read()
         optim = self._link.optimizer_state()
@@ -401,9 +415,9 @@ class AsynchronousServerSync(RemoteGradients):
     def load(self, saved: SavedState) -> None:
         """Load a checkpoint into the parameter servers, and start all logical workers from its parameters.
 
-        A logical worker is one of N fixed shares of the global batch. Collective: every rank reads parameters and
-        buffers, rank 0 sends to the servers, then a barrier. Gradients that had not been pushed when the checkpoint was
-        saved are lost.
+        A logical worker is one of N fixed shares of the global batch. Every rank reads parameters and buffers; rank 0
+        sends to the servers. Collective over the data ranks: rank 0 broadcasts whether it has sent, for which all wait.
+        Gradients that had not been pushed when the checkpoint was saved are lost.
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.
@@ -411,6 +425,7 @@ class AsynchronousServerSync(RemoteGradients):
         Raises:
             CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
             UsageError: the saved optimizer state is larger than a server accepts.
+            PeerError: a server does not reply in time, or has ended.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))

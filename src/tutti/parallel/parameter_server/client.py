@@ -35,7 +35,12 @@ _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 @dataclass(frozen=True)
 class Address:
-    """ZeroMQ endpoint of a parameter server, such as ``tcp://HOST:PORT``, and the server's public CURVE key."""
+    """Where a parameter server is reached, and the key that proves its identity.
+
+    Attributes:
+        endpoint: ZeroMQ endpoint, such as ``tcp://HOST:PORT``.
+        key: the server's public CURVE key in Z85, 40 bytes.
+    """
 
     endpoint: str
     key: bytes
@@ -265,8 +270,9 @@ class Client:
             worker: index of the logical worker (share of the global batch) in whose name the request is made.
             clock: steps that the worker has taken.
             text: names the request in the messages of the errors below.
-            ranks: global ranks on whose requests the replies depend, this rank among them.
-            more: further arguments of ``send``, by name, such as ``flags``, ``extras`` and ``servers``.
+            ranks: global ranks on whose requests the replies depend, this rank among them. With several, the wait is
+                watched as a collective: ranks that do not wait with the same ``text`` are reported as missing.
+            more: further arguments of ``send``, by name: ``flags``, ``extras``, ``seen``, ``blobs`` and ``servers``.
 
         Returns:
             One ``Reply`` for each server that was asked, in the servers' order: message header (``header``), floats

@@ -52,7 +52,8 @@ class RemoteGradients:
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return all trained parameters of the model as a list of (name, parameter), in the model's order.
 
-        These are the parameters that required a gradient when the parameter servers were started.
+        These are the parameters that required a gradient when the parameter servers were started. The list is the
+        object's own, not a copy.
         """
         return self._trained
 

@@ -73,9 +73,7 @@ class RequestHandler(Protocol):
     """Protocol of a parameter server's handler of the requests PUSH, SUM, APPLY and PULL.
 
     PUSH brings gradients, SUM reads statistics of the summed gradients, APPLY makes the update, and PULL reads the
-    parameters for a step.
-
-    The server's loop answers all other kinds of request itself.
+    parameters for a step. The server's loop, a single thread, answers all other kinds of request itself.
     """
 
     @property

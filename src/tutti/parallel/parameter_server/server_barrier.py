@@ -59,14 +59,15 @@ class ServerBarrier:
     def push(self, leaf: int, clock: int, vectors: Vectors, totals: Tensor) -> bool:
         """Add the gradients of one logical worker or rank to this parameter server's sum of a step.
 
-        A logical worker is one of N fixed shares of the global batch.
+        A logical worker is one of N fixed shares of the global batch. ``vectors`` are read during the call only: the
+        caller may overwrite them afterwards.
 
         Args:
             leaf: index of the worker or rank, below the constructor's ``leaves``.
             clock: number of the step.
-            vectors: gradients, one flat tensor for each dtype, in the caller's memory; copied if the gradients are to
-                be kept.
-            totals: loss sums and digests (hashes by which ranks in different steps are found), (k,) float64.
+            vectors: gradients, one flat tensor for each dtype of the parameters; they stay as they are.
+            totals: loss sums and digests (hashes by which ranks in different steps are found), float64, of the same
+                length in all pushes; kept, not copied.
 
         Returns:
             True if the gradients are part of the sum. False if the gradients are dropped, because the step's sum has
@@ -95,7 +96,7 @@ class ServerBarrier:
 
         Gradients come from logical workers (fixed shares of the global batch) or from ranks. Without backup workers the
         sum is made when all gradients have arrived; with b backup workers, as soon as all but b have. Further calls
-        return the same sum until ``finish``.
+        return the same object until ``finish``.
 
         Args:
             counted: indices of the workers or ranks whose gradients are to be summed, as the first server has chosen
@@ -103,7 +104,8 @@ class ServerBarrier:
 
         Returns:
             A ``Leaf`` with the summed gradients (``vectors``, one flat tensor for each dtype) and the summed loss sums
-            and digests (``totals``); None while too many gradients are missing.
+            and digests (``totals``); None while too many gradients are missing. The caller may change ``vectors`` in
+            place; after ``finish`` they are reused for later gradients.
         """
         if self._sum is None:
             chosen = self._came if counted is None else set(counted)

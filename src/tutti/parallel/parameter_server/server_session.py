@@ -42,7 +42,8 @@ class ServerSession:
     """One rank's connections and buffers for all parameter servers, which are child processes of some of the ranks.
 
     The constructor is collective over the data ranks: the servers are dealt round robin to the nodes, and the first
-    rank of each node starts those of its node. It returns once every server has answered this rank's first request.
+    rank of each node starts those of its node. It tries the optimizer by steps on small tensors, exchanges keys and
+    addresses by all-gathers and broadcasts, and returns once every server has answered this rank's first request.
 
     Args:
         config: options of the ``parameter_server`` strategy, such as the number of servers and the transport.
@@ -55,6 +56,7 @@ class ServerSession:
             (the numbers of ``server_wire``).
 
     Attributes:
+        comm: the data ranks.
         keys: identifies the hyperparameters that are sent, in the order of ``settings``.
         plan: partition of the parameters over the servers.
         gradients: for each trained parameter a view of the buffer from which gradients are sent.
@@ -62,8 +64,10 @@ class ServerSession:
         client: sends the requests and receives the replies.
 
     Raises:
-        UsageError: the optimizer cannot step on servers, tensors are too few for the servers, or the transport asked
-            for is not available.
+        UsageError: the optimizer cannot step on servers, tensors are too few for the servers, the transport asked for
+            is not available, or this rank, which starts servers, has no address that other hosts reach.
+        PeerError: a server does not answer, or has ended.
+        AuthenticationError: a server does not accept this rank's key.
     """
 
     def __init__(
@@ -325,17 +329,19 @@ class ServerSession:
 
         Raises:
             MismatchError: ranks passed different texts.
+            PeerError: a rank is lost, or does not call in time.
         """
         self.comm.agree([text], text, "make all ranks save, load and evaluate after the same steps")
 
     def restore(self, saved: SavedState, values: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> list[int]:
         """Load parameters and the optimizer state of a checkpoint into the parameter servers.
 
-        Collective over the data ranks: rank 0 sends, then broadcasts whether it could.
+        Rank 0 sends to the servers and waits for their replies. Collective over the data ranks: rank 0 then broadcasts
+        whether the state could be sent, for which all wait.
 
         Args:
-            saved: the checkpoint, whose group ``optim`` is read.
-            values: whole parameters by name.
+            saved: the checkpoint, whose group ``optim`` is read, on rank 0 alone.
+            values: whole parameters by name; read on rank 0 alone.
             specs: a ``ShardSpec`` of each parameter by name; only its ``tied``, the other names of tied parameters, is
                 read.
 
@@ -344,6 +350,8 @@ class ServerSession:
 
         Raises:
             UsageError: on every rank, the saved optimizer state is larger than a server accepts.
+            CheckpointError: on rank 0, a file of the checkpoint differs from its manifest.
+            PeerError: a server does not reply in time, or has ended.
         """
         fits = True
         if self.comm.rank == 0:

@@ -207,8 +207,8 @@ class StalenessTracker:
         Returns:
             A dict that JSON can represent: ``version`` (updates made), ``clocks`` (list of the steps of each logical
             worker, a share of the global batch; None for unknown), ``lost`` (updates that crashed server processes had
-            made after their newest snapshot) and ``stop_at`` (step after which all workers stop, or None). The method
-            ``load`` takes it in a restarted server.
+            made after their newest snapshot) and ``stop_at`` (step after which all workers stop, or None). ``clocks``
+            is not copied: later requests change it. The method ``load`` takes the dict in a restarted server.
         """
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 

@@ -103,15 +103,19 @@ class ServerReducer:
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Push a logical worker's gradients to the parameter servers, if the servers sum worker by worker.
 
-        A logical worker is one of N fixed shares of the global batch. The push sets every ``.grad`` to None; the call
-        returns before the servers have replied. Where the servers sum one push from each rank, this call does nothing:
-        autograd accumulates the gradients of the rank's workers in ``.grad``, and ``finish`` pushes their sum. Not
-        collective.
+        A logical worker is one of N fixed shares of the global batch. The call waits for the servers' replies to this
+        rank's push before, copies ``.grad`` of all trained parameters into the send buffer, sets every ``.grad`` to
+        None, and returns before the servers have replied. Where the servers sum one push from each rank, this call does
+        nothing: autograd accumulates the gradients of the rank's workers in ``.grad``, and ``finish`` pushes their sum.
+        Not collective.
 
         Args:
             step_context: facts of the step under way, such as its number and loss scale.
             worker: index of the logical worker.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
+
+        Raises:
+            PeerError: a server does not reply to the push before in time, or has ended.
         """
         if self._by_worker:
             self._push(step_context, worker, loss_sums)
@@ -244,8 +248,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Compare the model over the data ranks, broadcast rank 0's values, and start or join the parameter servers.
 
-        Collective over the data ranks. Each server process builds an optimizer over its part of the parameters; on
-        every rank, too, ``make_optimizer`` builds one, which holds the hyperparameters and is never stepped.
+        Collective over the data ranks; blocks until every server has answered. Each server process builds an optimizer
+        over its part of the parameters; on every rank, too, ``make_optimizer`` builds one, which holds the
+        hyperparameters and is never stepped. Where servers and a CPU rank share memory, the ``.data`` of the trained
+        parameters becomes the receive buffer.
 
         Args:
             replica: this rank's copy of the model and what runs it.
@@ -258,6 +264,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             MismatchError: ranks hold models with different parameters or buffers.
             UsageError: the optimizer cannot step on servers, or has stepped on servers of another run; the transport
                 asked for is not available.
+            PeerError: a server does not answer, or has ended.
             ValueError: no parameter is trained.
         """
         comm = self._run_context.comms.replica
@@ -305,8 +312,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Have the servers clip the gradient and step their optimizers, and copy the new parameters into the model.
 
-        A non-finite gradient makes no update. Blocks until all servers have replied; there is no barrier over the
-        ranks.
+        A non-finite gradient makes no update. Every rank makes this request; the first one to arrive makes a server's
+        update. Blocks until all servers have replied; there is no barrier over the ranks.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
@@ -320,6 +327,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         Raises:
             UsageError: the script has written parameters since its backward, or changed an option of the optimizer that
                 servers do not follow, such as ``nesterov``.
+            PeerError: a server does not reply in time, or has ended.
         """
         self._guard.check_update(self._trained, f"step {step_context.taken + 1}")
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
@@ -357,9 +365,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Wait for the servers' sums of gradients and loss sums over all ranks, and return the step's statistics.
 
-        The gradients stay on the parameter servers, which divide them by the global count. The servers answer once they
-        have all pushes of the step, one from each logical worker (fixed share of the global batch) or one from each
-        rank; with backup workers they leave out the latest ones.
+        Pushes this rank's gradients first, where they are pushed once a rank. The summed gradients stay on the
+        parameter servers, which divide them by the global count. The servers answer once they have all pushes of the
+        step, one from each logical worker (fixed share of the global batch) or one from each data rank, all of which
+        therefore call this method; with backup workers the servers leave out the latest pushes.
 
         Args:
             step_context: the step under way, with its number and the loss scale that the gradients contain.
@@ -373,6 +382,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         Raises:
             UsageError: the script has written parameters since the last update.
             MismatchError: ranks are in different steps.
+            PeerError: a server does not reply in time, or has ended.
         """
         self._guard.check(self._trained, f"step {step_context.taken + 1}")
         return super().reduce_gradients(step_context)
@@ -389,16 +399,17 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return OwnGradients(self._counted())
 
     def merged(self) -> dict[str, Tensor]:
-        """Return the model's parameters, and its buffers merged over logical workers, as whole tensors. Collective.
+        """Return the model's parameters, and its buffers merged over logical workers, as whole tensors.
 
         Logical workers are the N fixed shares of the global batch, each with buffers of its own. Batch-norm statistics
-        are pooled over all workers, other floating buffers averaged, and of integers the largest is taken. With backup
-        workers a rank may have missed the latest update, and reads the parameters from the servers first, between two
-        barriers over the data ranks.
+        are pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective
+        over the data ranks: with N > 1 an all-gather of the buffers for each dtype. With backup workers a rank may have
+        missed the latest update, and reads the parameters from the servers first, between two barriers over the data
+        ranks.
 
         Returns:
             A dict from names of all parameters and buffers in the model to tensors; parameters share memory with the
-            model's own.
+            model's own, and so do the buffers with N = 1.
         """
         if self._servers.backup:
             # Ranks whose pushes came late have older parameters.
@@ -421,14 +432,18 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return None if self._servers.backup else super().replicated()
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
+        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``.
+
+        Collective over the data ranks: an all-gather of the buffers for each dtype with several logical workers; with
+        backup workers also barriers around the reads of the servers. Rank 0 alone asks the servers for the optimizer
+        state.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has some of the parameters and merged buffers,
             which are shared out over the ranks, by names in the model; ``optim`` has, on rank 0, the parameter servers'
             optimizer state under ``"{parameter name}/{state key}"``, and is empty on other ranks; ``workers`` has the
             buffers of each logical worker (share of the global batch with its own buffers) on this rank under ``"{index
-            of the worker}/{buffer name}"``.
+            of the worker}/{buffer name}"``. Parameters are the model's own tensors, not copies.
         """
         comm, model = self._run_context.comms.replica, self.merged()
         optim = self._link.optimizer_state()
@@ -439,8 +454,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
     def load(self, saved: SavedState) -> None:
         """Restore parameters and buffers on this rank, and parameters and optimizer state on the parameter servers.
 
-        Collective: every rank reads the model and the buffers of its logical workers (shares of the global batch), rank
-        0 sends parameters and optimizer state to the servers, then all wait at a barrier over the data ranks.
+        Every rank reads the model and the buffers of its logical workers (shares of the global batch); rank 0 sends
+        parameters and optimizer state to the servers. Collective over the data ranks: rank 0 broadcasts whether it has
+        sent, for which all wait.
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.
@@ -448,6 +464,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         Raises:
             CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
             UsageError: the saved optimizer state is larger than a server accepts.
+            PeerError: a server does not reply in time, or has ended.
         """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))

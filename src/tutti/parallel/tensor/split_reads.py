@@ -317,10 +317,10 @@ class SplitReads(QuietMode):
         return whole
 
     def gatherer(self, name: str, tensor: Tensor) -> SplitMatrixGatherer:
-        """Return the object that gathers whole tensors from slices like those of a parameter, and cuts them. Not
-        collective.
+        """Return the object that gathers whole tensors from slices like those of a parameter. Not collective.
 
-        The result's ``gather`` is collective over the tensor ranks, its ``mine`` is not.
+        The result's ``gather`` is collective over the tensor ranks; its ``mine`` cuts a whole tensor to this rank's
+        slice, and is not.
 
         Args:
             name: name of the split parameter, whose slices' positions are used.

@@ -13,8 +13,7 @@ from tutti.comm.partition import even_share
 
 
 class SliceRanks(Protocol):
-    """Protocol of collectives over the tensor-parallel ranks that autograd differentiates; each method says its
-    backward.
+    """Protocol of collectives over the tensor-parallel ranks that autograd differentiates; each names its backward.
 
     ``tutti.comm.differentiable.TensorRanks`` implements them. All tensor-parallel ranks make the same calls in the same
     order. A call, or its backward, that communicates blocks, and raises ``PeerError`` if a rank is lost or late, and
