@@ -224,7 +224,11 @@ def draws_by_functions(module: nn.Module) -> bool:
     """Return whether a module or submodule may draw random numbers by function calls, such as ``functional.dropout``.
 
     Draws within PyTorch's own layers, such as ``nn.Dropout``, do not count. Also True where ``torch.fx`` cannot trace
-    the forward of the module or of a submodule, since nothing is known about its draws then.
+    the forward of the module or of a submodule, since nothing is known about its draws then. The module stays as it
+    was.
+
+    Args:
+        module: the module; its forward is traced in training and in evaluation mode.
     """
     return any(_may_draw(inner) for inner in module.modules() if not (_is_layer(inner) or is_sequence(inner)))
 

@@ -62,18 +62,24 @@ class PipelineLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> PipelineRunner:
-        """Cut the model into pipeline stages, and return the runner of this rank's stages. Collective over all ranks.
+        """Cut the model into pipeline stages, and return the runner of this rank's stages. Collective over all ranks of
+        the job.
+
+        The ranks of a replica compare their models, rank 0 measures the modules' times and broadcasts them, all ranks
+        agree on the cuts, and parameters that several stages share are broadcast over the ranks that hold them. Runs
+        the loss function on a first micro-batch, if the run has one.
 
         Args:
-            plain: the whole model, equal on all ranks.
+            plain: the whole model, equal on all ranks; changed in place: placeholders replace the tensors that other
+                ranks hold.
 
         Returns:
             The runner, whose ``run`` sends micro-batches through all stages of the replica, together with the runners
             of the other pipeline ranks. It holds the parameters of this rank's stages only, on the rank's device.
 
         Raises:
-            MismatchError: the ranks have built models with different parameters or buffers.
-            UsageError: the model cannot be cut into that many stages.
+            MismatchError: the ranks have built models with different parameters or buffers, or find different cuts.
+            UsageError: the model cannot be cut into that many stages, or activation checkpointing matches no module.
         """
         return self.replica(plain, *self.cut_stages(plain))
 
@@ -82,11 +88,12 @@ class PipelineLayout:
     ) -> PipelineRunner:
         """Return the runner of this rank's virtual pipeline stages of the model, moved to this rank's device.
 
-        Collective over all ranks: creates subgroups for parameters that several stages share, and broadcasts these
-        parameters.
+        Collective over all ranks of the job: creates subgroups for parameters that several stages share, and broadcasts
+        these parameters from the first rank that holds them. Activation checkpointing and ``torch.compile`` are applied
+        as the run asks.
 
         Args:
-            plain: the whole model. Placeholders replace the tensors that other ranks hold.
+            plain: the whole model, changed in place: placeholders replace the tensors that other ranks hold.
             virtual_stages: this rank's virtual stages, the first result of ``cut_stages``.
             holding: which ranks hold which tensors, the second result of ``cut_stages``; None where the model is not
                 cut.
@@ -99,26 +106,29 @@ class PipelineLayout:
     def cut_stages(
         self, plain: nn.Module, closed: Collection[str] = ()
     ) -> tuple[Sequence[VirtualStage], StageOwnership | None]:
-        """Cut the model into virtual pipeline stages, the same number on each pipeline rank. Collective over all ranks.
+        """Cut the model into virtual pipeline stages, the same number on each pipeline rank.
 
         The number of virtual stages a rank is an option of the layout, and so are names of modules before which to cut.
         Without such names, the cuts balance the modules' measured times or, where no times are taken, such as in a
-        reproducible run, their numbers of parameters.
+        reproducible run, their numbers of parameters. Collective over all ranks of the job: the ranks of a replica
+        compare their models, rank 0 broadcasts the times, and all ranks compare the cuts. Runs the loss function on a
+        first micro-batch, if the run has one, on each rank, and on rank 0 three times more to measure times.
 
         Args:
-            plain: the whole model.
+            plain: the whole model; it stays as it was, and the stages share its modules and parameters.
             closed: names of modules that no cut may go through.
 
         Returns:
             A pair. First a list of this rank's virtual stages, in the model's order: each with its ``module`` and the
             names of the values that the stage receives (``incoming``) and sends (``outgoing``). Second a
             ``StageOwnership``, whose ``stages`` has for each parameter and persistent buffer of the model the indices
-            of the virtual stages that hold it; None where there is one stage only.
+            of the virtual stages that hold it; None with one pipeline rank, where the only virtual stage is the whole
+            model.
 
         Raises:
-            MismatchError: the ranks have built different models.
-            UsageError: the model cannot be cut into that many stages, or has nothing for activation checkpointing to
-                recompute.
+            MismatchError: the ranks have built different models, or find different cuts.
+            UsageError: the model cannot be cut into that many stages, consists of several models without a common
+                forward, or has nothing for activation checkpointing to recompute.
         """
         stage = self._run_context.comms.p2p_channels(KINDS, "stage")
         self._run_context.comms.model.agree(
@@ -308,11 +318,14 @@ class PipelineRunner(ReplicaPart):
     def look_what_learns(self, asked: bool = False) -> tuple[bool, ...]:
         """Look up which stages receive values that need a gradient: scripts freeze and unfreeze parameters.
 
+        Not collective: every rank has the ``requires_grad`` of all stages' parameters.
+
         Args:
             asked: whether an input of the model requires a gradient.
 
         Returns:
-            For each virtual stage of the whole model, and for the model's output, whether it takes such values.
+            A bool for each virtual stage of the whole model, in order, and one more for the model's output: whether the
+            values that the stage receives (the output) need a gradient.
         """
         self._shared.look()
         for each in self.split_backwards:
@@ -325,7 +338,8 @@ class PipelineRunner(ReplicaPart):
     def stage_copies(self) -> Sequence[tuple[Communicator, Sequence[nn.Parameter]]]:
         """Trained parameters that several pipeline stages use, such as tied weights, with the ranks that hold copies.
 
-        Pairs: a communicator over the ranks of the stages that hold the same parameters, and these parameters.
+        A list of pairs: a communicator over the ranks of the stages that hold the same parameters, and the list of
+        these parameters on this rank, in an order equal on these ranks.
         """
         return self._shared.copies
 
@@ -333,9 +347,9 @@ class PipelineRunner(ReplicaPart):
         """Set the hook whose ``gradient_ready`` is called for each trained parameter of this rank's pipeline stages.
 
         Each ``run``, over the micro-batches of one logical worker (one of N fixed shares of the global batch), calls
-        ``gradient_ready`` once for each parameter, when the gradient over all micro-batches is complete: in the
-        backward of the last micro-batch, or, for parameters that several stages share, after their gradients have been
-        summed over the stages.
+        ``gradient_ready`` once for each parameter that gets a gradient, when the gradient over all micro-batches is
+        complete: in the backward of the last micro-batch, or, for parameters that several stages share, after their
+        gradients have been summed over the stages. Not collective.
 
         Args:
             grad_hook: object with the method ``gradient_ready(parameter)``; replaces the hook of an earlier call.
@@ -367,16 +381,22 @@ class PipelineRunner(ReplicaPart):
         """Run one logical worker's micro-batches through all pipeline stages, in the schedule's order.
 
         A logical worker is one of N fixed shares of the global batch. Collective over the ranks of one replica's
-        stages: point-to-point messages between neighbouring stages, and a broadcast of the loss sums from the last
-        stage. A loss function that calls the model several times for a micro-batch runs on every rank, with one
-        micro-batch after the other. Gradients are added to the parameters' ``.grad``.
+        stages, all of which make this call with the same micro-batches: point-to-point messages between neighbouring
+        stages, an all-reduce (or all-gather) of the gradients of each parameter that several stages share, and a
+        broadcast of the loss sums from the last stage. A loss function that calls the model several times for a
+        micro-batch runs on every rank, with one micro-batch after the other.
+
+        Gradients are added to the ``.grad`` of this rank's parameters. Backward weights each sample's loss by
+        ``MicroBatch.weight``, so that gradients of all micro-batches are to be summed, not averaged.
 
         Args:
-            micro_batches: one logical worker's micro-batches of a step, in order.
+            micro_batches: one logical worker's micro-batches of a step, in order; at least one.
             loss: the user's loss function ``loss_fn(model, batch)``, called for each micro-batch on every virtual
                 stage; it returns a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
-            grad_hook: object whose ``prepare_for_backward`` is called before the first backward after which a gradient
-                is complete; None to run forwards only. The hook of ``connect`` receives the completed gradients.
+            grad_hook: its ``prepare_for_backward`` is called before the first backward after which a gradient is
+                complete, with the loss sums on the last stage's rank and None on others; None to run forwards only.
+                ``gradient_ready`` is called on the hook that ``connect`` has set, usually the same object; but on
+                ``grad_hook`` for a loss function that calls the model several times.
 
         Returns:
             A ``LossSums`` over all micro-batches, equal on every stage: the float tensor ``sums`` holds loss sum, count
@@ -384,9 +404,11 @@ class PipelineRunner(ReplicaPart):
 
         Raises:
             UsageError: the loss function has failed on the last stage (whose rank raises the loss function's own error
-                instead); the loss function calls the model in a way that stages cannot follow; the script has changed
-                an attribute of the model that the trace of its forward holds as a constant; or the script has put a
-                forward hook on a module that no stage calls.
+                instead; later than in the first call with this loss function, the last stage's rank alone raises, and
+                the others end with PeerError); the loss has an unknown form or requires no gradient; the loss function
+                calls the model in a way that stages cannot follow; the script has changed an attribute of the model
+                that the trace of its forward holds as a constant; or the script has put a forward hook on a module that
+                no stage calls.
         """
         if self.own_backward:
             return super().run(micro_batches, loss, grad_hook)
@@ -568,8 +590,8 @@ class PipelineRunner(ReplicaPart):
     def compute(self, flight: MicroBatchState, stage: int, given: Mapping[str, Any]) -> Any:
         """Run one pipeline stage's forward of a micro-batch: receive activations, compute, start to send the results.
 
-        This method runs when the user's loss function calls the model. The method blocks until the previous
-        stage's activations have arrived.
+        This method runs when the user's loss function calls the model. The method blocks until the previous stage's
+        activations have arrived, not until its own are sent.
 
         Args:
             flight: state of the micro-batch on this stage. The call stores the received activations in it, and those
@@ -585,7 +607,8 @@ class PipelineRunner(ReplicaPart):
             StageReached: on every stage but the last, after the sends of this stage's activations have started. The
                 exception ends the loss function.
             UsageError: a forward hook of the script has kept a tensor with its autograd graph on a stage but the last;
-                or the stage has written in place what other stages have a copy of.
+                the stage has written in place what other stages have a copy of; or activations have another form than
+                for an equal batch before.
         """
         virtual_stage = self._virtual_stages[stage // self._ranks]
         shared = self._enter(flight, stage) if stage > 0 else []
@@ -680,10 +703,26 @@ class PipelineRunner(ReplicaPart):
         grad_hook: GradientReadyHook,
         retain_graph: bool = False,
     ) -> LossSums:
-        """Run backward of one micro-batch, on all stages for each call of the model in it. Collective over the stages.
+        """Run backward of one micro-batch, on all stages for each call of the model in it; gradients add up in
+        ``.grad``.
 
-        The arguments and the result are those of ``ReplicaPart.backward``. A parameter's gradient is complete, and
-        reported to the gradient-ready hook, after the backward of the last of these calls.
+        Collective over the ranks of the replica's stages, which all compute the loss from the model's output and make
+        this call: point-to-point messages between neighbouring stages, and sums over stages of shared parameters'
+        gradients. A parameter's gradient is complete, and reported by ``grad_hook.gradient_ready``, after the backward
+        of the last of these calls in the worker's last micro-batch.
+
+        Args:
+            result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
+            micro_batch: the micro-batch of the forward.
+            before: loss sums of earlier micro-batches of the same logical worker (share of the global batch); None for
+                the first.
+            grad_hook: gradient-ready hook; its ``prepare_for_backward`` is called with the loss sums so far if this is
+                the worker's last micro-batch.
+            retain_graph: keep the autograd graph for another backward, as in ``Tensor.backward``.
+
+        Returns:
+            A ``LossSums`` of the worker so far, this micro-batch included; its float tensor ``sums`` holds loss sum,
+            count and metric sums in this order.
 
         Raises:
             UsageError: the loss has an unknown form or requires no gradient; or it depends on several calls of the
@@ -701,10 +740,14 @@ class PipelineRunner(ReplicaPart):
 
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context as ``ReplicaPart.evaluating`` does, in which the whole model is in eval mode, too.
+        """Return a context in which the model holds other values, for evaluation: in eval mode, without autograd.
+
+        The whole model and this rank's stages are in eval mode within it. On exit the previous values and training
+        modes come back. Not collective.
 
         Args:
-            values: tensors to put in place of parameters and buffers of this rank's stages, by name in the model.
+            values: tensors to put in place of parameters and buffers of this rank's stages, by name in the model; all
+                other parameters and buffers keep their values.
         """
         with training_mode([self.plain], training=False), super().evaluating(values):
             yield
@@ -712,11 +755,15 @@ class PipelineRunner(ReplicaPart):
     def pass_forward(
         self, key: tuple[Any, ...], given: Mapping[str, Any], training: bool
     ) -> tuple[list[MicroBatchState], Any]:
-        """Run one call of the model through all pipeline stages, one after another. Collective over the stages' ranks.
+        """Run one call of the model through all pipeline stages, one after another.
+
+        Collective over the ranks of the replica's stages: point-to-point messages between neighbouring stages and, in a
+        model that draws random numbers, a broadcast of the last stage's RNG state. The model's output is not broadcast.
 
         Args:
             key: equal for calls whose activations have the same shapes and dtypes.
-            given: arguments of the model's call, as ``compute`` takes them.
+            given: arguments of the model's call, as ``compute`` takes them: by name, or ``args`` and ``kwargs`` where
+                the stages follow a recorded forward.
             training: whether a backward may follow.
 
         Returns:
@@ -724,8 +771,9 @@ class PipelineRunner(ReplicaPart):
             None on others.
 
         Raises:
-            UsageError: as ``run`` and ``compute``; or a module that draws random numbers is called on several ranks,
-                and the model more than once for a micro-batch.
+            UsageError: a stage's forward is refused, as in ``compute``; the script has changed a constant of the traced
+                forward, or has put a forward hook on a module that no stage calls; or a module that draws random
+                numbers is called on several ranks, and the model more than once for a micro-batch.
         """
         self._check_constants()
         self._check_containers()
@@ -773,16 +821,21 @@ class PipelineRunner(ReplicaPart):
     ) -> None:
         """Run the backward of one call of the model through all pipeline stages, from the last one to the first.
 
-        Collective over the stages' ranks.
+        Collective over the ranks of the replica's stages: point-to-point messages between neighbouring stages and, with
+        ``accumulate``, a sum over stages of the gradients of shared parameters.
 
         Args:
             flights: first result of ``pass_forward``.
             roots: on the last stage's rank the tensors of the model's output that have a gradient, with these
-                gradients.
+                gradients; empty on others.
             inputs: the tensors among the arguments of the call; hooks on them take their gradients.
             key: equal for calls in whose backward the same activations have gradients.
             accumulate: whether to add the parameters' gradients to ``.grad``.
             keep: keep the graph for another backward.
+
+        Raises:
+            UsageError: with ``accumulate``, the loss depends on several calls of the model, and a parameter has a
+                gradient hook of the script.
         """
         now = self.draws.moment
         if accumulate:

@@ -57,9 +57,11 @@ class StageMessages:
     """Point-to-point messages of activations and gradients between this rank and its neighbours along the pipeline.
 
     The first batch of each shape sends the values' shapes and dtypes first; later batches send the tensors' data only.
+    The waits raise ``PeerError`` if a rank is lost or late, and ``MismatchError`` if ranks wait for each other in
+    different calls.
 
     Args:
-        comm: communicator over the ranks of the pipeline stages.
+        comm: communicator over the ranks of the pipeline stages, from ``Communicators.p2p_channels`` with ``KINDS``.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -75,7 +77,8 @@ class StageMessages:
         """Start to send activations to the next pipeline stage, or gradients to the previous one. Does not block.
 
         The first call with a ``kind`` and ``key`` also sends the values' forms: shapes, dtypes and memory formats. The
-        neighbour calls ``receive`` with the same ``kind`` and ``key``, in the same order.
+        neighbour calls ``receive`` with the same ``kind`` and ``key``, in the same order. Dense tensors are sent from
+        their own memory, which must not be written until ``finish`` has returned.
 
         Args:
             kind: ``activations`` or ``gradients``.
@@ -86,7 +89,8 @@ class StageMessages:
             beside: tensors that later stages may read or write, and whose memory ``values`` may share.
 
         Returns:
-            A ``MessageForm`` (shape, dtype, memory format) for each of ``values``, in order.
+            A ``MessageForm`` (shape, dtype, memory format) for each of ``values``, in order, as found in the first call
+            with this key.
 
         Raises:
             UsageError: batches of an equal key have values of different forms, or a value is neither a tensor nor a
@@ -159,7 +163,8 @@ class StageMessages:
             key: the key with which the neighbour sends the values.
 
         Returns:
-            The values in the sender's order, and for each value a ``MessageForm``: its shape, dtype and memory format.
+            The values in the sender's order, new tensors on this rank's device, and for each value a ``MessageForm``:
+            its shape, dtype and memory format.
         """
         if not self._ahead[kind]:
             if (kind, *key) not in self._forms:
@@ -273,7 +278,11 @@ def _with_shared(forms: Sequence[MessageForm], values: Sequence[Any], beside: Se
 
 
 def tuples(value: Any) -> Any:
-    """Return a value with tuples in place of its lists, however deep, as it was before a way through JSON."""
+    """Return a value with tuples in place of its lists, however deep, as it was before a way through JSON.
+
+    Args:
+        value: a list, a tuple, or any other value, which is returned as it is.
+    """
     return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
 
 

@@ -231,10 +231,13 @@ class TracedForward:
             opened: names of the modules to look into; "" is the model.
 
         Returns:
-            The graph, the same object for equal ``opened``.
+            The graph, the same object for equal ``opened``; callers do not change it.
 
         Raises:
-            UntraceableError: the forward cannot be traced.
+            UntraceableError: ``torch.fx`` cannot trace the forward, or the forward writes one of its arguments in
+                place.
+            UsageError: the model has hooks; its forward takes ``*args``, draws random numbers that do not depend on its
+                inputs, or does something else in training than in evaluation.
         """
         key = frozenset(opened)
         if key not in self._graphs:
@@ -274,7 +277,7 @@ class TracedForward:
         return self._openable[name]
 
     def enterable(self, name: str) -> bool:
-        """Return whether a cut that the user names may lie inside of a module, as ``openable`` does.
+        """Return whether a cut that the user names may lie inside of a module: whether its forward can be traced into.
 
         Args:
             name: name of the module in the whole model.

@@ -72,12 +72,18 @@ class StagedModel:
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the model's output on all stages, and return it on every rank. Collective over the stages' ranks.
+        """Compute the model's output on all stages, and return it on every rank.
+
+        Collective over the ranks of the replica's stages, which all make this call with equal arguments: messages
+        between neighbouring stages, and a broadcast of each tensor of the output from the last stage. A later backward
+        is collective over them, too: it adds gradients to the parameters' ``.grad``, and all-reduces the gradients of
+        the inputs. On the last stage's rank, too, the output's tensors are copies, which the script may write in place.
 
         Raises:
             UsageError: an argument is an object whose tensors are not known; the call is within a transform of
                 ``torch.func``, or with other parameters than the model's own; the model writes an argument in place; or
                 the output is no structure of tensors and numbers, or of another form than for equal arguments before.
+                In backward: with ``create_graph=True``.
         """
         leaves, structure = tree_flatten((args, kwargs))
         self._check(leaves)
@@ -148,15 +154,23 @@ class StagedModel:
             )
 
     def share(self, key: tuple[Any, ...], result: Any, last: bool) -> tuple[_Outputs, list[Tensor]]:
-        """Broadcast the model's output from the last stage. Collective.
+        """Broadcast the model's output from the last stage.
+
+        Collective over the ranks of the replica's stages: one broadcast for each tensor, and in the first call of a
+        ``key`` one of the output's structure and forms.
 
         Args:
             key: equal for calls whose outputs have the same form.
-            result: the model's output, on the last stage.
+            result: the model's output, on the last stage; not read on other ranks.
             last: whether this rank has the last stage.
 
         Returns:
-            The structure of the output, and its tensors, on every rank.
+            The structure of the output with the form of each of its leaves, and its tensors, on every rank; on the last
+            stage copies of those in ``result``, without their autograd graph.
+
+        Raises:
+            UsageError: on the last stage, the output has another form than for this key before, or is no structure of
+                tensors and numbers.
         """
         tensors, found = list[Tensor](), None
         if last:
@@ -180,14 +194,16 @@ class StagedModel:
         return known, tensors
 
     def sum_over_stages(self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Add up the gradients of the call's inputs over the stages that read them. Collective.
+        """Add up the gradients of the call's inputs over the stages that read them.
+
+        Collective over the ranks of the replica's stages: one all-reduce for each input.
 
         Args:
             gradients: this rank's part of the gradient of each input; None where its stages do not use the input.
-            inputs: the inputs.
+            inputs: the inputs, equal on all ranks.
 
         Returns:
-            The gradients, None where no stage uses the input.
+            The summed gradients, new tensors, equal on all ranks; None where no stage uses the input.
         """
         found: list[Tensor | None] = []
         for gradient, given in zip(gradients, inputs, strict=True):

@@ -92,9 +92,10 @@ class SharedGradients:
         """Sum the gradients of parameters that stages share over the stages, and write the sums into ``.grad``.
 
         Gradients of earlier logical workers (fixed shares of the global batch), which ``begin`` kept aside, are added.
-        Collective over the ranks that hold the same parameters: for each parameter one all-reduce or, for more than two
-        ranks, one all-gather. The message has one number more, the number of ranks with a gradient: where it is 0,
-        ``.grad`` stays None, so that the optimizer skips the parameter.
+        Collective over the ranks that hold the same parameters, for each parameter in turn: one all-reduce or, for more
+        than two ranks, one all-gather. The message has one number more, the number of ranks with a gradient: where it
+        is 0, ``.grad`` stays what it was before ``begin``, or None, so that the optimizer skips the parameter.
+        Otherwise ``.grad`` is a new tensor, equal on these ranks.
 
         Args:
             micro_batches: number of the logical worker's micro-batches, equal on all ranks.

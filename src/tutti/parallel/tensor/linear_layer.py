@@ -39,6 +39,9 @@ def is_linear(module: nn.Module) -> bool:
 
     True for ``nn.Linear`` itself and where ``is_transposed`` is True (weight stored as (inputs, outputs)). False for
     subclasses of ``nn.Linear``, and where a parametrization computes the weight.
+
+    Args:
+        module: the module; one of another class than ``nn.Linear`` may be computed with, see ``is_transposed``.
     """
     if type(module) is nn.Linear:
         return module_parameters(module).keys() == {"weight", "bias"}
@@ -52,6 +55,9 @@ def is_transposed(module: nn.Module) -> bool:
     Only modules with just a matrix ``weight`` and a fitting vector ``bias``, without submodules and buffers, and of a
     class from outside of PyTorch are tried; others, and those that raise an error, are False. ``TransposedLinear`` is
     True.
+
+    Args:
+        module: the module; it is not changed.
     """
     if isinstance(module, TransposedLinear):
         return True
