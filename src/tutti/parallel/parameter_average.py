@@ -52,7 +52,7 @@ class ParameterAverage:
     def adopt(self, names: Collection[str]) -> None:
         """Add parameters that were frozen (``requires_grad`` False) to the moving average, from their current values.
 
-        A frozen parameter is constant, so that its average so far is its value.
+        A frozen parameter is constant, so that its average so far is its value. Not collective.
 
         Args:
             names: names in the model of parameters that the script now trains; parameters averaged already are left
@@ -136,7 +136,7 @@ class ParameterAverage:
                 on.
 
         Raises:
-            CheckpointError: a file of the checkpoint differs from its manifest.
+            CheckpointError: the checkpoint lacks a parameter, or a file of it differs from its manifest.
         """
         names, specs = saved.names("ema"), self._replica.specs
         named = dict(parameters(self._replica.parts))

@@ -38,7 +38,8 @@ class GatheredTensor(NamedTuple):
         parameter: this rank's parameter.
         local: shape of this rank's slices, concatenated.
         shape: shape of the gathered tensor.
-        regions: for each rank of the axis the regions of its slices in the gathered tensor, each a slice by dimension.
+        regions: for each rank of the axis, in rank order, the regions of its slices in the gathered tensor, each a
+            tuple of one ``slice`` a dimension.
         alike: whether every rank of the axis holds the whole tensor.
     """
 
@@ -53,12 +54,12 @@ class WholeTensors:
     """Steps an optimizer on whole tensors, of which each rank holds only slices.
 
     Each tensor has an owner rank, which gathers the slices of parameter and gradient, steps on the whole tensor, sends
-    the slices of the result back, and alone keeps the tensor's optimizer state. It serves optimizers whose update of
-    an element depends on others.
+    the slices of the result back, and alone keeps the tensor's optimizer state. It serves optimizers whose update of an
+    element depends on others.
 
     Args:
-        axes: mesh axes in the order of gathering, each with its tensors and their owners. This rank owns a tensor of a
-            later axis along all earlier axes.
+        axes: mesh axes in the order of gathering, each an object that the function ``axis`` returns, with its tensors
+            and their owners. An axis lists only tensors that this rank owns on the axes before it.
         optimizer: the optimizer; its present state of tensors that this rank does not own is dropped.
     """
 

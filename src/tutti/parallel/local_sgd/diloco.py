@@ -79,7 +79,7 @@ class DiLoCoSync(LocalSGDSync):
         In DiLoCo each logical worker (fixed share of the global batch) makes inner updates of its own copy of the
         parameters, in ``end_worker``. A run may begin with synchronous steps, which average gradients. The last of them
         also sets the outer parameters to the updated parameters; outer updates are made in ``reduce_gradients``.
-        Collective where a gradient was non-finite: an all-gather of the parameters' names.
+        Collective over the data ranks only where a gradient was non-finite: an all-gather of the parameters' names.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is

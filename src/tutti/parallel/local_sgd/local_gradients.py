@@ -100,7 +100,11 @@ class LocalGradients:
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
 
     def pop_reached(self) -> list[bool]:
-        """Return an empty list: ``.grad``, None or not, tells which parameters backward has reached."""
+        """Return an empty list: ``.grad``, None or not, tells which parameters backward has reached.
+
+        Custom training loops call this after a backward. Only FSDP2 keeps a record of the parameters that backward has
+        reached.
+        """
         return []
 
     def mark_reached(self, used: Sequence[bool]) -> None:
@@ -172,7 +176,11 @@ class LocalGradients:
         return clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` is one of this rank's, which update whole parameters; True for the script's.
+        """Return whether ``optimizer`` updates whole parameters on this rank: True for the optimizers of its logical
+        worker.
+
+        The script's own optimizers are among them. Where the result is True, ``optimizer.step(closure)`` may call the
+        closure several times, as LBFGS does.
 
         Args:
             optimizer: any optimizer.

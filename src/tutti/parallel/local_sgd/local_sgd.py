@@ -85,8 +85,9 @@ class LocalSGDSync(LocalGradients):
         """Make a copy of the trained parameters and an optimizer for each logical worker of this rank (local SGD).
 
         A logical worker is one of N fixed shares of the global batch; a rank computes one or more. Before the copies
-        are made, all ranks compare the model's names, shapes and dtypes, and take data rank 0's values. Collective over
-        the data ranks.
+        are made, all data ranks compare the model's names, shapes and dtypes, and rank 0 broadcasts its values. Trial
+        steps of the optimizer on small tensors of their own are compared by an all-gather. Collective over the data
+        ranks. The model's parameters stay the copy of this rank's first worker.
 
         Args:
             replica: the model on this rank and what runs it.
@@ -299,8 +300,8 @@ class LocalSGDSync(LocalGradients):
         """Report the updates that ``end_worker`` has made already; in a synchronous step, update every worker's copy.
 
         In local SGD each logical worker (fixed share of the global batch) updates its own copy of the parameters. In
-        the first steps of post-local SGD, the synchronous ones, all copies make the same update here. Collective only
-        where a gradient was non-finite: an all-gather of the parameters' names.
+        the first steps of post-local SGD, the synchronous ones, all copies make the same update here. Collective over
+        the data ranks only where a gradient was non-finite: an all-gather of the parameters' names.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
@@ -311,8 +312,8 @@ class LocalSGDSync(LocalGradients):
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 for a synchronous update that was skipped because a gradient was
             not finite; ``skipped`` is True if any worker's update was skipped, and then ``nonfinite`` has the names of
-            parameters whose gradient is not finite; ``together`` is True in synchronous steps and in steps that end
-            with an average of the workers' parameters.
+            parameters whose gradient is not finite (of each rank up to three); ``together`` is True in synchronous
+            steps and in steps that end with an average of the workers' parameters.
         """
         if (reducer := self._jointly(step_context)) is not None:
             return self._update_all(reducer, stats, step_context)

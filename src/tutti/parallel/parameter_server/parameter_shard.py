@@ -91,8 +91,8 @@ class ParameterShard:
         Does nothing on a server without an optimizer (no parameter of its shard is trained).
 
         Args:
-            gradients: for each parameter slice of this server its gradient, in the shapes of ``views``; None for a
-                parameter without a gradient.
+            gradients: for each parameter slice of this server its gradient, in the shapes of ``views``, which becomes
+                the parameter's ``.grad`` without a copy; None for a parameter without a gradient.
             settings: values of the optimizer's hyperparameters as a rank has sent them, in the order of the
                 constructor's ``keys``.
             grad_norm: norm of the whole gradient over all servers, for an optimizer that has an attribute of this name.

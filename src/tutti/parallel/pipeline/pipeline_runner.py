@@ -62,12 +62,11 @@ class PipelineLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> PipelineRunner:
-        """Cut the model into pipeline stages, and return the runner of this rank's stages. Collective over all ranks of
-        the job.
+        """Cut the model into pipeline stages, and return the runner of this rank's stages.
 
-        The ranks of a replica compare their models, rank 0 measures the modules' times and broadcasts them, all ranks
-        agree on the cuts, and parameters that several stages share are broadcast over the ranks that hold them. Runs
-        the loss function on a first micro-batch, if the run has one.
+        Collective over all ranks of the job: the ranks of a replica compare their models, rank 0 broadcasts the
+        modules' times where it measures them, all ranks compare the cuts, and parameters that several stages share are
+        broadcast over the ranks that hold them. Runs the loss function on a first micro-batch, if the run has one.
 
         Args:
             plain: the whole model, equal on all ranks; changed in place: placeholders replace the tensors that other
@@ -703,8 +702,7 @@ class PipelineRunner(ReplicaPart):
         grad_hook: GradientReadyHook,
         retain_graph: bool = False,
     ) -> LossSums:
-        """Run backward of one micro-batch, on all stages for each call of the model in it; gradients add up in
-        ``.grad``.
+        """Run backward of one micro-batch, on all stages for each call of the model; gradients add up in ``.grad``.
 
         Collective over the ranks of the replica's stages, which all compute the loss from the model's output and make
         this call: point-to-point messages between neighbouring stages, and sums over stages of shared parameters'

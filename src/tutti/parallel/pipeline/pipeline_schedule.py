@@ -326,8 +326,12 @@ def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) 
         name: name of the schedule, a key of ``SCHEDULES``: ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble`` or
             ``one_by_one``.
         ranks: pipeline ranks, p.
-        micro_batches: number of micro-batches, m.
+        micro_batches: number of micro-batches, m, at least 1.
         chunks: virtual stages a rank, v; only ``interleaved`` takes more than one.
+
+    Raises:
+        KeyError: ``SCHEDULES`` has no such name.
+        ValueError: there is no micro-batch.
 
     >>> [round(bubble_fraction(name, 4, 8), 6) for name in ("1f1b", "zero_bubble", "one_by_one")]
     [0.272727, 0.111111, 0.75]
@@ -366,8 +370,11 @@ def picture(order: Order, cost: Callable[[Action], int]) -> str:
     virtual stages a rank, a letter after the number names the rank's first (a), second (b), … stage.
 
     Args:
-        order: the schedule.
+        order: the schedule, of at least one action.
         cost: function from an action, one forward or backward, to its duration, a whole number of units.
+
+    Raises:
+        ValueError: the schedule deadlocks, or has no action.
 
     >>> print(picture(gpipe(2, 2), lambda action: 1))
     rank 0  F0 F1 .. .. B0 B1

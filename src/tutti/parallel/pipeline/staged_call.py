@@ -45,10 +45,11 @@ class _Outputs(NamedTuple):
 
 
 class StagedModel:
-    """Stands for a whole model whose stages are on several ranks: a call computes on all of them. Collective.
+    """Stands for a whole model whose stages are on several ranks: a call computes on all of them.
 
-    Every rank of the replica's stages makes the same calls with equal arguments, and gets the model's output. A
-    gradient of the output goes back through the stages, into the parameters of each and to the inputs.
+    Every rank of the replica's stages makes the same calls with equal arguments, and gets the model's output: calls and
+    their backwards are collective over these ranks. A gradient of the output goes back through the stages, into the
+    parameters of each and to the inputs.
 
     Args:
         runner: runs this rank's stages.

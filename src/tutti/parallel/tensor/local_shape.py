@@ -35,7 +35,7 @@ class LocalShapeMode(TorchFunctionMode):
     The block's code names the sizes of the whole. Within this mode ``view``, ``reshape`` and ``split`` with such sizes
     get this rank's sizes instead. Dropout and ``scaled_dot_product_attention`` draw masks for all heads or features, as
     one device does, and apply this rank's slice. ``sizes`` and ``draws`` come from the tensor-parallel plan of the
-    block.
+    block. The mode sends nothing, and serves one call of the block.
 
     Args:
         slice_: which heads or features of the block this rank has.
@@ -47,6 +47,7 @@ class LocalShapeMode(TorchFunctionMode):
 
     Attributes:
         drops: whether dropout is applied.
+        viewed, drawn: numbers of the views that were reduced, and of the calls of dropout or attention, so far.
     """
 
     drops = True
@@ -74,7 +75,8 @@ class LocalShapeMode(TorchFunctionMode):
         A block such as attention runs on this tensor-parallel rank's heads, but its code names the sizes of the whole
         tensor, such as the number of heads in ``x.view(samples, positions, heads, features)``; one of the sizes has to
         become that of the slice. The index comes from the tensor-parallel plan, which lists one for each such view in
-        the order of the calls; each call of this method takes the next.
+        the order of the calls. The attribute ``viewed``, which the caller then increments, is the present view's place
+        in the list.
 
         Args:
             have: number of elements of the tensor on this rank, for the message of the error.
@@ -91,8 +93,8 @@ class LocalShapeMode(TorchFunctionMode):
         """Return the dimension along which ranks split the input of the present call of dropout or attention.
 
         The call is one in the forward of a block, such as attention, that runs on this tensor-parallel rank's heads or
-        features. The tensor-parallel plan lists these dimensions in the order of the calls; each call of this method
-        takes the next.
+        features. The tensor-parallel plan lists these dimensions in the order of the calls. The attribute ``drawn``,
+        which the caller then increments, is the present call's place in the list.
 
         Args:
             tensor: the input; unused here, for subclasses.
@@ -190,7 +192,9 @@ class HeadParallelBlock(TensorParallelLayer):
         """Run the unsplit block's own forward on this tensor-parallel rank's heads or features.
 
         View sizes and dropout in that code are fitted to the slice (``LocalShapeMode``). Arguments and result are those
-        of the unsplit block.
+        of the unsplit block, the same on every rank. The split layers in the block are collective over the tensor
+        ranks: the row-parallel one all-reduces (or reduce-scatters) the outputs, and the column-parallel ones
+        all-reduce their inputs' gradients in backward.
 
         Raises:
             UsageError: the arguments are of other kinds than in the calls for which the split was verified; the code

@@ -113,6 +113,8 @@ class _Alone:
 class Outputs:
     """Forward hook that gathers a tensor-parallel model's outputs, except within ``kept``, where they stay split.
 
+    Gathering is an all-gather over the tensor ranks for each ``SplitTensor`` among the outputs.
+
     Args:
         module: the model; the hook is registered on it.
         keep: leave outputs split from the start.
@@ -127,7 +129,8 @@ class Outputs:
         """Return a context in which a tensor-parallel model's forward returns its outputs split over ranks.
 
         Within the context the outputs are ``SplitTensor``s. The loss function runs in it, so that cross-entropy works
-        on split scores. After the context the model's outputs are all-gathered again.
+        on split scores. After the context the model's outputs are all-gathered over the tensor ranks, also where the
+        constructor was given ``keep``.
         """
         self._keep = True
         try:

@@ -74,18 +74,18 @@ class SplitReads(QuietMode):
     """Function mode that refuses what the script computes from parameters of which this rank has only a slice.
 
     With tensor parallelism, functions whose result on a slice is the slice of their result are allowed: elementwise
-    ones (an average of weights, weights clamped in place) and reads of metadata. Their results count as split, too.
-    Whole operands of them are cut, after the ranks have compared them, and a whole tensor that they write is given the
-    whole parameter; both are collective. Shape and number of elements are those of the whole parameter where the script
-    asks. A norm, a sum, a product with a matrix or a write of some rows raises ``UsageError``. A column-parallel
-    layer that the script calls by itself, not through the block around it, returns its slice of the outputs as a
-    ``SplitTensor``.
+    ones (an average of weights, weights clamped in place) and reads of metadata. Their results count as split, too. A
+    whole operand of such a function is cut to the slice, after all ranks that hold slices of the model have compared
+    it; a whole tensor that the function writes gets the whole parameter, by an all-reduce over the tensor ranks. Shape
+    and number of elements are those of the whole parameter where the script asks. A norm, a sum, a product with a
+    matrix or a write of some rows raises ``UsageError``. A column-parallel layer that the script calls by itself, not
+    through the block around it, returns its slice of the outputs as a ``SplitTensor``.
 
     Args:
         split: parameters of which this rank has a slice, by name.
         specs: position of each parameter's slice in the whole tensor, by name.
         blocks: for each column-parallel layer the module within whose forward its outputs may be plain slices.
-        comm: the ranks that hold the slices.
+        comm: the tensor ranks of this replica, which hold the other slices.
         holders: the ranks that hold slices of the same model, also those of other replicas.
 
     Attributes:
