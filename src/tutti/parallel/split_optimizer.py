@@ -81,8 +81,8 @@ def _somewhere(here: bool, comm: Communicator) -> bool:
 class SplitNormReducer:
     """Completes sums of squares of tensor-parallel slices to those of whole tensors, for layer-wise optimizers.
 
-    Called with the squares of this rank's slices, it sums them over the tensor ranks; tensors that are whole on every
-    rank count once. It is a ``types.NormReducer``.
+    Called with the squares of this rank's slices, the object sums them over the tensor ranks; tensors that are whole on
+    every rank count once. Implements the protocol ``tutti.types.NormReducer``.
 
     Args:
         optimizer: the optimizer, whose parameters with a gradient are in the order of the squares.
@@ -122,7 +122,7 @@ class SplitNormReducer:
 class SplitMatrixGatherer:
     """Assembles whole matrices from tensor-parallel slices, for optimizers such as Muon.
 
-    It is a ``types.FullTensorGatherer`` over the tensor ranks.
+    Implements the protocol ``tutti.types.FullTensorGatherer`` over the tensor ranks.
 
     Args:
         split: the split parameters with the regions of their slices.

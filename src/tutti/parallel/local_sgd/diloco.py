@@ -56,7 +56,7 @@ class DiLoCoSync(LocalSGDSync):
         weights, its momentum at zero.
 
         Args:
-            replica: the model on this rank and what runs it.
+            replica: the model on this rank, with its runner.
             make_optimizer: called once for each worker of this rank with a list of (name, parameter); returns that
                 worker's inner optimizer, which is the run's optimizer.
 

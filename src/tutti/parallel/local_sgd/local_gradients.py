@@ -176,8 +176,7 @@ class LocalGradients:
         return clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` updates whole parameters on this rank: True for the optimizers of its logical
-        worker.
+        """Return whether an optimizer updates whole parameters on this rank: True for those of its logical worker.
 
         The script's own optimizers are among them. Where the result is True, ``optimizer.step(closure)`` may call the
         closure several times, as LBFGS does.

@@ -90,7 +90,7 @@ class LocalSGDSync(LocalGradients):
         ranks. The model's parameters stay the copy of this rank's first worker.
 
         Args:
-            replica: the model on this rank and what runs it.
+            replica: the model on this rank, with its runner.
             make_optimizer: called once for each worker of this rank with a list of (name, parameter); returns that
                 worker's optimizer, or None where there is nothing to train.
 

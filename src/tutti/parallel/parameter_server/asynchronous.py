@@ -87,11 +87,11 @@ class AsynchronousServerSync(RemoteGradients):
 
         Collective over the data ranks; blocks until every server has answered. Each server process builds an optimizer
         over its part of the parameters; on every rank, too, ``make_optimizer`` builds one, which holds the
-        hyperparameters and is never stepped. The ``.data`` of the trained parameters becomes this rank's copy of the
-        first worker's parameters, or the receive buffer.
+        hyperparameters and is never stepped. Where the servers share memory with a CPU rank of one worker, the
+        ``.data`` of the trained parameters becomes the receive buffer.
 
         Args:
-            replica: this rank's copy of the model and what runs it.
+            replica: this rank's copy of the model, with its runner.
             make_optimizer: builds the run's optimizer from a list of (name, parameter).
 
         Returns:
@@ -185,7 +185,7 @@ class AsynchronousServerSync(RemoteGradients):
 
         Args:
             worker: index of the logical worker, one of those that this rank computes.
-            step_context: facts of the step under way, such as its number and loss scale; kept for ``end_worker``.
+            step_context: the step under way, with its number and loss scale; kept for ``end_worker``.
 
         Raises:
             UsageError: the script has written parameters since the worker's last step.
@@ -297,10 +297,13 @@ class AsynchronousServerSync(RemoteGradients):
 
         Returns:
             A ``StepStats``: ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of
-            the step before where they had none); among the metrics ``staleness``, the mean number of updates that the
-            first server made between a worker's read and its push; ``grad_norm``, the mean of the gradients' L2 norms
-            before clipping; ``finite``, False if one of the gradients was not finite; ``stop``, True from the step
-            after which the first server has told all workers to stop.
+            this rank's step before where they had none), and ``count``, their number; among the metrics ``staleness``,
+            the mean number of updates that the first server made between a worker's read and its push; ``grad_norm``,
+            the mean of the gradients' L2 norms before clipping; ``finite``, False if one of the gradients was not
+            finite; ``stop``, True from the step after which the first server has told all workers to stop.
+
+        Raises:
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
         """
         self._buffers.finish()
         loss_sums = self._counting.take()

@@ -227,7 +227,7 @@ class Client:
             floats (``extras``), and for SAVE and FACTS the saved state or statistics (``frames``, a list of bytes).
 
         Raises:
-            PeerError: no reply came in time, or a server has ended for good.
+            PeerError: no reply came in time, or a server has ended and is not started again.
             MismatchError: ranks wait in different calls.
             AuthenticationError: a server does not accept this rank's key.
         """
@@ -279,7 +279,7 @@ class Client:
             (``extras``), and for SAVE and FACTS the saved state or statistics (``frames``, a list of bytes).
 
         Raises:
-            PeerError: no reply came in time, or a server has ended for good.
+            PeerError: no reply came in time, or a server has ended and is not started again.
             MismatchError: ranks wait in different calls.
             AuthenticationError: a server does not accept this rank's key.
         """

@@ -170,7 +170,7 @@ class RemoteGradients:
         Other strategies return here the norm of some parameters' gradients.
 
         Args:
-            members, step_context: unused; the parameters, and facts of the step under way.
+            members, step_context: unused; the parameters, and the step under way.
 
         Raises:
             ValueError: always.

@@ -84,13 +84,14 @@ class RequestHandler(Protocol):
         """
 
     def handle(self, request: Request) -> Answer | None:
-        """Carry out a request of a rank to this parameter server, and return the reply.
+        """Carry out a request of a rank to this parameter server, and return the reply. Does not block.
 
         PUSH brings gradients, SUM reads statistics of the summed gradients, APPLY makes the update, and PULL reads the
         parameters for a step.
 
         Args:
-            request: one of these requests, with its header, floats and, for a PUSH, gradients.
+            request: one of these requests, with its header, floats and, for a PUSH, gradients, whose buffer is reused
+                after the call.
 
         Returns:
             The reply, an ``Answer`` object: ``status``, floats (``extras``), and ``values``, whether the server's

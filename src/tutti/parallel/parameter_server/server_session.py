@@ -314,7 +314,7 @@ class ServerSession:
             the replies are in the receive buffer (the attribute ``values``).
 
         Raises:
-            PeerError: no reply came in time, or a server has ended for good.
+            PeerError: no reply came in time, or a server has ended and is not started again.
             AuthenticationError: a server does not accept this rank's key.
         """
         return self.client.ask(kind, self._run_context.mine[0], clock, text, (self.comm.global_rank,), **more)

@@ -48,7 +48,7 @@ class ServerSupervisor:
 
     Attributes:
         pids: process id of each server, by its index in ``serve``, as of the latest ``look``.
-        failed: why the servers ended for good, as of the latest ``look``; empty while they run.
+        failed: why the servers ended without being started again, as of the latest ``look``; empty while they run.
     """
 
     def __init__(self, serve: Sequence[Callable[[], None]], keep: Collection[int], restart: bool) -> None:
@@ -83,8 +83,9 @@ class ServerSupervisor:
     def look(self) -> None:
         """Update the attributes ``pids`` and ``failed`` of this rank's parameter servers. Does not block.
 
-        ``pids`` has each server's process id by its index, ``failed`` the reason why the servers ended for good, or "".
-        The call reads all messages that have arrived from the guard process, which starts and restarts the servers.
+        ``pids`` has each server's process id by its index, ``failed`` the reason why the servers ended without being
+        started again, or "". The call reads all messages that have arrived from the guard process, which starts and
+        restarts the servers.
         """
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._told, 1 << 16):

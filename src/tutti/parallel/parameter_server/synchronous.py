@@ -110,7 +110,7 @@ class ServerReducer:
         Not collective.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way, with its number and loss scale.
             worker: index of the logical worker.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
 
@@ -147,7 +147,7 @@ class ServerReducer:
         not wait for the b latest pushes, and leave these out of the sum. The summed gradients stay on the servers.
 
         Args:
-            step_context: facts of the step under way, such as its number and loss scale.
+            step_context: the step under way, with its number and loss scale.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if these workers had no samples. Unused where ``collect`` pushes worker by worker.
 
@@ -254,7 +254,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         parameters becomes the receive buffer.
 
         Args:
-            replica: this rank's copy of the model and what runs it.
+            replica: this rank's copy of the model, with its runner.
             make_optimizer: builds the run's optimizer from a list of (name, parameter).
 
         Returns:

@@ -54,7 +54,7 @@ def stages_here(
     Args:
         plain: the whole model; the stages share its modules and parameters.
         found: partition of the model into stages: the graph of its forward, and the stages' bounds among the nodes.
-        run_context: facts of the run, of which the mesh is read; rank r of p on its stage axis has the stages r, r + p,
+        run_context: the run, of which the mesh is read; rank r of p on its stage axis has the stages r, r + p,
             r + 2p, ….
 
     Returns:

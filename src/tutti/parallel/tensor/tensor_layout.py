@@ -35,13 +35,14 @@ class TensorLayout:
 
         The first of these ranks finds the tensor-parallel plan, which layers are split and how, by computing with the
         model's blocks and with the loss function, and broadcasts the plan and then all parameters and buffers to the
-        others. Collective over the tensor-parallel ranks, which also compare their models. With one rank nothing is
-        sent or split. In any case the model moves to this rank's device, and activation checkpointing and
-        ``torch.compile`` are applied as the run asks.
+        others. Collective over the tensor-parallel ranks, which also compare their models; all ranks of the job call
+        this together, as the first use of the tensor axis makes process groups. With one rank nothing is sent or split.
+        In any case the model moves to this rank's device, and activation checkpointing and ``torch.compile`` are
+        applied as the run asks.
 
         Args:
-            plain: the whole model, with the same modules on all ranks; each of its parameters becomes this rank's
-                slice.
+            plain: the whole model, with the same modules on all ranks; each parameter that the plan splits becomes this
+                rank's slice.
 
         Returns:
             A ``TensorRunner``, whose ``run`` computes forward and backward of micro-batches, and whose ``specs`` have

@@ -65,9 +65,9 @@ class TensorParallelizer:
 
     The plan says which layers are split over the tensor ranks, and how. The constructor is collective over the ranks of
     one replica (stages and tensor ranks): these compare their models; the first tensor rank finds the plan, by
-    computing with the model's blocks and with the loss function, and broadcasts it over the tensor ranks. The
-    constructor leaves the parameters whole; ``apply`` slices them. With one tensor rank neither sends or splits
-    anything.
+    computing with the model's blocks and with the loss function, and broadcasts it over the tensor ranks. All ranks of
+    the job construct the object together, as its first use of the tensor axis makes process groups. The constructor
+    leaves the parameters whole; ``apply`` slices them. With one tensor rank neither sends or splits anything.
 
     Args:
         plain: the whole model.
