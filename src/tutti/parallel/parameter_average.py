@@ -27,7 +27,7 @@ class ParameterAverage:
     float32 for narrower dtypes, since 1 - d is below their resolution.
 
     Args:
-        replica: the replica on this rank.
+        replica: this rank's part of the model, with its runner.
         averaging: decay d and warm-up.
         run_context: communicators and settings of the run.
         only: names of the parameters to average; None for all trained ones.

@@ -63,11 +63,17 @@ class ShardedReads(ScriptMode):
     """Function mode that refuses what the script computes wrongly from FSDP2's sharded parameters, and explains errors.
 
     Random draws into a ``DTensor`` raise ``UsageError``, and so do errors of PyTorch about a ``DTensor`` that meets
-    plain tensors. Numbers read from a ``DTensor``, such as a norm of gradients, are those of the whole tensor: the read
-    is collective over the shard ranks. Rows in an optimizer's groups have the sizes of the whole parameter where the
-    script asks. The mode is active in the script's code between steps, and up to the first update also in the loss
-    function and the body of a custom training loop; longer in a script that asks there. Norms, draws and other
-    functions of such rows that mix elements raise ``UsageError``, too; elementwise writes to rows are recorded.
+    plain tensors. Two kinds of calls are collective over the shard ranks, which compare them. A number read from a
+    ``DTensor``, such as a norm of gradients, is that of the whole tensor, whose shards are all-gathered. A whole tensor
+    that meets a ``DTensor`` in an elementwise function is cut to this rank's shard; where the function writes the whole
+    tensor, the ``DTensor`` is all-gathered.
+
+    An optimizer's groups hold this rank's rows of a parameter as a plain tensor. Where the script asks, the rows have
+    the sizes of the whole parameter. Norms, draws and other functions of rows that mix elements raise ``UsageError``,
+    too; elementwise writes to rows are recorded.
+
+    The mode is active in the script's code between steps, and up to the first update also in the loss function and the
+    body of a custom training loop; also after it in a script that has asked for sizes or values of rows.
 
     Args:
         distributed: whether the model has ``DTensor`` parameters (FSDP2), about which PyTorch's errors are explained.
@@ -120,8 +126,8 @@ class ShardedReads(ScriptMode):
 
         The mode (a ``TorchFunctionMode``) sees the script's calls of PyTorch. Where the script asks for the size or
         shape of this rank's rows, it gets those of the whole parameter. Functions of the rows that are not elementwise
-        raise UsageError. After the script has written rows, its reads of the parameters in ``full`` raise UsageError,
-        because other ranks' rows have not been all-gathered yet.
+        raise UsageError. After the script has written rows, its reads of the parameters in ``full`` raise UsageError
+        until ``written`` is set to False, because other ranks' rows have not been all-gathered yet. Not collective.
 
         Args:
             rows: this rank's rows of each parameter, as the optimizer's groups have them.
@@ -178,14 +184,16 @@ class ShardedReads(ScriptMode):
     def script_code(self) -> Iterator[None]:
         """Return a context in which the script's reads and writes of FSDP2-sharded parameters are checked.
 
-        The context is a PyTorch function mode around the script's own code, such as its loss function. After ``end``
-        has been called (at the first update) the context does nothing, unless the script has asked for sizes of this
-        rank's rows or used their values.
+        The context is a PyTorch function mode around the script's own code, such as its loss function. Reads of numbers
+        of a ``DTensor``, and whole tensors that meet one, are collective over the shard ranks. After ``end`` has been
+        called (at the first update) the context does nothing, unless the script has asked for sizes of this rank's rows
+        or used their values, or has a custom training loop (``stay``).
 
         Raises:
             UsageError: within the context, an operation cannot take the parameters as they are outside of the model's
                 forward (a ``DTensor``), would give each rank another result (a random draw, a norm of this rank's
                 rows), or writes a parameter that FSDP2 has unsharded for one forward.
+            MismatchError: within the context, shard ranks make different such reads, or have different tensors for one.
         """
         # The script may ask after the first update in the same body.
         if self._over and not self._stays and not self._shards.asked:

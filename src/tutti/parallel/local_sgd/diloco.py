@@ -50,15 +50,15 @@ class DiLoCoSync(LocalSGDSync):
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Make parameters and an inner optimizer for each logical worker of this rank, and DiLoCo's outer parameters.
 
-        A logical worker is one of N fixed shares of the global batch. Collective over the data ranks: compares the
-        model's names, shapes and dtypes, and broadcasts data rank 0's values. The outer optimizer is SGD, with the
-        learning rate, momentum and Nesterov option of the strategy ``diloco``; its parameters start at the initial
-        weights, its momentum at zero.
+        A logical worker is one of N fixed shares of the global batch. Collective over the data ranks: they compare the
+        model's names, shapes and dtypes, rank 0 broadcasts its values, and trial steps of the inner optimizer are
+        compared by an all-gather. The outer optimizer is SGD, with the learning rate, momentum and Nesterov option of
+        the strategy ``diloco``; its parameters start at the initial weights, its momentum at zero.
 
         Args:
             replica: the model on this rank, with its runner.
             make_optimizer: called once for each worker of this rank with a list of (name, parameter); returns that
-                worker's inner optimizer, which is the run's optimizer.
+                worker's inner optimizer, which is the run's optimizer, or None where there is nothing to train.
 
         Returns:
             This object as the gradient-ready hook, which does nothing: each worker's gradients are used by its own
@@ -130,8 +130,9 @@ class DiLoCoSync(LocalSGDSync):
 
         Returns:
             A mapping from names to tensors, not copied, never None: the parameters of DiLoCo's outer optimizer as
-            ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``; by their names in the model those that
-            were never trained, and the others while they are equal on all logical workers (shares of the global batch).
+            ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``; by their names in the model the
+            parameters that were never trained, and the trained ones while they are equal on all logical workers (shares
+            of the global batch).
 
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update.
@@ -225,19 +226,19 @@ def outer_step(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Make one outer update of DiLoCo in place: Δ = θ - mean(θᵢ); v ← μ·v + Δ; θ ← θ - γ·(Δ + μ·v).
+    """Make one outer update of DiLoCo, in place.
 
-    θᵢ are the parameters of logical worker i, a fixed share of the global batch, after its H inner steps. Without
-    Nesterov's form the last update is θ ← θ - γ·v. Not collective. Source: Douillard et al. 2023, arXiv 2311.08105,
-    Algorithm 1.
+    With θᵢ, the parameters of logical worker i (a fixed share of the global batch) after its H inner steps: Δ = θ -
+    mean(θᵢ); v ← μ·v + Δ; θ ← θ - γ·(Δ + μ·v), or θ ← θ - γ·v without Nesterov's form. Not collective. Source:
+    Douillard et al. 2023, arXiv 2311.08105, Algorithm 1.
 
     Args:
         parameters: θ, the outer parameters, with which all workers began the present H steps; updated.
-        means: mean(θᵢ), means of the workers' parameters now, in the order of ``parameters``.
+        means: mean(θᵢ), means of the workers' parameters now, in the order of ``parameters``; they stay as they are.
         velocities: v, in the same order; updated.
         lr: γ; with lr 1 and momentum 0 the result is the mean of the workers.
         momentum: μ.
-        nesterov: True for Nesterov's form, θ ← θ - γ·(Δ + μ·v); False for θ ← θ - γ·v.
+        nesterov: True for Nesterov's form.
     """
     thetas, moved = list(parameters), list(velocities)
     changes = foreach_sub(thetas, list(means))

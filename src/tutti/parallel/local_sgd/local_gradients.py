@@ -48,11 +48,16 @@ class LocalGradients:
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """End a custom loop over an epoch; nothing changes for the rank's only logical worker (share of a batch)."""
+        """End a custom loop over an epoch, after which nothing changes for the rank's only logical worker.
+
+        A logical worker is a fixed share of the global batch with its own parameters and buffers. Not collective.
+        """
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) of the parameters that are or were trainable in this run, in the model's order."""
+        """Return a list of (name, parameter) of the parameters that are or were trainable in this run, in the model's
+        order.
+        """
         return self._trained
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
@@ -75,7 +80,10 @@ class LocalGradients:
         return [p for p in self.script_parameters() if p in own]
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return the ``.data`` of the trained parameters, in the model's order; they share the model's memory."""
+        """Return a list of the ``.data`` of the trained parameters, in the model's order.
+
+        The tensors share memory with the model's parameters, which are those of this rank's logical worker.
+        """
         return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -91,6 +99,9 @@ class LocalGradients:
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier calls of ``run.backward`` to those just computed, in ``.grad``.
+
+        The present ``.grad`` is changed in place; a parameter without one gets the tensor of ``held`` itself. Sets the
+        attribute ``accumulated``.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
@@ -147,9 +158,11 @@ class LocalGradients:
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
         """Return a context in which an update steps one of the script's optimizers and clips its gradients alone.
 
+        The updates are those of ``step_own`` and ``clip_gradients``.
+
         Args:
             index: position of the optimizer among those of the script, from 0; None steps all of them.
-            members: the parameters of this optimizer.
+            members: the parameters of this optimizer, whose gradients are clipped.
         """
         with ExitStack() as stack:
             for optimizer in self._of.values():
@@ -161,7 +174,7 @@ class LocalGradients:
                 self._acting_on = None
 
     def clip_gradients(self, norm: float) -> float:
-        """Scale the gradients, within ``stepping`` those of one optimizer, to at most the run's clipping norm.
+        """Scale the gradients in place, within ``stepping`` those of one optimizer, to at most the run's clipping norm.
 
         Not collective. Does nothing in a run without such a norm.
 
@@ -169,7 +182,7 @@ class LocalGradients:
             norm: L2 norm of these gradients.
 
         Returns:
-            The norm afterwards.
+            The norm afterwards: ``norm`` where nothing is scaled.
         """
         members = self.script_parameters() if self._acting_on is None else self._acting_on
         gradients = [p.grad for p in members if p.grad is not None]

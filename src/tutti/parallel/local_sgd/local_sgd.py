@@ -400,8 +400,8 @@ class LocalSGDSync(LocalGradients):
         tensors over ranks.
 
         Returns:
-            A mapping from names in the model to tensors, not copied: parameters that were never trained, and the others
-            while they are equal on all workers; never None.
+            A mapping from names in the model to tensors, not copied: parameters that were never trained, except those
+            that the script has written, and the trained ones while they are equal on all workers; never None.
 
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update.

@@ -321,18 +321,18 @@ class AsynchronousServerSync(RemoteGradients):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the updates that the servers have made for all workers since this rank's last step. Not collective.
 
-        Workers are logical workers, fixed shares of the global batch. No parameter is written here: ``end_worker`` has
-        pushed the gradients and fetched the parameters already.
+        Workers are logical workers, fixed shares of the global batch. No parameter is written and nothing is sent here:
+        ``end_worker`` has pushed the gradients and fetched the parameters already.
 
         Args:
             stats: result of ``reduce_gradients`` in this step, of which ``finite`` is read.
             step_context: unused.
 
         Returns:
-            An ``UpdateResult``: ``updates``, the number of these updates; ``skipped``, True if the gradient of one of
-            this rank's workers was not finite and so made no update, and then ``nonfinite`` has the names of its
-            non-finite parameters; ``together`` False; ``global_step``, the steps of all workers divided by their number
-            where the run counts the workers' steps together, else None.
+            An ``UpdateResult``: ``updates``, the number of these updates on the first server; ``skipped``, True if the
+            gradient of one of this rank's workers was not finite and so made no update, and then ``nonfinite`` has the
+            names of its non-finite parameters; ``together`` False; ``global_step``, the steps of all workers divided by
+            their number where the run counts the workers' steps together, else None.
         """
         made, self._updates = self._version - self._updates, self._version
         culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []
@@ -462,10 +462,14 @@ class AsynchronousServerSync(RemoteGradients):
 
         Returns:
             On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address
-            (``at``), number of updates (``updates``), a dict from a staleness, the number of updates between a read of
-            parameters and the push, to the number of updates with it (``staleness``), pushes dropped as too stale
-            (``stale``) and as not finite (``refused``), numbers of refused messages (``malformed``) and connections
-            (``keys_refused``), bytes of tensors sent and received (``bytes``), and ``updates_per_second``. An empty
-            dict on all other ranks.
+            (``at``), number of updates (``updates``), list of the number of pushes of each logical worker (``steps``),
+            a dict from a staleness (text), the number of updates between a read of parameters and the push, to the
+            number of updates with it (``staleness``), updates that crashed server processes had made after their newest
+            snapshot (``lost``), pushes dropped as too stale (``stale``) and as not finite (``refused``), numbers of
+            refused messages (``malformed``) and connections (``keys_refused``), bytes of tensors sent and received
+            (``bytes``), and, after a push, ``updates_per_second``. An empty dict on all other ranks.
+
+        Raises:
+            PeerError: on rank 0, a server does not reply in time, or has ended.
         """
         return self._link.facts()

@@ -82,8 +82,8 @@ class ClientIdentity:
     Attributes:
         run: random number of the run, which all its ranks and servers share.
         layout: digest of names, shapes, dtypes and partition of the parameters; a server ignores a rank with another.
-        client: number of the rank.
-        keys: the rank's CURVE key pair, with which it proves its identity.
+        client: index of the rank among the data ranks.
+        keys: the rank's CURVE key pair, with which it proves its identity; the secret key is not sent.
     """
 
     run: int
@@ -95,7 +95,8 @@ class ClientIdentity:
 class Client:
     """Connections of one rank to all parameter servers: sends requests, repeats them, and receives the replies.
 
-    At most one request is open on each server. A request is sent again until the server has answered.
+    At most one request is open on each server. While ``wait`` waits, a request is sent again from time to time until
+    the server has answered. The constructor opens the connections and waits for nothing.
 
     Args:
         identity: rank, run, layout of the parameters, and key pair.
@@ -105,7 +106,7 @@ class Client:
         given: (plan.size,) uint8, receive buffer of parameters.
         shared: whether ``pushed`` and ``given`` are shared memory that the servers access directly.
         stall: stall inspector of this process, for waits that involve other ranks.
-        timeout: seconds within which a server must reply, unless it may wait for ranks itself.
+        timeout: seconds within which a server must reply; three times as many where it may wait for other ranks.
         look: called while waiting; raises if a server is known to have ended.
 
     Attributes:

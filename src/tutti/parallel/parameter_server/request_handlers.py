@@ -103,7 +103,7 @@ class RequestHandler(Protocol):
     def forget(self) -> None:
         """Reset this server's step numbers of all logical workers, after a checkpoint was loaded into the server.
 
-        Logical workers are the N fixed shares of the global batch. The server's loop calls this; the next requests set
+        Logical workers are the N fixed shares of the global batch. The server's loop calls this; the next request sets
         the step numbers again. Parameters and optimizer state are not touched.
         """
 
@@ -386,8 +386,8 @@ class AsyncHandler:
     def forget(self) -> None:
         """Reset this server's step numbers of all logical workers, after a checkpoint was loaded into the server.
 
-        A logical worker is a share of the global batch that steps by itself. The next request of each sets its number
-        again.
+        A logical worker is a share of the global batch that steps by itself. The next request of any worker sets the
+        numbers of all of them. The step after which all workers stop is forgotten, too.
         """
         self._core.forget_workers()
 

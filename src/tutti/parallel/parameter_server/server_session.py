@@ -377,7 +377,11 @@ class ServerSession:
 
         Returns:
             On rank 0 a dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``, whose
-            tensors have the shape of the whole parameter or are 0-d; an empty dict on all other ranks.
+            tensors, new and on the CPU, have the shape of the whole parameter or are 0-d; an empty dict on all other
+            ranks.
+
+        Raises:
+            PeerError: on rank 0, no reply came in time, or a server has ended and is not started again.
         """
         if self.comm.rank:
             return {}
@@ -389,10 +393,14 @@ class ServerSession:
 
         Returns:
             On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address
-            (``at``), number of updates (``updates``), numbers of dropped pushes (``late`` of a synchronous server,
-            ``stale`` and ``refused`` of an asynchronous one), numbers of refused messages (``malformed``) and
-            connections (``keys_refused``), bytes of tensors sent and received (``bytes``), and ``updates_per_second``.
-            An empty dict on all other ranks.
+            (``at``), the facts of its request handler (``updates``, number of updates; dropped pushes, ``late`` of a
+            synchronous server, ``stale`` and ``refused`` of an asynchronous one, which also has ``steps``,
+            ``staleness`` and ``lost``), numbers of refused messages (``malformed``) and connections (``keys_refused``),
+            bytes of tensors sent and received (``bytes``), and, after a push, ``updates_per_second``. An empty dict on
+            all other ranks.
+
+        Raises:
+            PeerError: on rank 0, no reply came in time, or a server has ended and is not started again.
         """
         if self.comm.rank:
             return {}

@@ -478,8 +478,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         Returns:
             On rank 0 ``{"servers": [{"at": endpoint, …}]}`` with one entry for each server: its ZeroMQ address
             (``at``), number of updates (``updates``) and of dropped pushes (``late``), numbers of refused messages
-            (``malformed``) and connections (``keys_refused``), bytes of tensors sent and received (``bytes``), and
-            ``updates_per_second``. An empty dict on all other ranks.
+            (``malformed``) and connections (``keys_refused``), bytes of tensors sent and received (``bytes``), and,
+            after a push, ``updates_per_second``. An empty dict on all other ranks.
+
+        Raises:
+            PeerError: on rank 0, a server does not reply in time, or has ended.
         """
         return self._link.facts()
 

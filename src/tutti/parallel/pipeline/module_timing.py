@@ -19,10 +19,10 @@ _RUNS = 3
 
 
 def module_seconds(plain: nn.Module, trial: Callable[[Any], Any] | None, world: Communicator) -> dict[str, float]:
-    """Measure the seconds of each module's forward on rank 0, and broadcast them. Collective over all ranks.
+    """Measure the seconds of each module's forward on rank 0, and broadcast them over the ranks of ``world``.
 
-    Rank 0 runs the forward three times on a real micro-batch; all other ranks wait for the result. The model and the
-    RNG streams stay as they were.
+    Collective over these ranks: one broadcast. Rank 0 runs the loss function three times on a real micro-batch; all
+    other ranks wait for the result. The model and the RNG streams stay as they were.
 
     Args:
         plain: the whole model.

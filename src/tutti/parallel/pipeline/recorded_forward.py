@@ -259,8 +259,8 @@ class RecordedStage(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
         """Run the model's own forward up to the last block (module called as a unit) of this pipeline stage.
 
-        Blocks of earlier stages are not computed: their calls return the received activations, or fake tensors where no
-        activation was received.
+        Blocks of earlier stages are not computed: their calls return the received activations, or fake tensors (shapes
+        without values) where no activation was received. Not collective: the caller receives and sends the activations.
 
         Args:
             args: positional arguments of the model's call.

@@ -121,7 +121,8 @@ class StageMessages:
         """Start to send the gradients of received activations to the previous pipeline stage. Does not block.
 
         Where the loss depended on an activation in the first batch of this key, a later gradient of None is sent as
-        zeros, which is the same in a sum.
+        zeros, which is the same in a sum. Dense gradients are sent from their own memory, which must not be written
+        until ``finish`` has returned.
 
         Args:
             gradients: for each of ``values`` its gradient; None where the loss does not depend on this value.
@@ -130,7 +131,8 @@ class StageMessages:
                 index of this virtual stage in the whole model.
 
         Raises:
-            UsageError: an activation has a gradient, but had none in the first batch of this key.
+            UsageError: an activation has a gradient, but had none in the first batch of this key; or a gradient has
+                another form than in that batch.
         """
         known = self._forms.get(("gradients", *key))
         for number, gradient in enumerate(gradients) if known is not None else ():
@@ -209,11 +211,12 @@ class StageMessages:
     def finish(self) -> None:
         """Wait until every activation and gradient of this rank has been sent to its neighbours along the pipeline.
 
-        Called after the last micro-batch of a run through the stages.
+        Called after the last micro-batch of a run through the stages; afterwards the sent tensors may be written.
 
         Raises:
-            UsageError: since the last call, no micro-batch's loss depended on one of the received activations, though
-                the loss depended on this activation in the first batch; the stages before would get gradients of zero.
+            UsageError: since the previous call of ``finish``, no micro-batch's loss depended on one of the received
+                activations, though the loss depended on this activation in the first batch of its key; the stages
+                before would get gradients of zero.
         """
         for pending, _ in self._under_way:
             pending.wait()

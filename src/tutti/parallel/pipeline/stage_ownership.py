@@ -122,16 +122,16 @@ def groups_of(
 ) -> list[tuple[Communicator | None, Sequence[nn.Parameter]]]:
     """Return the parameters of this rank that several virtual pipeline stages use, such as tied weights.
 
-    Collective over all ranks: creates a subgroup for each set of ranks that hold the same parameters, and broadcasts
-    each of these parameters from the first rank that holds it.
+    Collective over all ranks of the job: creates a subgroup for each set of ranks that hold the same parameters, and
+    broadcasts each of these parameters, in place, from the first rank that holds it.
 
     Args:
         holding: which ranks hold which of the model's tensors, from ``stages_here``.
         run_context: mesh and communicators of the run.
 
     Returns:
-        Pairs: a communicator over the ranks that hold the parameters (None where this rank alone holds them), and the
-        list of these parameters.
+        A list of pairs: a communicator over the ranks that hold the parameters (None where this rank alone holds them),
+        and the list of these parameters.
     """
     groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
     here = run_context.grid.at("stage")

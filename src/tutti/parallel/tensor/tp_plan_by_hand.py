@@ -71,8 +71,8 @@ def roles_asked(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
 def check_asked(plan: Sequence[PlanEntry], asked: Mapping[str, str]) -> None:
     """Check that a derived tensor-parallel plan gives every module the role that the user's plan by hand asks for.
 
-    The derived plan contains only splits that were verified by computing with them. The role ``scores`` (logits that
-    are never gathered) counts as ``gathered``.
+    The derived plan contains no split of a block that was not verified by computing with it. The role ``scores``
+    (logits that are never gathered) counts as ``gathered``.
 
     Args:
         plan: entries of the derived plan.
