@@ -27,20 +27,20 @@ class ParameterShard:
     """The part of the parameters that one parameter server has, and an optimizer over it, in the server's process.
 
     The constructor points ``.data`` of the model's parameters, which the fork has copied into this process, at this
-    server's slices.
+    server's slices, views of ``values``.
 
     Args:
         plan: partition of the parameters over the servers.
-        server: number of this server.
-        named: (name, parameter) pairs of the model's trained parameters.
-        initial: (plan.size,) uint8, the bytes of the parameters' initial values, laid out as in ``plan``.
+        server: index of this server.
+        named: (name, parameter) pairs of the model's trained parameters, in the order of ``plan.sizes``.
+        initial: (plan.size,) uint8, the bytes of the parameters' initial values, laid out as in ``plan``; copied.
         make_optimizer: builds the optimizer over the slices.
         handle: optimizer over all of ``named``, into which the hyperparameters sent by the ranks are written.
         keys: for each hyperparameter that the ranks send, in this order, the index of the parameter group, the name,
             and the index in a tuple such as ``betas`` (or None).
 
     Attributes:
-        keys: as given.
+        keys: the constructor's ``keys``.
         values: current values of the slices, one flat tensor for each dtype.
         pieces: descriptions of the parameter slices of this server.
         here: (name, parameter) pairs of the parameters of which this server has a slice, in the order of ``pieces``.

@@ -229,7 +229,7 @@ class RemoteGradients:
         """Check that parameters which the script unfreezes were trainable when the parameter servers were started.
 
         Called where the script has set ``requires_grad`` of frozen parameters to True. The servers have only the
-        parameters that were trainable at the start, and cannot take others.
+        parameters that were trainable at the start, and cannot take others. Nothing is sent. Not collective.
 
         Args:
             names: names of parameters whose ``requires_grad`` the script has set to True.

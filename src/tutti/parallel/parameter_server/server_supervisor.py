@@ -38,7 +38,7 @@ class ServerSupervisor:
     """Starts a rank's parameter servers as processes, and restarts those that are killed.
 
     The constructor forks a guard process without threads, which forks the servers, restarts them, and ends with the
-    rank.
+    rank. The constructor does not wait for the servers.
 
     Args:
         serve: for each server the function that its process runs.

@@ -60,7 +60,7 @@ class ServerReducer:
     Args:
         trained: (name, parameter) pairs of the trained parameters.
         run_context: communicators and settings of the run.
-        link: session with the servers.
+        link: this rank's session with the servers, through which all requests go.
         leaves: number of gradients that the servers sum in a step. If it is the number of logical workers (fixed shares
             of the global batch), each of them pushes its own gradients; otherwise each rank pushes one sum over its
             workers.
@@ -204,8 +204,9 @@ class ServerReducer:
     def squares(self) -> list[float]:
         """Return the sum of squares of each trained parameter's gradient, as the parameter servers have summed it.
 
-        The servers have computed the numbers, which come with the replies in the latest ``finish`` and cover whole
-        parameters, so that they are equal on all ranks. Not collective.
+        The servers have computed the numbers from the gradients divided by count and loss scale. The numbers come with
+        the replies in the latest ``finish`` and cover whole parameters, so that they are equal on all ranks. Not
+        collective.
 
         Returns:
             One Python float for each trained parameter, in the model's order; an empty list before the first
@@ -226,8 +227,8 @@ class ServerReducer:
 class SynchronousServerSync(RemoteGradients, AllReduceSync):
     """Gradient synchronisation with synchronous parameter servers (``parameter_server:mode=sync``).
 
-    The servers sum the gradients of a step over all ranks, make one update, and send the parameters back, so that the
-    result equals that of all-reduce. With b backup workers the update is made without the b slowest pushes.
+    The servers sum the gradients of a step over all data ranks, make one update, and send the parameters back, so that
+    the result equals that of all-reduce. With b backup workers the update is made without the b latest pushes.
 
     Args:
         config: options of the ``parameter_server`` strategy.

@@ -395,7 +395,7 @@ class PipelineRunner(ReplicaPart):
             grad_hook: its ``prepare_for_backward`` is called before the first backward after which a gradient is
                 complete, with the loss sums on the last stage's rank and None on others; None to run forwards only.
                 ``gradient_ready`` is called on the hook that ``connect`` has set, usually the same object; but on
-                ``grad_hook`` for a loss function that calls the model several times.
+                ``grad_hook`` itself with a single stage, and for a loss function that calls the model several times.
 
         Returns:
             A ``LossSums`` over all micro-batches, equal on every stage: the float tensor ``sums`` holds loss sum, count

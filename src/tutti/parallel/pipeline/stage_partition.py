@@ -210,7 +210,7 @@ class _Reader(Protocol):
 
 
 class TracedForward:
-    """Traces a model's forward by ``torch.fx``, each graph once.
+    """Traces a model's forward by ``torch.fx``; each graph is traced once and then cached.
 
     Args:
         plain: the model, which must not change between two calls.
@@ -267,7 +267,7 @@ class TracedForward:
         return graph
 
     def openable(self, name: str) -> bool:
-        """Return whether the forward of a module can be traced into; found once.
+        """Return whether the forward of a module can be traced into. The result is cached by the module's name.
 
         Args:
             name: name of the module in the whole model.

@@ -182,6 +182,7 @@ class HeadParallelBlock(TensorParallelLayer):
     Attributes:
         tutti_local: the arguments ``width``, ``sizes`` and ``draws`` of ``LocalShapeMode``, set by ``run_within``.
         tutti_forms: kinds of arguments, as texts of ``form_of``, that the forward accepts; empty for no check.
+        tutti_inner: names and modules of the block's submodules, on which forward hooks of the script are refused.
     """
 
     tutti_local: tuple[int, Sequence[int], Sequence[int]]

@@ -96,6 +96,8 @@ class PlanEntry:
 class PlanFinder:
     """Derives the tensor-parallel (TP) plan of one model: which layers are split over the tensor ranks, and how.
 
+    ``find`` computes with copies of the model's blocks; the model stays as it is, and nothing is sent.
+
     Args:
         model: the unsplit model.
         ranks: number of tensor ranks.
