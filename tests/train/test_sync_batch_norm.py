@@ -94,7 +94,9 @@ def trained(
             losses.append(run.stats.loss)
     held_out = run.evaluate(data(), batch=5).loss
     state = run.state()
-    same = all(torch.equal(state[name], buffer) for name, buffer in run.model.named_buffers() if name in state)
+    # Other stages have the buffers of their own layers.
+    here = {name: buffer for part in run.replica.parts for name, buffer in part.named_buffers()}
+    same = all(torch.equal(state[name], buffer) for name, buffer in here.items() if name in state)
     return {name: tensor.numpy().copy() for name, tensor in state.items()}, losses, held_out, same
 
 

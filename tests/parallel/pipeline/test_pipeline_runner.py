@@ -52,15 +52,6 @@ class Deciding(nn.Module):
         return inputs
 
 
-class Dropping(Deciding):
-    """Draws between its modules."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for layer in self.layers:
-            inputs = nn.functional.dropout(layer(inputs), 0.5)
-        return inputs
-
-
 class Training(Deciding):
     """Does something else in evaluation."""
 
@@ -83,7 +74,6 @@ PLAIN = nn.Sequential(OrderedDict((n, nn.Linear(2, 2)) for n in "abc"))
     [
         (nn.Sequential(nn.Linear(2, 2)), (), "1 block cannot be cut into 2 stages"),
         (Deciding(), (), "torch.fx cannot follow its forward"),
-        (Dropping(), (), "draws random numbers"),
         (Training(), (), "something else in training"),
         (norms(), ("2",), "called on both sides of a cut"),
         (PLAIN, ("d",), "no module 'd' to be cut at. Choices: a, b, c."),

@@ -325,7 +325,7 @@ def disturbed() -> str:
                 assert parameter.grad is not None
                 parameter.grad.add_(torch.full_like(inputs[0, 0], float(tutti.rank())))
             optimizer.step()
-    except tutti.errors.MismatchError as error:
+    except tutti.errors.UsageError as error:
         return f"{run.updates} updates: {error}"
     return "nothing"
 

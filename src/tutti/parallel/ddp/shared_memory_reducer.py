@@ -187,7 +187,8 @@ class SharedReducer:
 
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         now = step_context
-        facts = (now.taken, now.samples, now.call, name_key(now.settings), *now.place, now.written)
+        edits = name_key("\n".join(now.edits)) if now.edits else 0
+        facts = (now.taken, now.samples, now.call, name_key(now.settings), *now.place, now.written, edits)
         self._digests[self._comm.rank][_DIGEST] = mix(self._key, *facts) >> 1
         totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
         self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]
