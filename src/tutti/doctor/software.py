@@ -211,12 +211,13 @@ def compiled_loops() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    """Report the installed optional packages of each extra of this package.
+    """Report which optional packages are installed, for all extras of this package together.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): the
-        versions of each extra's packages, or ``part`` if some of an extra's packages are missing. A note if an extra
-        other than ``bench`` is incomplete.
+        One ``Finding`` in all, a line of the report of ``tutti doctor``, named ``extras``. Its text lists for each
+        extra the versions of its packages, ``part`` if only some are installed, or ``none``. Its mark is ``note`` if an
+        extra other than ``bench`` lacks a package, with the ``pip install`` command as remedy, otherwise ``ok``. Its
+        measured values are the version of each package by extra, None for a missing one.
     """
     found = {extra: {package: installed(package) for package in packages} for extra, packages in EXTRAS.items()}
     shown = []

@@ -142,9 +142,9 @@ class StepCosts(Protocol):
         """Return the seconds of forward or backward work on one device of the machine.
 
         Args:
-            works: work of one or more passes, for example a backward and its recomputation: FLOP, bytes and number of
-                calls by class of operator, such as ``matmul``.
-            samples: number of samples in the micro-batch.
+            works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
+                class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
+            samples: number of samples in the micro-batch, for which these functions are evaluated.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
@@ -313,8 +313,9 @@ class MeasuredCosts:
         bytes; each call adds the fixed seconds of an operator.
 
         Args:
-            works: work of one or more passes: FLOP, bytes and number of calls by class of operator, such as ``matmul``.
-            samples: number of samples in the micro-batch.
+            works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
+                class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
+            samples: number of samples in the micro-batch, for which these functions are evaluated.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
@@ -680,11 +681,13 @@ class PublishedCosts:
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
         """Return the seconds of forward or backward work on one device: FLOP ÷ the rate that published jobs reached.
 
-        The seconds are at least the number of operators times 5 µs, a guess at the launch of one.
+        The seconds are at least the number of operator calls times 5 µs, a guess at the launch of one; bytes are not
+        used.
 
         Args:
-            works: work of one or more passes: FLOP, bytes and number of calls by class of operator, such as ``matmul``.
-            samples: number of samples in the micro-batch.
+            works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
+                class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
+            samples: number of samples in the micro-batch, for which these functions are evaluated.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the uncertain rate.

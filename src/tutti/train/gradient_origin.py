@@ -310,17 +310,21 @@ class GradientOrigin:
         return {p: torch.linalg.vector_norm(_own(g)).nan_to_num() for p, g in shown.items()}
 
     def check_edits(self) -> None:
-        """Check, after the script has edited reduced gradients, that it has done the same on every rank.
+        """Check, after the script has edited reduced gradients in ``.grad``, that all ranks have edited them alike.
 
-        Collective over the data ranks, and over all ranks where each has a part of the gradients (stages, tensor
-        slices, ZeRO rows): all-gathers of sums and sums of squares, or with FSDP2 of digests of records. All these
-        ranks must call it. With parameter servers nothing is compared. Of a gradient of which a rank has a part, the
-        ranks compare what scaling and clamping have made of a few numbers, or (DTensors of FSDP2) the records of the
-        script's calls.
+        Collective: all these ranks must call it. What they all-gather and compare depends on the strategy:
+
+        - Each rank has whole gradients: sum and sum of squares of each gradient, over the data ranks.
+        - Each rank has a part (pipeline stages, tensor slices, ZeRO rows): over all ranks, sum and sum of squares of a
+          probe, three fixed numbers to which every edit of the gradient is applied too. With stages the data ranks also
+          compare the sums of the tensors that the script has added.
+        - FSDP2 (DTensors): digests of the records of the script's calls on gradients, over the data ranks.
+        - Parameter servers: nothing is compared or sent.
 
         Raises:
-            UsageError: the strategy shards tensor slices, where a script cannot edit gradients; ranks have edited
-                gradients in different ways, of which the error names one; or another rank has edited none.
+            UsageError: always, before anything is sent, if the strategy shards slices of tensor parallelism, whose
+                gradients a script cannot edit. Otherwise if ranks have edited a gradient in different ways (the error
+                names one), or another rank has edited none.
         """
         run, place = self._run, self._sync.gradient_at
         if place == "sliced_rows":

@@ -48,9 +48,11 @@ class LocalGradients:
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """End a custom loop over an epoch, after which nothing changes for the rank's only logical worker.
+        """Note that the script has left its own loop over an epoch; with one logical worker a rank without effect.
 
-        A logical worker is a fixed share of the global batch with its own parameters and buffers. Not collective.
+        With several workers a rank, buffers that the script writes within the loop count for the rank's last worker
+        alone, and those that it writes after this call for all of them; one worker is both. A logical worker is a fixed
+        share of the global batch with parameters and buffers of its own. Not collective.
         """
         self._buffers.leave_custom_loop()
 
