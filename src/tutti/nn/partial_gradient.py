@@ -366,15 +366,16 @@ def _norm_or_scale(
     name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[PartGradient]
 ) -> Any:
     """Return norms of whole gradients, or scale or clamp the parts of gradients in place."""
+    listed = isinstance(args[0], list | tuple)
     if name in _NORMS:
-        listed = isinstance(args[0], list | tuple)
         order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
         norms = [_norm_of(each, order, kwargs.get("dtype")) for each in (args[0] if listed else [args[0]])]
         return norms if listed else norms[0]
     # Scalings are elementwise: what they do to a part, they do to the whole.
-    here = [each for each in args[0] if _is_here(each)] if isinstance(args[0], list | tuple) else args[0]
-    if here != [] if isinstance(here, list) else _is_here(here):
-        own_args, own_kwargs = tree_map_only(PartGradient, lambda each: each.own(), ((here, *args[1:]), kwargs))
+    here = [each for each in (args[0] if listed else [args[0]]) if _is_here(each)]
+    if here:
+        given = (here if listed else here[0], *args[1:])
+        own_args, own_kwargs = tree_map_only(PartGradient, lambda each: each.own(), (given, kwargs))
         func(*own_args, **own_kwargs)
     once = {id(each.probe): each for each in found}
     if name == _UNSCALE:
@@ -382,7 +383,7 @@ def _norm_or_scale(
         for parts in {each.parts for each in once.values()}:
             args[1].copy_(parts.largest(args[1]).view_as(args[1]))
         args = (args[0], torch.zeros_like(args[1]), args[2])
-    if isinstance(args[0], list | tuple):
+    if listed:
         func([each.probe for each in once.values()], *args[1:], **kwargs)
     else:
         func(args[0].probe, *args[1:], **kwargs)

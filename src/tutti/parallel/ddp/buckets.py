@@ -289,10 +289,20 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
         # In both, because writes are compared in one step only.
         a = (a + now.written) % 251
         b = mix(b, name_key(now.settings), now.taken, *now.place, now.written) % 251
-    if step_context.edits:
-        edits = name_key("\n".join(step_context.edits))
+    if edits := edits_key(step_context):
         a, b = (a + edits) % 251, mix(b, edits) % 251
     return [a, a * a, b, b * b]
+
+
+def edits_key(step_context: StepContext) -> int:
+    """Return a hash of the script's edits of tensors of which each rank has a part; 0 without such edits.
+
+    Every comparison of a step over ranks includes it.
+
+    Args:
+        step_context: facts of the step; its ``edits`` are a line of text for each edited tensor.
+    """
+    return name_key("\n".join(step_context.edits)) if step_context.edits else 0
 
 
 def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions: int) -> bool:

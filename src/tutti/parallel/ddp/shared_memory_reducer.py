@@ -18,7 +18,7 @@ from tutti.comm.partition import even_share
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.device import is_accelerator
-from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
+from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, edits_key, plan_buckets, read_sums
 from tutti.parallel.ddp.reducers import layout_key, refuse_mismatch, scale_all
 from tutti.types import NamedParameters, RunContext, StepContext
 
@@ -187,8 +187,8 @@ class SharedReducer:
 
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         now = step_context
-        edits = name_key("\n".join(now.edits)) if now.edits else 0
-        facts = (now.taken, now.samples, now.call, name_key(now.settings), *now.place, now.written, edits)
+        steps = (now.taken, now.samples, now.call, *now.place)
+        facts = (*steps, name_key(now.settings), now.written, edits_key(now))
         self._digests[self._comm.rank][_DIGEST] = mix(self._key, *facts) >> 1
         totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
         self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]

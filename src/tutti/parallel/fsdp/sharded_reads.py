@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import TuttiError, UsageError, script_line
-from tutti.nn.script_edits import ScriptEdits
+from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import (
     SIZES,
-    QuietMode,
     ScriptMode,
     acts_by_element,
     asked_by_script,
@@ -203,7 +202,7 @@ class ShardedReads(ScriptMode):
             yield
 
 
-class _ShardMode(QuietMode):
+class _ShardMode(EditWatch):
     """Sees all calls of PyTorch by the script, and by the model up to the first update.
 
     Args:
@@ -223,22 +222,13 @@ class _ShardMode(QuietMode):
         self.wholes: Any = WeakIdKeyDictionary()
         self.full: Any = WeakIdKeyDictionary()
         self.asked = self.written = False
-        self.edits = ScriptEdits()
         # Weak: PyTorch's stack of modes holds this object, which must not keep the model in memory.
         self.engine: Callable[[], FullySharded | None] = _no_engine
         self._lost: Any = WeakIdKeyDictionary()  # gathered copies of rows of a DTensor, into which writes would be lost
         self._data: Any = WeakIdKeyDictionary()  # what the script has read as ``.data`` of an unsharded parameter
 
-    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Refuse what gives other numbers than the whole parameters would; see the class."""
-        if self.quiet:
-            return func(*args, **kwargs)
-        result = self._checked(func, args, kwargs)
-        self.edits.note(func, args, kwargs, result)
-        return result
-
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call that gives what it gives with whole parameters; see ``see``."""
+        """Return the result of a call, which is that with whole parameters, or refuse the call; see the class."""
         first = next(chain(args, kwargs.values()), None)
         if (written := self._written(func, first)) is not None:
             if func == DATA:

@@ -18,10 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError, script_line
 from tutti.nn.partial_gradient import PartGradient, agree_on_operand
-from tutti.nn.script_edits import ScriptEdits
+from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import (
     SIZES,
-    QuietMode,
     acts_by_element,
     asked_by_script,
     by_place,
@@ -70,7 +69,7 @@ def slice_of(tensor: Tensor) -> str | None:
     return next((name for mode in _MODES if (name := mode.name_of(tensor)) is not None), None)
 
 
-class SplitReads(QuietMode):
+class SplitReads(EditWatch):
     """Function mode that refuses what the script computes from parameters of which this rank has only a slice.
 
     With tensor parallelism, functions whose result on a slice is the slice of their result are allowed: elementwise
@@ -109,7 +108,6 @@ class SplitReads(QuietMode):
         _MODES.add(self)
         self._gradients: Any = WeakIdKeyDictionary()  # of split parameters, as the script has read them; by name
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
-        self.edits = ScriptEdits()
         # PyTorch's stack of modes holds this object, which must not keep the model, and so the run, in memory.
         self._blocks = WeakKeyDictionary({layer: ref(block) for layer, block in blocks.items()})
 
@@ -139,11 +137,7 @@ class SplitReads(QuietMode):
                 itself calls a layer that is split by heads.
             MismatchError: an operand is another one on each rank.
         """
-        if self.quiet:
-            return func(*args, **kwargs)
-        result = self._checked(func, args, kwargs)
-        self.edits.note(func, args, kwargs, result)
-        return result
+        return super().see(func, args, kwargs)
 
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a call that gives what it gives with whole parameters; see ``see``."""
