@@ -20,6 +20,7 @@ from tutti.torch_compat import TorchFunctionDisabled, storage_key
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_NESTED = (list, tuple)
 _VALUES_STAY = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_"))
 _VIEWS = frozenset(
     (
@@ -104,6 +105,9 @@ class ScriptEdits:
             args, kwargs: its arguments.
             result: what the call has returned.
         """
+        if not kwargs and not any(id(each) in self._ids or type(each) in _NESTED for each in args):
+            # Most calls of a script.
+            return
         known: dict[int, tuple[Tensor, _Record]] = {}
         for tensor in tensors_among(args, kwargs):
             if id(tensor) in self._ids and (record := self._records.get(tensor)) is not None:

@@ -243,7 +243,11 @@ def acts_by_element(func: Any) -> bool:
     Args:
         func: the function, as ``__torch_function__`` is given it.
     """
-    name: str = getattr(func, "__name__", "")
+    return _is_elementwise(getattr(func, "__name__", ""))
+
+
+@cache
+def _is_elementwise(name: str) -> bool:
     base = name.removeprefix("_foreach_").strip("_")
     return base in _ELEMENTWISE or (name.startswith("__") and base[1:] in _ELEMENTWISE)
 

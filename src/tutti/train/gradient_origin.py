@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +50,8 @@ class GradientOrigin:
         self._run, self._optimizers = run, optimizers
         self._sync = cast(CustomLoopSync, run.gradient_sync)
         self.alone = self.exchanged = False
-        # Complete gradients: tensor and version.
-        self._complete: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        # Complete gradients: tensor and version. Weak, since a tensor that the script keeps is copied in a reduction.
+        self._complete: dict[nn.Parameter, tuple[ReferenceType[Tensor], int]] = {}
         # Gradients of a plain loss.backward(): tensor and version.
         self._made: dict[nn.Parameter, tuple[Tensor, int]] = {}
         # Complete gradients to which a plain loss.backward() added: the script's line that called it.
@@ -136,7 +137,7 @@ class GradientOrigin:
         parameter = cast(nn.Parameter, parameter)
         self._made[parameter] = cast(Tensor, parameter.grad), tensor_version(cast(Tensor, parameter.grad))
         complete = self._complete.get(parameter)
-        if parameter not in self._mixed and complete is not None and parameter.grad is complete[0]:
+        if parameter not in self._mixed and complete is not None and parameter.grad is complete[0]():
             self._mixed[parameter] = script_line()
 
     def remember(self) -> None:
@@ -144,7 +145,8 @@ class GradientOrigin:
 
         ``edited`` later compares identity and version counter of the tensors with this record.
         """
-        self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.script_parameters() if p.grad is not None}
+        there = {p: p.grad for p in self.script_parameters() if p.grad is not None}
+        self._complete = {p: (ref(gradient), tensor_version(gradient)) for p, gradient in there.items()}
         taken, place = self._run.taken, self._sync.gradient_at
         # Edits through .grad.data change no version: scripts make them in each step, and are found in the first ones.
         is_due = place in ("rank", "slices") and not taken & (taken - 1)
@@ -152,7 +154,7 @@ class GradientOrigin:
         self._mixed.clear()
         self._made.clear()
         if (edits := self._run.replica.edits) is not None:
-            edits.forget(gradient for gradient, _ in self._complete.values())
+            edits.forget(there.values())
 
     def cleared(self, members: Sequence[nn.Parameter]) -> None:
         """Record that the script has cleared the ``.grad`` of these parameters, by setting them to None or to zeros.
@@ -168,7 +170,7 @@ class GradientOrigin:
             self._made.pop(parameter, None)
             if parameter.grad is not None:
                 # Zeros, which are the same on every rank.
-                self._complete[parameter] = parameter.grad, tensor_version(parameter.grad)
+                self._complete[parameter] = ref(parameter.grad), tensor_version(parameter.grad)
 
     # --- local gradients: of one micro-batch alone -----------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class GradientOrigin:
         if self.alone and self._sync.gradient_at not in SPLIT_OVER_MODEL:
             return False
         complete = self._complete.get(parameter)
-        if complete is None or complete[0] is not gradient:
+        if complete is None or complete[0]() is not gradient:
             self._mixed.pop(parameter, None)
             # After a reduction a new tensor in place of a complete gradient is an edit of it.
             return complete is None or not self.exchanged
@@ -259,7 +261,7 @@ class GradientOrigin:
             self._refuse_mixed("the loop's body")
         for parameter in there:
             complete = self._complete.get(parameter)
-            if complete is None or (complete[0] is not parameter.grad and not self.exchanged):
+            if complete is None or (complete[0]() is not parameter.grad and not self.exchanged):
                 if parameter.grad is not None and bool(parameter.grad.abs().sum() > 0):
                     self._refuse_mixed("the loop's body")
                 # All zeros: FSDP2 reduced a backward for gradients of the inputs alone.
@@ -296,7 +298,12 @@ class GradientOrigin:
             if complete is None:
                 if gradient is not None:
                     found.append(parameter)
-            elif gradient is not complete[0] or tensor_version(gradient) != complete[1] or parameter in moved:
+            elif (
+                gradient is None
+                or gradient is not complete[0]()
+                or tensor_version(gradient) != complete[1]
+                or parameter in moved
+            ):
                 found.append(parameter)
             elif edits is not None and edits.lines([("", gradient)]):
                 # Through .data, which has a version counter of its own.

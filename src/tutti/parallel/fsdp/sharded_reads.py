@@ -297,9 +297,11 @@ class _ShardMode(EditWatch):
         """
         tensors = list(tensors_among(args, kwargs))
         sharded = next((each for each in tensors if isinstance(each, DTensor) and not _is_whole(each)), None)
-        engine, shape = self.engine(), () if sharded is None else sharded.shape
+        if sharded is None:
+            return args, kwargs
+        engine, shape = self.engine(), sharded.shape
         plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.dim()]
-        if sharded is None or engine is None or not plain or "out" in kwargs or tutti_caller(__name__) is not None:
+        if engine is None or not plain or "out" in kwargs or tutti_caller(__name__) is not None:
             return args, kwargs
         # In a hook on a gradient each rank has a tensor of its own samples.
         if in_backward():
