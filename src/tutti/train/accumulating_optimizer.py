@@ -70,12 +70,11 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
             return result
         check_custom_loop(choice, run.context.workers, run.context.grid.data_ranks)
         loss: float | None = None
-        with _stepping_by(self, step):
+        with _stepping_by(self, step), run.replica.model_code():
             if closure is not None:
                 loss = run.custom.step_with(index, closure, partial(call, self, "step"), replaced)
             else:
-                with run.replica.model_code():
-                    run.custom.step(index)
+                run.custom.step(index)
         return loss
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:

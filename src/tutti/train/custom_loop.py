@@ -861,7 +861,7 @@ class CustomLoop:
             )
 
         def evaluated() -> Any:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._replica.script_code():
                 loss = closure()
             members = self._origin.members(index)
             if self._origin.local(members):
