@@ -123,8 +123,8 @@ def export_rank(environ: MutableMapping[str, str]) -> None:
 
     The variables are ``HOROVOD_RANK`` and ``HOROVOD_SIZE`` (of the job), ``HOROVOD_LOCAL_RANK`` and
     ``HOROVOD_LOCAL_SIZE`` (on this node), ``HOROVOD_CROSS_RANK`` and ``HOROVOD_CROSS_SIZE`` (index of this node and
-    number of nodes). Without ``RANK`` and ``WORLD_SIZE``, which tutti's launcher and torchrun set, nothing happens; so
-    it is for a rank of an elastic job that has no place yet.
+    number of nodes). Nothing is set where ``RANK`` and ``WORLD_SIZE`` are missing, which tutti's launcher and torchrun
+    set: for example in a process of an elastic job that has no rank yet.
 
     Args:
         environ: environment variables of this rank; the variables are added to it.

@@ -44,11 +44,13 @@ def run(
 
     Raises:
         UsageError: ``hosts`` is malformed, names another machine or has fewer slots than ranks; ``settings`` ask for an
-            elastic job; this process is a rank itself, already trains, or has used the accelerator or autograd; or the
-            call is made outside the main thread.
+            elastic job; the number of ranks is below 1; this process is a rank itself, already trains, or has used the
+            accelerator or autograd; or the call is made outside the main thread.
         PeerError: a rank was killed, or ended without a result.
         Preempted: a rank ended with exit code 75.
         KeyboardInterrupt: a signal stopped the job, and no rank raised an error.
+        SystemExit: a signal came before the ranks were started; the code is 128 + its number.
+        DiskError: there is no space to start the ranks or to write their logs.
         Exception: the first error of a rank, with the rank and its traceback as a note; a RuntimeError with its type
             and text if it cannot be pickled.
     """

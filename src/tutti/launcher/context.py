@@ -90,7 +90,8 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         UsageError: the environment contradicts itself, has an unknown ``TUTTI_*`` variable or one with a value that is
             not permitted; ``timeout`` is not a finite number above 0; an accelerator is requested and not available, or
             a node has fewer accelerators than processes; or the ranks count different numbers of nodes.
-        PeerError: the other ranks did not arrive in time, or rank 0 cannot be reached.
+        PeerError: the other ranks did not arrive in time, rank 0 cannot be reached, or rank 0 cannot listen on its
+            port.
     """
     global _world
     if _world is not None:
@@ -208,8 +209,9 @@ class _End:
 def shutdown() -> None:
     """Leave the job: call the functions registered by ``before_shutdown``, then destroy the process group.
 
-    A process group that ``init`` did not create is kept. A second call only calls the registered functions. ``init``
-    can join a job again afterwards.
+    The registered functions get no arguments; an exception of one propagates, and the process group then stays. A
+    process group that ``init`` did not create is kept. A second call only calls the registered functions. ``init`` can
+    join a job again afterwards.
     """
     global _world
     for function in _before_shutdown:

@@ -108,9 +108,9 @@ class ElasticDriver:
         are killed, and a second signal kills them at once. To be called in the main thread.
 
         Returns:
-            A code of ``tutti.errors.ExitCode``: 0 if the ranks have succeeded; if no rank is left, the code of the
-            failure that caused the others; ``PEER`` if the job was reset too often, or had too few ranks for too long.
-            Or 128 + the number of the signal that stopped the job.
+            0 if at least one rank has returned without an error and no rank is left, even if others have failed; if all
+            have failed, the exit code of the failure that caused the others; ``ExitCode.PEER`` if the job was reset too
+            often, or had too few ranks for too long; 128 + the number of the signal that stopped the job.
         """
         before = {number: signal.signal(number, self._stop) for number in child.SIGNALS}
         try:

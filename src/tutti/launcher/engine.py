@@ -46,7 +46,7 @@ class EngineGone(Exception):
 
 
 class Engine(Protocol):
-    """Protocol of what starts the ranks of a job, such as SSH, Slurm or Ray.
+    """Protocol of an engine, the object by which a launcher starts, polls and ends the ranks of a job on its nodes.
 
     Ranks are started on slots: a slot takes one rank with its device. Rank 0's output is the terminal's; that of the
     other ranks goes to ``rank{N}.log`` in the engine's log folder.
@@ -62,6 +62,7 @@ class Engine(Protocol):
 
         Raises:
             EngineGone: the engine, which starts the ranks, does not answer.
+            AuthenticationError: a Ray cluster refuses this process.
         """
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -79,6 +80,8 @@ class Engine(Protocol):
         Raises:
             SlotsGone: there are fewer than ``size`` slots by now.
             EngineGone: the engine does not answer.
+            DiskError: a log for the output of ranks cannot be written.
+            UsageError: a program that the engine needs, such as ``ssh``, is missing, or the engine refuses the ranks.
         """
 
     def poll(self) -> Sequence[EndedRank | None]:

@@ -42,7 +42,8 @@ def launch_function(
         devices: number of ranks, one for each device.
         timeout: seconds that ranks may wait for each other in a collective.
         show_all: show the other ranks' output, too.
-        named: keyword arguments of ``function``, which cannot be named like the three above.
+        named: keyword arguments of ``function``; none may be called ``function``, ``devices``, ``timeout`` or
+            ``show_all``.
 
     Returns:
         List of length ``devices``: what ``function`` returned in each rank, in rank order. The values must be possible

@@ -86,7 +86,8 @@ class Lane(_Block):
     def enter(self, phase: int, step: int | None = None) -> int:
         """Record that this thread begins a phase of training, such as a save, whose duration the watchdog limits.
 
-        Counts as a heartbeat. Blocks for ever if the watchdog has already decided to kill this rank.
+        Counts as a heartbeat, and clears the description of the current call. Blocks for ever if the watchdog has
+        already decided to kill this rank.
 
         Args:
             phase: an integer of ``Phase``, such as ``Phase.COMPUTE``.

@@ -88,9 +88,9 @@ class SlotTable:
     def poll(self, now: float) -> None:
         """Start the host discovery script if it is due, or read its output if it has ended. Does not block.
 
-        To be called often. The script is due half a second after its last call ended. A call that cannot start, ends
-        with an error or prints a malformed line leaves the hosts and their slots as they were; a call that lasts longer
-        than a minute is killed, and counts as such.
+        To be called often; does nothing without a script. The script is due half a second after its last call ended. A
+        call that cannot start, ends with an error or prints a malformed line leaves the hosts and their slots as they
+        were; a call that lasts longer than a minute is killed, and counts as such.
 
         Args:
             now: seconds of a monotonic clock.

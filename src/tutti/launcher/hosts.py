@@ -163,7 +163,7 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
 
     The address is ``MASTER_ADDR`` of this process's environment; if that is not set, the address of the first host, for
     which a job of several hosts takes this machine's host name if the first host is this machine. The port is
-    ``MASTER_PORT``; if that is not set, a random one from 10000 to 29999, which may be in use.
+    ``MASTER_PORT``; if that is not set to a number, a random one from 10000 to 29999, which may be in use.
 
     Args:
         hosts: hosts of the job, rank 0's first.
@@ -238,7 +238,7 @@ class TetheredRanks:
         """Start a process on this node for each rank, such as an ``ssh`` to the rank's host, in rank order.
 
         Returns at once. Ranks of an earlier call are forgotten, and must have ended. The first rank's output is that of
-        this process; the output of the other ranks is appended to ``rank{N}.log``.
+        this process; the output of each other rank N is appended to ``rankN.log`` in the folder of logs.
 
         Args:
             ranks: for each rank its host and the command line to run on this node.
@@ -335,8 +335,9 @@ class HostsEngine:
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the processes of ranks 0 to ``size`` - 1, on this node and over SSH, filling the hosts in order.
 
-        Returns at once. Ranks that this method started earlier must have ended. Each rank works in the same directory
-        as this process. The engine sets torchrun's variables in each rank, such as ``RANK`` and ``MASTER_ADDR``.
+        Returns without waiting for the ranks. Ranks that this method started earlier must have ended. Each rank works
+        in the same directory as this process. The engine sets torchrun's variables in each rank, such as ``RANK`` and
+        ``MASTER_ADDR``.
 
         Args:
             size: number of ranks.

@@ -77,9 +77,10 @@ def launch(
             ``restarts`` do not limit; None: all ranks start and end together.
 
     Returns:
-        0 if all ranks have succeeded; else the exit code of the failure that caused the others, a member of
-        ``tutti.errors.ExitCode``; ``PREEMPTED`` (75) if the ranks saved and ended on a signal; or 128 + the number of
-        the signal that stopped the run.
+        0 if all ranks have succeeded, not counting ranks that were killed while the run went on without them; else the
+        exit code of the failure that caused the others, a member of ``tutti.errors.ExitCode`` or the code that the rank
+        gave to ``sys.exit``; ``PREEMPTED`` (75) if the ranks saved and ended on a signal; or 128 + the number of the
+        signal that stopped the run. With ``elastic`` one rank that succeeds is enough for 0.
 
     Raises:
         UsageError: fewer than one process, called outside the main thread, or the host discovery script of ``elastic``

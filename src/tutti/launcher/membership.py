@@ -56,7 +56,8 @@ class Membership:
                 has left the generation, before the new rank is set.
 
         Raises:
-            SystemExit: the next generation has no place for this rank, because its slot was removed.
+            SystemExit: the next generation has no place for this rank, because its slot was removed, or because other
+                ranks have finished training before this rank became a member; the code is 0.
         """
         self._line.sendall(json.dumps({"ready": self.generation, "failed": failed}).encode() + b"\n")
         place = self._places.get()

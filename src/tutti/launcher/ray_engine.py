@@ -112,6 +112,7 @@ class RayEngine:
 
         Raises:
             EngineGone: the head of the cluster does not answer, or the cluster fails.
+            AuthenticationError: the cluster refuses this process.
         """
         nodes = [node for node in self._ask(ray.nodes) if node["Alive"]]
         free = self._ask(_free_per_node)

@@ -120,8 +120,8 @@ def supervise(engine: Engine, job: EngineJob) -> int:
         job: command line, permitted numbers of ranks, restarts and grace period.
 
     Returns:
-        0 for success; the failed rank's exit code, a member of ``tutti.errors.ExitCode``; ``ExitCode.PREEMPTED`` (75)
-        if too few slots are left, or the ranks saved and ended on a signal; or 128 + the number of the signal.
+        0 for success; the exit code of the rank whose failure caused the others; ``ExitCode.PREEMPTED`` (75) if too few
+        slots are left, or the ranks saved and ended on a signal; or 128 + the number of the signal.
 
     Raises:
         UsageError: the engine has fewer slots than the smallest size.

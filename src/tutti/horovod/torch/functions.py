@@ -32,8 +32,8 @@ def broadcast_parameters(
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: ``params`` is none of these, ``init`` was not called, or ``root_rank`` is no member of the process
-            set.
+        ValueError: ``params`` is none of these, ``init`` was not called, the process set is not registered or does not
+            have this rank as a member, ``root_rank`` is no member of it, or a tensor is sparse or expanded.
         HorovodInternalError: names, shapes or dtypes differ between ranks, or a rank is lost.
     """
     if not isinstance(params, Iterable):

@@ -102,7 +102,7 @@ def _options() -> SessionOptions:
 
 @translated
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Join the job that the environment describes and start the collectives, as ``hvd.init``.
+    """Join the job that the environment describes and start the thread that runs collectives, as ``hvd.init``.
 
     Collective over all ranks; blocks until all have called it. A second call does nothing. In an elastic job it calls
     ``rejoin``, and raises what that raises.
@@ -113,10 +113,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
             effect, because sets can always be added later; None: no sets.
 
     Raises:
-        ValueError: two process sets have the same ranks, a set names a rank that does not exist, ``comm`` is refused, a
-            variable such as ``HOROVOD_FUSION_THRESHOLD`` is not a number, or the variables of the launcher contradict
-            each other.
-        HorovodInternalError: the other ranks did not arrive in time.
+        ValueError: two process sets have the same ranks, a set is empty or names a rank that does not exist, ``comm``
+            is refused, a variable such as ``HOROVOD_FUSION_THRESHOLD`` is not a number, or ``tutti.init`` refuses the
+            environment, such as variables of the launcher that contradict each other.
+        HorovodInternalError: the other ranks did not arrive in time, or the ranks' process sets differ.
+        OSError: on rank 0, the file that ``HOROVOD_TIMELINE`` names cannot be written.
     """
     if _session is not None:
         return
@@ -140,7 +141,8 @@ def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | st
     Raises:
         ValueError: two process sets have the same ranks, or a set names a rank that does not exist.
         HorovodInternalError: the ranks could not join each other in 21 attempts.
-        SystemExit: there is no place for this rank, because its slot was removed.
+        SystemExit: there is no place for this rank, because its slot was removed, or because other ranks have finished
+            training before this rank became a member; the code is 0.
     """
     member = current_membership()
     assert member is not None
@@ -259,7 +261,14 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes of the job have the same number of processes. Raises ValueError before ``init``."""
+    """Return whether this node's number of processes × the number of nodes is the number of processes of the job.
+
+    True where all nodes of the job have equally many processes. Where they have not, nodes whose number is the mean
+    still return True: the ranks are not compared with each other.
+
+    Raises:
+        ValueError: ``init`` was not called.
+    """
     check_initialized()
     return context.local_size() * context.cross_size() == context.size()
 
@@ -458,7 +467,7 @@ def synchronize(handle: Any) -> Any:
         handle: result of an asynchronous collective: a number, or the function of ``sparse_allreduce_async``.
 
     Returns:
-        The result; None, as in Horovod, where the handle was synchronised before.
+        The result; None, as in Horovod, for a number that was synchronised before or that no collective returned.
 
     Raises:
         HorovodInternalError: ranks' calls differ, or a rank is lost.
@@ -509,7 +518,8 @@ def allreduce(
     """All-reduce a tensor over the ranks: return postscale_factor · op(prescale_factor · tensor).
 
     Collective over ``process_set``; blocks. Differentiable for sums and averages: the gradient is all-reduced by the
-    same operation and factors. Sparse COO tensors are summed or averaged by an all-gather of their indices and values.
+    same operation and factors. Sparse COO tensors are summed or averaged by an all-gather of their indices and values,
+    and are not differentiable.
 
     Args:
         tensor: tensor of equal shape and dtype on all ranks; not changed.
@@ -1045,8 +1055,8 @@ def broadcast_(
 
     Raises:
         ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
-            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
-            ``root_rank`` is no member of it.
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member;
+            ``root_rank`` is no member of it; or ``tensor`` is expanded, on any rank.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
@@ -1074,8 +1084,8 @@ def broadcast_async_(
 
     Raises:
         ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
-            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
-            ``root_rank`` is no member of it.
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member;
+            ``root_rank`` is no member of it; or ``tensor`` is expanded, on any rank.
         HorovodInternalError: a rank is lost already.
     """
     check_initialized()
@@ -1092,9 +1102,10 @@ def start_broadcasts(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: of one device type, each of equal shape and dtype on all ranks; the values of ``root_rank`` are sent.
+        tensors: of one device type, each of equal shape and dtype on all ranks; the values of ``root_rank`` are sent,
+            and overwrite those of the other ranks. Not to be used before ``synchronize``.
         root_rank: global rank of the source, a member of the process set.
-        name: matches the ranks' calls; None: by the order of calls without a name.
+        name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
@@ -1103,7 +1114,7 @@ def start_broadcasts(
     Raises:
         ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
             is sparse; the process set is not registered or does not have this rank as a member; ``root_rank`` is no
-            member of it; or the tensors are on devices of different types.
+            member of it; the tensors are on devices of different types; or a tensor is expanded, on any rank.
         HorovodInternalError: a rank is lost already.
     """
     check_initialized()
@@ -1213,12 +1224,12 @@ def reducescatter(
         postscale_factor: factor on the result after it.
 
     Returns:
-        Tensor of shape (rows of this rank, …); the first (rows mod ranks) ranks have one row
-        more than the others.
+        New tensor of shape (rows of this rank, …); the first (rows mod ranks) ranks have one row more than the others.
 
     Raises:
-        ValueError: ``init`` was not called; the process set is not registered or does not have this rank as a member;
-            or ``tensor`` is a scalar.
+        ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
+            ``tensor`` is a scalar.
         HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
     """
     check_initialized()

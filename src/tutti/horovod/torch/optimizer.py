@@ -529,9 +529,11 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap an optimizer so that it all-reduces gradients over the ranks during backward, before ``step`` uses them.
 
-    With ``Adasum``, each rank steps on its own gradients, and ``step`` combines the ranks' changes of the parameters.
-    ``step`` is collective over ``process_set``. A gradient that is None counts as zeros in the reduction, and is the
-    reduced tensor afterwards; with ``Adasum`` over several ranks gradients that are None become zeros at once.
+    This call itself sends nothing. Backward starts an all-reduce of each bucket of gradients, without waiting for it;
+    ``step`` is collective over ``process_set`` and waits for all of them. With ``Adasum``, each rank steps on its own
+    gradients, and ``step`` combines the ranks' changes of the parameters by one Adasum all-reduce. A gradient that is
+    None counts as zeros in the reduction, and is the reduced tensor afterwards; with ``Adasum`` over several ranks
+    gradients that are None become zeros at once.
 
     Args:
         optimizer: an optimizer of PyTorch's interface.
@@ -556,8 +558,13 @@ def DistributedOptimizer(
     Raises:
         ValueError: ``init`` was not called; ``named_parameters`` lacks a parameter of the optimizer, names two alike,
             or does not consist of tuples; ``op`` is another operation; ``backward_passes_per_step`` is not positive;
-            ``gradient_predivide_factor`` is given with another ``op`` than ``Average``; or ``groups`` is not positive,
-            has a parameter twice, or holds something other than tensors.
+            ``gradient_predivide_factor`` is given with another ``op`` than ``Average``; ``groups`` is not positive, has
+            a parameter twice, or holds something other than tensors; or a number in ``HOROVOD_AUTOTUNE_…`` variables is
+            not whole.
+        AssertionError: from backward, ``step``, ``synchronize`` or ``zero_grad`` of the new optimizer: there were more
+            backward passes than ``backward_passes_per_step``, gradients were changed or set to zero while they are
+            reduced, or backward had ``create_graph=True``.
+        HorovodInternalError: from backward, ``step`` or ``synchronize``: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()
     if gradient_predivide_factor != 1.0 and op != Average:

@@ -47,8 +47,9 @@ class SyncBatchNorm(BatchNormBase):
         """Normalise ``input``, in training by the statistics of all ranks' samples, else by the running statistics.
 
         Without running statistics the samples' statistics serve in evaluation too. Collective over all ranks wherever
-        the samples' statistics serve: all-reduces their sums, then their squared deviations; blocks. In training the
-        running statistics are updated. With one rank it is plain batch norm, without communication.
+        the samples' statistics serve: all-reduces their sums, then their squared deviations; blocks. The backward then
+        all-reduces the gradients of both, and blocks too. In training the running statistics are updated. With one rank
+        it is plain batch norm, without communication.
 
         Args:
             input: tensor of shape (N, C, …), with any N on each rank.

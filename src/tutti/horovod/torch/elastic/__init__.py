@@ -36,7 +36,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             of hosts) than ``HOROVOD_RESET_LIMIT``; or the ranks' calls of a collective differ, and have differed since
             the same commit before. After a failed collective the state is that of the last commit.
         ValueError: from the decorated function: ``HOROVOD_RESET_LIMIT`` is not a whole number.
-        SystemExit: from the decorated function: this rank's slot in an elastic job was removed.
+        SystemExit: from the decorated function: this rank's slot in an elastic job was removed; the code is 0.
     """
     return run_fn(func, _reset, _hear)
 

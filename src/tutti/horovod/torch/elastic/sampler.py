@@ -64,6 +64,9 @@ class ElasticSampler(Sampler[int]):
 
         Args:
             epoch: number of the epoch, which seeds the order of the samples.
+
+            Raises:
+                ValueError: ``hvd.init`` was not called.
         """
         if epoch == self.epoch:
             return
@@ -82,7 +85,8 @@ class ElasticSampler(Sampler[int]):
             batch_size: number of samples of a batch, equal in all calls; that of the last batch may be smaller.
 
         Raises:
-            ValueError: there is no such batch since the last reset, or another than the last batch is smaller.
+            ValueError: this rank has no such batch since the last reset, or ``batch_size`` differs from that of the
+                first recorded batch; only the rank's last batch may be smaller.
         """
         self._batch_size = self._batch_size or batch_size
         start = batch_idx * self._batch_size
@@ -138,11 +142,17 @@ class ElasticSampler(Sampler[int]):
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def reset(self) -> None:
-        """Divide the samples of this epoch that have not been processed evenly over the present ranks.
+        """Divide the samples of this epoch that have not been processed evenly over the present ranks of the job.
+
+        If the number of ranks does not divide that of the samples, the first samples are given out again, so that all
+        ranks get equally many.
 
         Performs no communication; all ranks must have the same records of processed samples. Sets the attributes
         ``indices`` (list of this rank's samples), ``num_samples`` (their number), ``num_replicas`` (number of ranks)
         and ``rank``. Batches are numbered from 0 again.
+
+        Raises:
+            ValueError: ``hvd.init`` was not called.
         """
         self.num_replicas, self.rank = size(), rank()
         self._batch_size = 0
@@ -195,7 +205,7 @@ class ElasticSampler(Sampler[int]):
                 all ranks.
 
         Raises:
-            ValueError: the state has no ``processed_indices``.
+            ValueError: the state has no ``processed_indices``, or ``hvd.init`` was not called.
         """
         if "processed_indices" not in state_dict:
             raise ValueError(f"the state of a sampler needs processed_indices; it has {', '.join(state_dict)}")

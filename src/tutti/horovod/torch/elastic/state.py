@@ -156,9 +156,9 @@ class SamplerStateHandler(StateHandler):
     def sync(self) -> None:
         """Merge the ranks' records of processed samples, take rank 0's epoch, and divide the remaining samples anew.
 
-        Collective over all ranks: all-gathers the records; blocks. Ranks in another epoch than rank 0 add no records.
-        If rank 0 has restored a copy of the last commit, only its records count, because the commit has merged the
-        records of all ranks.
+        Collective over all ranks: all-gathers the ranks' epochs, then their records; blocks. Ranks in another epoch
+        than rank 0 add no records. If rank 0 has restored a copy of the last commit, only its records count, because
+        the commit has merged the records of all ranks.
 
         Raises:
             HorovodInternalError: the ranks' calls differ, or a rank is lost.
@@ -175,7 +175,10 @@ class SamplerStateHandler(StateHandler):
         """Merge the ranks' records of processed samples and divide the rest anew, after hosts were merely removed.
 
         Unlike models and optimizers, which are then equal on all ranks, each rank's sampler knows only the samples of
-        its own rank. Collective over all ranks: all-gathers the records; blocks.
+        its own rank. Collective over all ranks: all-gathers the ranks' epochs, then their records; blocks.
+
+        Raises:
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         self.sync()
 
@@ -252,7 +255,7 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Give all ranks of an elastic job rank 0's state, and samplers all ranks' records; then save the whole state.
 
-        Collective over all ranks: broadcasts from rank 0 for each model, optimizer and other value, and an all-gather
+        Collective over all ranks: broadcasts from rank 0 for each model, optimizer and other value, and two all-gathers
         for each sampler; blocks. Samplers divide their remaining samples anew.
 
         Raises:
@@ -270,8 +273,11 @@ class TorchState(ObjectState):
     def skip_sync(self) -> None:
         """Merge the ranks' records of processed samples, after hosts were merely removed; other state is equal already.
 
-        Called in place of ``sync``. Collective over all ranks: an all-gather for each sampler; blocks. Samplers divide
-        their remaining samples anew.
+        Called in place of ``sync``. Collective over all ranks: two all-gathers for each sampler (epochs, records);
+        blocks. Samplers divide their remaining samples anew. Nothing is saved.
+
+        Raises:
+            HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         for handler in self._handlers.values():
             handler.skip_sync()
