@@ -81,8 +81,8 @@ def hosts_as_engine(words: list[str]) -> list[str]:
         The rewritten words; ``words`` unchanged for other commands, and without such flags.
 
     Raises:
-        UsageError: hosts are malformed, or of ``-H``, ``--hostfile`` and ``--on`` two are given (for ``run`` only
-            ``--hostfile`` together with ``--on`` is refused here).
+        UsageError: hosts are malformed, the host file cannot be read, a flag has no value, or of ``-H``, ``--hostfile``
+            and ``--on`` two are given (for ``run`` only ``--hostfile`` together with ``--on`` is refused here).
 
     >>> hosts_as_engine(["train", "digits", "-H", "a:2,b:2"])
     ['train', 'digits', '--on', 'ssh:hosts=a:2+b:2', '--devices', '4']
@@ -155,10 +155,13 @@ def start_node(part: NodePart, words: list[str]) -> int:
         words: the command of each rank, behind ``tutti``, without the flags of nodes and devices.
 
     Returns:
-        0, or the exit code of the first rank that failed.
+        0; the exit code of the rank whose failure caused the others; ``ExitCode.PREEMPTED`` (75) if the ranks saved and
+        ended on a signal; or 128 + the number of a signal.
 
     Raises:
-        DiskError: the folder of logs cannot be made.
+        DiskError: the folder of logs cannot be made, or a log cannot be written.
+        UsageError: ``--logs`` of ``run`` has no value.
+        SystemExit: a second signal came; the code is 128 + its number.
     """
     logs = Path("runs/logs")
     if words[0] == "run":

@@ -143,6 +143,7 @@ class PlanAnswer:
 
         Raises:
             DiskError: plan file or figure cannot be written.
+            UsageError: a figure is asked for and matplotlib is not installed, or its name ends otherwise.
         """
         from tutti.planning.device_plan import best_by_devices, cheapest_plan, find_knee, lost_reason, within_limits
         from tutti.planning.plan_file import headline, plan_config, plan_json, write_plan, write_plan_figure

@@ -137,6 +137,9 @@ def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
         The rewritten words; ``words`` unchanged for any other command line, within an allocation of Slurm, and if the
         command only asks (``--help``, ``--print-config`` or ``--dry-run``).
 
+    Raises:
+        UsageError: ``--on`` has no value.
+
     >>> submitted(["train", "digits", "--on", "slurm:nodes=2", "--devices", "4"], {})
     ['submit', '--start', 'slurm:nodes=2', '--', 'train', 'digits', '--devices', '4']
     """

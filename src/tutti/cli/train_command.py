@@ -179,6 +179,10 @@ def bare_options(words: list[str]) -> list[str]:
     Returns:
         The completed words; ``words`` unchanged for other commands than ``train`` and ``config show``.
 
+    Raises:
+        UsageError: of an option such as ``--optimizer.lr`` the part before the dot takes no ``key=value``, or the value
+            is missing.
+
     >>> bare_options(["train", "digits", "--resume", "--devices", "4", "--profile"])
     ['train', 'digits', '--resume', 'auto', '--devices', '4', '--profile', '10:5']
     """

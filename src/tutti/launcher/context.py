@@ -92,6 +92,7 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
             a node has fewer accelerators than processes; or the ranks count different numbers of nodes.
         PeerError: the other ranks did not arrive in time, rank 0 cannot be reached, or rank 0 cannot listen on its
             port.
+        OSError: the process of the watchdog cannot be forked.
     """
     global _world
     if _world is not None:

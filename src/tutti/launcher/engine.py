@@ -97,6 +97,7 @@ class Engine(Protocol):
 
         Raises:
             EngineGone: the engine, which starts the ranks, does not answer.
+            DiskError: an engine that passes on the ranks' output, such as Ray's, cannot write a log.
         """
 
     def stop(self, number: int) -> None:

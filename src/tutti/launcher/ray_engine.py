@@ -134,6 +134,7 @@ class RayEngine:
             EngineGone: the head of the cluster does not answer, or the cluster fails.
             UsageError: a node cannot run tutti or has no memory for the process of a rank, or Ray refuses the resources
                 of a rank.
+            AuthenticationError: the cluster refuses this process.
             TuttiError: the actor's own code has failed.
         """
         self._group = self._ask(lambda: placement_group([self._needs] * size, strategy="PACK"))
@@ -179,6 +180,7 @@ class RayEngine:
         Raises:
             EngineGone: the head of the cluster does not answer, or the cluster fails.
             DiskError: a log cannot be written.
+            AuthenticationError: the cluster refuses this process.
             TuttiError: the actor's own code has failed.
         """
         time.sleep(max(0.0, self._polled + _PACE - time.monotonic()))

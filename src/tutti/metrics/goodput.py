@@ -158,10 +158,11 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
     Returns:
         A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),
         ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
-        what the records do not tell). Causes are ``start`` (until the first step), ``data`` (waits for batches),
-        ``evaluation``, ``save``, ``failure`` (lost steps, and the time until the next start), ``stopped`` (between a
-        stop without lost steps and the next start), ``restart`` (from the next start to its first step) and ``slow
-        steps`` (their excess over the median, of steps over 1.5 times the median).
+        what the records do not tell). Causes are ``start`` (until the first step, and its excess over the median step),
+        ``data`` (waits for batches), ``evaluation``, ``save`` (waits for checkpoints and traces, and the time after the
+        last record), ``failure`` (lost steps, and the time until the next start), ``stopped`` (between a stop without
+        lost steps and the next start), ``restart`` (from the next start to its first step, and that step's excess) and
+        ``slow steps`` (their excess over the median, of steps over 1.5 times the median).
 
     Raises:
         UsageError: no step is recorded, or the records have no times.

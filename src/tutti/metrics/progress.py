@@ -75,7 +75,8 @@ class PlainLines:
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         """Print a line with step, epoch, loss, metrics, speed and time, unless one was printed less than 10 s ago.
 
-        The first, the last and every ``log_every``-th step of the run are printed in any case.
+        Step 1, the last step and every ``log_every``-th step of the run are printed in any case. An error of the
+        stream, such as of a closed pipe, is ignored.
 
         Args:
             record: loss, metrics, number and epoch of the step.
@@ -284,7 +285,7 @@ def format_number(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds as ``m:ss`` or ``h:mm:ss``, ``-:--`` if negative, infinite or NaN.
+    """Format seconds as ``m:ss`` or ``h:mm:ss``, ``-:--`` if negative, 10⁸ (three years) and more, or NaN.
 
     >>> format_seconds(7.6), format_seconds(75), format_seconds(3 * 3600 + 62), format_seconds(float("inf"))
     ('0:08', '1:15', '3:01:02', '-:--')

@@ -81,7 +81,8 @@ class TraceRecorder:
         """Return a context manager that records each wait of this rank for a collective within its block.
 
         A wait is recorded as a segment of the phase ``WAITING``, with the name of the collective and its ranks. The
-        block is around the traced steps; waits outside of it are not recorded.
+        block is around the traced steps; waits outside of it are not recorded. Until the block ends, the method
+        ``poll`` of the class ``StallInspector`` is replaced in this process.
         """
 
         def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:

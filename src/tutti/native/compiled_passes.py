@@ -48,7 +48,8 @@ class Native:
         """Compute the sum of squares, ‖g‖², of each tensor by one compiled loop.
 
         Args:
-            grads: dense CPU tensors of one dtype, such as gradients.
+            grads: dense CPU tensors of this object's dtype, such as gradients. Nothing is checked: the loop reads as
+                many elements from each tensor's address as the tensor has.
 
         Returns:
             One Python float for each tensor, in the order of ``grads``.
@@ -58,7 +59,8 @@ class Native:
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
         """Return ‖w‖² and ‖d‖² of each tensor, with d = gradient·g + decay·w, in one compiled loop.
 
-        No tensor is written.
+        No tensor is written. All tensors are dense CPU tensors of this object's dtype, and a parameter and its gradient
+        have one shape and memory format, which is not checked: the loop reads plain memory.
 
         Args:
             params: parameters (w).
@@ -73,7 +75,9 @@ class Native:
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
         """Update momentum buffers and parameters of SGD-like optimizers in place, in one compiled loop.
 
-        d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w).
+        d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w). All tensors are dense
+        CPU tensors of this object's dtype, and those of one parameter have one shape and memory format, which is not
+        checked: the loop reads and writes plain memory, without autograd.
 
         Args:
             params: parameters (w), updated in place.
@@ -90,7 +94,9 @@ class Native:
 
         u is the direction of Adam's update; the parameters are not changed.
 
-        h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w.
+        h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w. All
+        tensors are dense CPU tensors of this object's dtype, and those of one parameter have one shape and memory
+        format, which is not checked: the loop reads and writes plain memory.
 
         Args:
             params: parameters (w).
@@ -107,7 +113,9 @@ class Native:
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
         """Update parameters in place by Adam's moments, in one compiled loop.
 
-        u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w).
+        u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w). All tensors are dense CPU tensors of
+        this object's dtype, and those of one parameter have one shape and memory format, which is not checked: the loop
+        reads and writes plain memory, without autograd.
 
         Args:
             params: parameters (w), updated in place.

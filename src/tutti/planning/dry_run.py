@@ -48,8 +48,10 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
         of the failed launch.
 
     Raises:
-        UsageError: the run does not fit (the message names the nearest plan that does), ``memory`` cannot be parsed, or
-            the model of a pipeline cannot be cut.
+        UsageError: the run does not fit (the message names the nearest plan that does), ``memory`` cannot be parsed,
+            the task, an option or the strategy is wrong, or the model of a pipeline cannot be cut.
+        DataError: the task's data are missing or malformed.
+        TuttiError: a process that this function forked to trace the model has ended without an answer.
     """
     from tutti.planning import memory_plan as planned
 

@@ -70,7 +70,8 @@ def landscape_rank(
         UsageError: the data are a stream, there are fewer blocks of samples than ranks, no parameter is trained, an
             operator has no second derivative, the device cannot compute in float64 and the precision is ``fp64``, or a
             script does not give its loss to ``tutti.prepare``.
-        CheckpointError: a checkpoint is of another model.
+        DataError: the task's data are missing or malformed.
+        CheckpointError: a checkpoint is of another model, or damaged.
         NonFiniteError: the loss at the checkpoint is NaN or infinite; raised on rank 0 alone.
         DiskError: rank 0 cannot write the file.
     """

@@ -173,7 +173,8 @@ class LossSurface:
 
         Collective over the data ranks: call it on rank 0, while the other data ranks compute their shares in ``serve``.
         Rank 0 broadcasts the kind of the pass and the point, and the loss sums are all-reduced. The point is copied
-        into the model's tensors, which keep it.
+        into the model's tensors, which keep it. Before each block of samples the device's default random generator is
+        seeded anew, so that equal points give equal losses.
 
         Args:
             point: flat vector of all parameters and floating-point buffers, in the layout of ``point()``.
@@ -182,6 +183,10 @@ class LossSurface:
         Returns:
             A ``SurfaceValue``: ``loss``, the mean loss, and ``metrics``, the mean of each metric by name, over the
             samples of all data ranks.
+
+        Raises:
+            ValueError: no set of samples is called ``of``; nothing has been sent then.
+            UsageError: the loss function returns something that is no loss.
         """
         number = self.sets.index(of or self.sets[0])
         self._ask(_VALUE, number, point)
@@ -240,8 +245,8 @@ class LossSurface:
 
         Call it on all data ranks but rank 0, while rank 0 calls ``value``, ``gradient`` or ``hessian_product``. Each
         pass starts with broadcasts from rank 0 (kind of the pass; point or direction), and the results are all-reduced
-        over the data ranks. Blocks until rank 0 calls ``close``. Errors of a pass, such as UsageError of
-        ``hessian_product``, are raised here too.
+        over the data ranks. Blocks until rank 0 calls ``close``. The model keeps the point of the newest ``value`` or
+        ``gradient``. Errors of a pass, such as UsageError of ``hessian_product``, are raised here too.
         """
         while True:
             asked = torch.zeros(2, dtype=torch.int64)

@@ -131,8 +131,8 @@ class StepCosts(Protocol):
     def share_node(self, devices: int) -> None:
         """Set the number of devices of the run, on which all durations that are asked for later depend.
 
-        Called before the steps of each number of devices are predicted. On CPUs the devices of a node share its threads
-        and memory, so that each computes slower.
+        Called before the steps of each number of devices are predicted; a further call replaces the number. On CPUs the
+        devices of a node share its threads and memory, so that each computes slower.
 
         Args:
             devices: number of devices of the run, on all nodes.
@@ -149,6 +149,9 @@ class StepCosts(Protocol):
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
+
+        Raises:
+            UsageError: the data on the machine lack a class of operators.
         """
 
     def update(self, optimizer: str, parameters: float) -> Array:
@@ -161,6 +164,9 @@ class StepCosts(Protocol):
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
+
+        Raises:
+            UsageError: the data on the machine lack the optimizer, or there is none of this name.
         """
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
@@ -176,6 +182,9 @@ class StepCosts(Protocol):
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
+
+        Raises:
+            UsageError: the data on the machine lack the collective, or the link between nodes is not known.
         """
 
     def within(self) -> LinkCost:
@@ -184,6 +193,9 @@ class StepCosts(Protocol):
         Returns:
             A ``LinkCost``: ``alpha``, seconds of latency of a transfer, and ``beta``, bytes a second: n bytes take
             alpha + n / beta seconds.
+
+        Raises:
+            UsageError: the data on the machine lack transfers within a node.
         """
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
@@ -193,6 +205,9 @@ class StepCosts(Protocol):
             size: bytes of the message.
             ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
             together: devices of a node that send such a message at the same time, over the node's link.
+
+        Raises:
+            UsageError: the link is not known.
         """
 
     def message(self, size: float, ranks: int) -> Array:
@@ -205,6 +220,9 @@ class StepCosts(Protocol):
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
+
+        Raises:
+            UsageError: the link is not known.
         """
 
     def slowest(self, ranks: int, seconds: float) -> Array:
@@ -370,9 +388,9 @@ class MeasuredCosts:
 
         If a node's curves are of other numbers of ranks, one of them is scaled as a ring's time is. If there is none,
         an all-reduce of at most 1,024 bytes takes the messages of a ring over the measured links, so that pipelines,
-        which send messages and agree on the gradient norm, need no measured collective. Between nodes the curve is one
-        of one rank a node; without such a curve, a ring's closed form over the stated link is taken. Lines on all this
-        are added to ``guesses``.
+        which send messages and agree on the gradient norm, need no measured collective. A broadcast without a curve
+        takes as long as an all-gather. Between nodes the curve is one of one rank a node; without such a curve, a
+        ring's closed form over the stated link is taken. Lines on all this are added to ``guesses``.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.

@@ -263,6 +263,10 @@ def first_sample(task: Task) -> Any:
 
     The batch has the nesting of tensors that the task's data give, each with a first dimension of 1. None where the
     training data are a stream, which must not be read before the run.
+
+    Raises:
+        UsageError: the training data are of a type that tutti does not take, such as an iterator.
+        DataError: the sample cannot be read or made a batch.
     """
     data = adapt_training(task.train)
     return None if isinstance(data, Stream) else data.fetch(np.arange(1), None)
@@ -318,6 +322,11 @@ def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
         name: name of the task.
         config: configuration of the run.
         directory: folder for the file ``memory.json``.
+
+    Raises:
+        UsageError: the task, an option or the strategy is wrong.
+        DataError: the task's data are missing or malformed.
+        TuttiError: training fails otherwise.
     """
     world = context.init(config.device, config.timeout)
     prepare_process(config, world)

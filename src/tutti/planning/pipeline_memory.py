@@ -69,6 +69,10 @@ class MicroBatchSizes:
         Returns:
             A ``MicroBatchSizes``: ``count``, the number of micro-batches of the worker in a full global batch, and
             ``samples``, the number of samples in the first micro-batch, which is the largest.
+
+        Raises:
+            UsageError: ``--micro-batch`` and the strategy's option ``micro_batches`` are both given, or the devices do
+                not fit the strategy.
         """
         ranks = config.data_ranks
         workers = config.workers or ranks
@@ -94,7 +98,7 @@ def timed(config: PlannedRun) -> bool:
     False for the schedule ``one_by_one``, for reproducible runs, and where the strategy's options fix the cuts.
 
     Args:
-        config: configuration of the run; its strategy is a pipeline.
+        config: configuration of the run; its strategy is a pipeline, else TypeError is raised.
     """
     layout = stage_layout(config)
     return layout.schedule != "one_by_one" and not config.reproducible and not layout.begins
@@ -110,6 +114,10 @@ def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
         name: name of the task.
         config: configuration of the run, changed to one device by ``alone``.
         directory: folder for the file.
+
+    Raises:
+        UsageError: the task or an option is wrong.
+        DataError: the task's data are missing or malformed.
     """
     world = context.init(config.device, config.timeout)
     prepare_process(config, world)
@@ -156,6 +164,7 @@ def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, f
 
     Raises:
         UsageError: the model cannot be partitioned, or only by running it when a run starts.
+        DataError: the task's data are missing or malformed.
         TypeError: the run is no pipeline.
     """
     task = resolve_task(name, config)

@@ -108,8 +108,11 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 
     Returns:
         Entries sorted by devices, batch and strategy. Each has ``seconds``, the seconds of a step (median over its
-        runs); ``draws``, an array of random draws of these seconds from their measured spread; and for strategies
-        such as ``local_sgd`` the median samples to the target (``samples``, else None).
+        runs); ``draws``, an array of random draws of these seconds from their measured spread; and for strategies such
+        as ``local_sgd`` the median samples to the target (``samples``, else None).
+
+    Raises:
+        UsageError: a run has an unknown strategy or option of one.
     """
     grouped: dict[tuple[int, int, str, tuple[tuple[str, object], ...]], list[RunEvidence]] = {}
     for run in runs:

@@ -69,6 +69,7 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
     Raises:
         UsageError: the script does not exist, raises, or ends before ``tutti.prepare``; or what it gives there cannot
             be simulated. The message names the script's line.
+        DataError: the training data cannot be read.
     """
     check_script(script)
 

@@ -41,6 +41,10 @@ def rank_micro_batches(config: PlannedRun) -> list[list[int]]:
     Returns:
         One list for each logical worker (a fixed share of the global batch) of the rank: the number of samples in each
         of its micro-batches of a full global batch, in order.
+
+    Raises:
+        UsageError: ``--micro-batch`` and the strategy's option ``micro_batches`` are both given, or the devices do not
+            fit the strategy.
     """
     ranks = config.data_ranks
     workers = config.workers or ranks

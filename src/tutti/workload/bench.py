@@ -51,7 +51,9 @@ def bench_machine(
         ``device``, ``parts`` and date of the measurement.
 
     Raises:
-        TuttiError: a rank failed; the error has that rank's exit code, and the rank's own message is printed before.
+        TuttiError: a rank or a run of ``scaling`` failed; the error has its exit code, and its own message is printed
+            before.
+        UsageError: called outside the main thread.
     """
     begin = time.perf_counter()
     load = os.getloadavg()[0]
@@ -118,6 +120,9 @@ def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path,
         begin: ``time.monotonic`` when the launcher was called.
         directory: folder for the JSON file.
         folder: a folder on the disk to measure.
+
+    Raises:
+        DiskError: a file in ``folder`` cannot be written.
     """
     import torch
 
