@@ -201,7 +201,8 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 
     Returns:
         The sentences in the order of reading, one a paragraph; at least one. Without a result of the first or the naive
-        rung, no drop: only the best recipe, or that not enough runs have finished.
+        rung, no drop: only the best recipe, or that not enough runs have finished. Sentences on targets (``--until``)
+        come last, as ``to_target`` returns them.
     """
     first, naive = ladder.rungs[0].name, ladder.naive
     sentences, rows = _without_numbers(ladder, rows)

@@ -112,7 +112,7 @@ class AdamStep(NamedTuple):
 
 
 class Passes(Protocol):
-    """Loops over lists of tensors that compute the norms and updates of layer-wise optimizers.
+    """Protocol of loops over lists of tensors that compute the norms and updates of layer-wise optimizers.
 
     Implementations are compiled C++ loops and PyTorch's foreach operators. All lists of a call have equal length and
     order; tensors at one index have one shape. Arguments of the methods: ``params`` (w), ``grads`` (g), ``buffers``

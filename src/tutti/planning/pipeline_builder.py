@@ -112,8 +112,8 @@ class PipelineBuilder(ReplicaBuilder):
         Args:
             layout: options of the stages, with the pipeline schedule.
             exchange: options of gradient synchronisation.
-            parts: number of samples in each micro-batch, one list for each logical worker (a fixed share of the global
-                batch).
+            parts: number of samples in each micro-batch of a replica of the pipeline, one list for each of its logical
+                workers (fixed shares of the global batch).
 
         Returns:
             Computations and messages of one device of each stage. Each of ``actions`` has a device, a phase, a duration

@@ -235,8 +235,8 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
 
     Args:
         config: configuration of the run, whose activation checkpointing decides what backward computes again.
-        parts: number of samples in each micro-batch, one list for each logical worker, which is a fixed share of the
-            global batch (``rank_micro_batches``).
+        parts: number of samples in each micro-batch of the data rank, one list for each of its logical workers, which
+            are fixed shares of the global batch (``rank_micro_batches``).
         prices: predicts the seconds of the model's forwards and backwards over a micro-batch, and caches them.
 
     Returns:

@@ -379,7 +379,8 @@ def gather_sizes(task: str | Task, config: PlannedRun) -> ModelSizes:
         ``memory``: bytes of the model's state and activations before any split.
 
     Raises:
-        UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
+        UsageError: the task reads a stream, the strategy cannot be simulated, or the model cannot be traced or cut.
+        DataError: the task's data are missing or malformed.
     """
     check_buildable(config)
     sizes = TaskSizes(task, config, (config.activation_checkpointing,))

@@ -204,7 +204,8 @@ class ObjectState(State):
         Collective over all ranks: broadcasts the values from rank 0; blocks.
 
         Raises:
-            ValueError: on rank 0, an attribute of a type that cannot be sent; the error names it.
+            ValueError: on rank 0, an attribute of a type that cannot be sent; the error names it. The other ranks then
+                wait until rank 0 ends or calls ``sync`` again.
             HorovodInternalError: the broadcast failed.
         """
         for name, value in self._bcast_object(self._values()).items():

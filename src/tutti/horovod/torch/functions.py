@@ -147,7 +147,8 @@ def broadcast_object(
         A copy of the object, on ``root_rank`` too.
 
     Raises:
-        ValueError: the object has a part of another type, which the message names; ``init`` was not called;
+        ValueError: on ``root_rank``, the object has a part of another type, which the message names (the other ranks
+            then wait until that rank ends or calls the broadcast again). On any rank, ``init`` was not called;
             ``root_rank`` is no member of the process set; or a broadcast named ``name`` is still pending on this rank.
         HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """

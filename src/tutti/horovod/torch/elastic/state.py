@@ -67,7 +67,8 @@ class StateHandler:
         Collective over all ranks: a broadcast of the ``state_dict``; blocks.
 
         Raises:
-            ValueError: on rank 0, the ``state_dict`` has a part that cannot be sent; the error names its type.
+            ValueError: on rank 0, the ``state_dict`` has a part that cannot be sent; the error names its type. The
+                other ranks then wait until rank 0 ends or calls ``sync`` again.
             HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
@@ -259,7 +260,8 @@ class TorchState(ObjectState):
         for each sampler; blocks. Samplers divide their remaining samples anew.
 
         Raises:
-            ValueError: on rank 0, a value of a type that cannot be sent; the error names it.
+            ValueError: on rank 0, a value of a type that cannot be sent; the error names it, and the other ranks wait
+                until rank 0 ends. On every rank, the optimizer is L-BFGS.
             HorovodInternalError: the ranks' calls differ, or a rank is lost; the saved state is then still that of the
                 last commit.
         """
