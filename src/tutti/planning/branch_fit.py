@@ -102,8 +102,8 @@ def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance
     Args:
         batch: global batch at the checkpoint, in samples.
         start: held-out loss at the checkpoint.
-        branches: branches at one times the batch and at two or more multiples, or at one multiple with two seeds each;
-            all of the same number of samples.
+        branches: branches at one times the batch and at one or more other multiples, at least three in all; all trained
+            on the same number of samples.
         tolerance: loss by which a branch may exceed that at one times the batch; Merrill et al. take 0.01.
 
     Returns:

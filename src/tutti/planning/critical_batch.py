@@ -88,8 +88,8 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
     Returns:
         A ``NoiseEvidence``: ``task`` and ``batch`` (samples of a global batch); ``estimates`` and ``scaled``, noise
         estimates of the gradient and of Adam's preconditioned gradient, one for each kept step (empty where none was
-        recorded); ``target`` (metric and value; None without ``--until``) and ``samples`` until it was reached (None
-        where it was not).
+        recorded); ``target`` (metric and value; None without ``--until``) and the ``samples`` to it, the mean of the
+        samples at the evaluation that reached it and at the one before (None where it was not reached).
 
     Raises:
         UsageError: ``summary.json`` or ``metrics.jsonl`` cannot be read, as before the end of a run, or the summary has
@@ -144,7 +144,7 @@ def critical_batch(
         ``ways``, the estimate by each way of measuring alone; ``recipe``, the posterior of E_min and B_crit (None
         without a run that reached a target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's
         preconditioned gradient with their bands (None where not measured); ``batches``, triples of batch, samples to
-        the target and number of runs; and ``branches`` as given.
+        the target (geometric mean over the runs of this batch) and number of runs; and ``branches`` as given.
 
     Raises:
         UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a

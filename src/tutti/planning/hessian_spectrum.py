@@ -134,7 +134,7 @@ def spectral_density(product: Product, size: int, probes: int, steps: int, seed:
     Returns:
         A ``SpectralDensity``: ``nodes``, eigenvalue estimates in rising order, with ``weights`` that sum to 1, (probes
         · steps,) at most; the ``lowest`` and the ``highest`` of these estimates; ``trace`` with its 90 % band
-        (``trace_low``, ``trace_high``).
+        (``trace_low``, ``trace_high``), which is infinite for one probe.
 
     Source: Hutchinson 1990; Golub & Welsch 1969; Ghorbani, Krishnan, Xiao 2019, arXiv 1901.10159.
     """

@@ -101,7 +101,8 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
         law for each bootstrap draw.
 
     Raises:
-        UsageError: fewer runs or fewer different sizes than the law has constants for.
+        UsageError: there are fewer than 6 runs or 3 different model sizes (where all runs have one size: fewer than 4
+            runs), or fewer than 3 different amounts of data.
     """
     by_size = len(np.unique(parameters)) > 1
     _check_enough(parameters, data, by_size)

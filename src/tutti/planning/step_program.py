@@ -204,7 +204,7 @@ class StepTimes:
 
     @property
     def seconds(self) -> Array:
-        """Seconds of the simulated step, a new array of shape (draws,): one value for each column of ``end``.
+        """Seconds of the simulated step: a new vector with one value for each column of the array ``end``.
 
         The columns are the Monte Carlo draws of the machine's uncertain constants. ValueError for a step without
         actions.

@@ -203,8 +203,8 @@ def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | 
 def shutdown() -> None:
     """Leave the job; pending collectives that not all ranks have called then fail on all ranks.
 
-    Does not wait for other ranks to leave. ``init`` can join again afterwards. Does nothing before ``init``. Also
-    called at the exit of the process.
+    Waits until rank 0, which coordinates the collectives, has taken note, but not for other ranks to leave. ``init``
+    can join again afterwards. Does nothing before ``init``. Also called at the exit of the process.
     """
     global _session
     stop_timeline()
