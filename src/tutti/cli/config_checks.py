@@ -40,7 +40,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         config: the configuration, whose ``devices`` is a number, not ``auto`` or a range.
 
     Raises:
-        UsageError: options are malformed or do not go together.
+        UsageError: an option is malformed, options exclude each other, or a package that one of them needs is missing.
         DataError: the task's data or a package are missing.
         CheckpointError: the weights of ``--init-from`` cannot be loaded.
     """

@@ -434,7 +434,7 @@ def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
     Args:
         task: name of the run's task.
         directory: run directory, which ends the line.
-        summary: content of the run's ``summary.json``; what it lacks is left out.
+        summary: content of the run's ``summary.json``; results that are missing there are left out of the line.
 
     >>> held_out = {"loss": 0.05123, "accuracy": 0.985}
     >>> summary = {"eval": held_out, "samples_per_second": 12345.6, "weights_sha256": "3fa9"}

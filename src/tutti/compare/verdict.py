@@ -279,7 +279,8 @@ def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric 
         metric: the metric that is compared.
 
     Returns:
-        True if so; False also if no recipe with finished runs has a baseline with finished runs.
+        True if at least one recipe is as good; False also if no recipe with finished runs has a baseline with finished
+        runs.
     """
     _, rows = _without_numbers(ladder, rows)
     return any(_holds(ladder, rung, rows, metric) for rung in recipes(ladder))

@@ -127,7 +127,7 @@ def supervise(engine: Engine, job: EngineJob) -> int:
         UsageError: the engine has fewer slots than the smallest size.
         PeerError: the engine does not answer any more, or has failed to start the ranks six times in a row.
         SystemExit: a second signal came; the code is 128 + its number.
-        Exception: what the engine's methods raise, such as DiskError for a log that cannot be written.
+        Exception: an exception of the engine's methods propagates, such as DiskError for a log that cannot be written.
     """
     for old in job.logs.glob("rank*.log"):
         old.unlink()

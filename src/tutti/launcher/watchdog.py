@@ -67,7 +67,8 @@ def phase_limit(limits: WatchdogLimits, phase: int) -> float:
     Args:
         limits: seconds for start, step and save; None stands for the job's timeout for collectives, 0 for no limit
             (infinite).
-        phase: what the rank does, as an integer constant of ``heartbeat.Phase``, such as ``Phase.COMPUTE``.
+        phase: phase of training in which the rank is, an integer constant of ``heartbeat.Phase``, such as
+            ``Phase.COMPUTE``.
     """
     wait = heartbeat.process.timeout() or TIMEOUT
     if phase == Phase.IDLE:

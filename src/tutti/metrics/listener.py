@@ -103,7 +103,8 @@ class EvalRecord:
     def values(self) -> dict[str, float]:
         """Results of the evaluation by name: ``loss``, each metric and, with an EMA of the weights, raw values.
 
-        Raw values, such as ``raw_loss``, are of the weights in training; the others are then of the EMA.
+        Raw values, such as ``raw_loss``, are of the weights in training; ``loss`` and the metrics are then those of the
+        EMA.
         """
         raw = {f"raw_{name}": value for name, value in (self.raw or {}).items()}
         return {"loss": self.loss, **self.metrics, **raw}

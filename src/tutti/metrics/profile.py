@@ -67,8 +67,8 @@ def named_as(owner: Any, attribute: str, around: Callable[..., Any]) -> Iterator
     Args:
         owner: a module, class or object; its attribute is restored after the block.
         attribute: name of the function or method.
-        around: the wrapper, called with the original function and the arguments of the call; what it returns is the
-            result of the call.
+        around: the wrapper, called with the original function and the arguments of the call; its result is that of the
+            call.
     """
     inner: Callable[..., Any] = getattr(owner, attribute)
     own = attribute in vars(owner)

@@ -135,7 +135,7 @@ def mixes_samples(whole: float, parts: float) -> bool:
     True if both are finite and differ by more than a relative 0.001, and by more than 10⁻⁶.
 
     Args:
-        whole: loss of a batch, computed at once.
+        whole: loss of a batch, computed by one forward.
         parts: mean of the losses of the batch's parts, each computed alone.
 
     >>> mixes_samples(1.39, 0.69), mixes_samples(3.0, 3.0001), mixes_samples(0.0, 0.0), mixes_samples(1.0, math.nan)

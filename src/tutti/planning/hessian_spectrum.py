@@ -65,7 +65,7 @@ def largest_eigenvalues(product: Product, size: int, count: int, tolerance: floa
 
     Returns:
         A list of ``Eigenvalue`` in falling order, each with ``value`` λ and ``residual``, the norm of Hv − λv, within
-        which an eigenvalue lies; fewer than ``count`` where ARPACK did not converge.
+        which an eigenvalue lies; fewer than ``count`` where ARPACK did not converge, which raises nothing.
     """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 

@@ -109,8 +109,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 
     Args:
         comm: None, an empty list, or the list of all ranks. Lists of some ranks and MPI communicators are refused.
-        process_sets: process sets to add at once, as objects or lists of global ranks; the text ``"dynamic"`` has no
-            effect, because sets can always be added later; None: no sets.
+        process_sets: process sets that this call registers, as objects or lists of global ranks, equal on all ranks;
+            the text ``"dynamic"`` has no effect, because sets can always be added later; None: no sets.
 
     Raises:
         ValueError: two process sets have the same ranks, a set is empty or names a rank that does not exist, ``comm``
@@ -136,7 +136,8 @@ def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | st
 
     Args:
         failed: whether a collective of the present set failed, so that its other ranks must be interrupted.
-        process_sets: process sets to add at once, as objects or lists of global ranks; texts and None add none.
+        process_sets: process sets that this call registers, as objects or lists of global ranks, equal on all ranks;
+            texts and None add none.
 
     Raises:
         ValueError: two process sets have the same ranks, or a set names a rank that does not exist.

@@ -238,7 +238,8 @@ class TorchState(ObjectState):
     def save(self) -> None:
         """Keep a copy of this elastic state's models, optimizers, samplers and other values in memory, on this rank.
 
-        No communication: only ``commit`` makes the copies of all ranks belong together.
+        No communication, so that ranks that call this method at different steps keep copies of different steps;
+        ``commit`` saves on all ranks or on none.
         """
         for handler in self._handlers.values():
             handler.save()
