@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tests.scripts import oracle
 
 BATCH, EPOCHS = 6, 2
@@ -257,14 +258,15 @@ def apart(found: tuple[dict[str, Tensor], list[Tensor]], wanted: tuple[dict[str,
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("body", [name for name in BODIES if name != "drawn"])
-@pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES)
-def test_a_loop_equals_plain_pytorch(ranks: int, strategy: str, body: str) -> None:
-    for kind in MODELS:
-        for optimizer in OPTIMIZERS:
-            wanted = plain(kind, body, optimizer)
-            for found in worlds.run(ranks, looped, strategy=strategy, kind=kind, body=body, optimizer=optimizer):
-                assert apart(found, wanted) <= 1e-10, (kind, optimizer)
+@pytest.mark.parametrize(
+    ("at", "body", "kind", "optimizer"),
+    table(range(len(STRATEGIES)), [name for name in BODIES if name != "drawn"], list(MODELS), list(OPTIMIZERS)),
+)
+def test_a_loop_equals_plain_pytorch(at: int, body: str, kind: str, optimizer: str) -> None:
+    ranks, strategy = STRATEGIES[at]
+    wanted = plain(kind, body, optimizer)
+    for found in worlds.run(ranks, looped, strategy=strategy, kind=kind, body=body, optimizer=optimizer):
+        assert apart(found, wanted) <= 1e-10
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES[:-1])
