@@ -64,11 +64,11 @@ class MicroBatch:
 
     @property
     def share(self) -> float:
-        """Factor by which backward multiplies the mean loss of this micro-batch's samples, loss scale included.
+        """Factor by which backward multiplies the mean loss of this micro-batch's samples.
 
-        Without loss scale it is the number of ``samples`` divided by the samples of the global batch, or of the logical
-        worker (a fixed share of the global batch) where each worker has a gradient of its own. It is 1 for a ``whole``
-        micro-batch, whose gradient is the mean over this micro-batch alone.
+        It is the loss scale times the number of ``samples``, divided by the samples of the global batch, or of the
+        logical worker (a fixed share of the global batch) where each worker has a gradient of its own. For a ``whole``
+        micro-batch, whose gradient is the mean over this micro-batch alone, it is the loss scale.
         """
         return self.weight if self.whole else self.samples * self.weight
 
@@ -485,6 +485,10 @@ class GradientReadyHook(Protocol):
         Args:
             part: sums of loss, count and metrics over the worker's micro-batches of this step, including the one whose
                 backward begins; None where this rank does not compute the loss.
+
+        Raises:
+            UsageError: several ranks compute micro-batches of the worker, and a forward has changed a buffer in a way
+                in which the next rank cannot go on.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -502,11 +506,11 @@ class GradientReadyHook(Protocol):
 
 
 class EditRecords(Protocol):
-    """Records of a script's calls of PyTorch that have made or written tensors of which each rank has a part."""
+    """Records, on one rank, of the script's calls of PyTorch that wrote parameters or gradients split over ranks."""
 
     @property
     def line(self) -> str:
-        """Place in the script of the latest recorded edit on this rank, as ``FILE:LINE``; empty before the first."""
+        """Place in the script of the latest recorded edit on this rank, as ``FILE:LINE`` ("the script" if none)."""
         ...
 
     def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -776,6 +780,10 @@ class SavedState(Protocol):
                 fixed share of the global batch).
             name: the tensor's name, one of ``names(group)``.
 
+        Returns:
+            The tensor, on the CPU if it comes from a file. It may be memory that this object keeps: the caller copies
+            it before writing to it.
+
         Raises:
             CheckpointError: the checkpoint lacks the tensor, or the tensor's file is damaged.
         """
@@ -1001,6 +1009,7 @@ class GradientSync(Protocol):
             MismatchError: ranks are in different steps, or their settings differ.
             UsageError: the script has written a parameter or buffer at a time at which the strategy cannot follow the
                 write.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
@@ -1030,6 +1039,7 @@ class GradientSync(Protocol):
         Raises:
             UsageError: an optimizer does not take sparse gradients; or the script has written parameters, or changed an
                 optimizer's option, where the strategy cannot follow.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
     def clear(self) -> None:
@@ -1351,6 +1361,9 @@ class CustomLoopSync(GradientSync, Protocol):
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared those of the optimizer.
+
+        Where an optimizer updates shards of the parameters, this clears ``.grad`` of the parameters that the script
+        holds. Other strategies have nothing more to clear. Not collective.
 
         Args:
             optimizer: one of the script's optimizers.

@@ -278,8 +278,8 @@ def allreduce_async(
 
     Raises:
         UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
-            needed); a tensor is sparse, or tensors are on devices of several types; this rank is no member of
-            ``process_set``; or ``tutti.init`` was not called.
+            needed); the tensor is sparse, or with ``in_place`` expanded (several of its elements share memory); this
+            rank is no member of ``process_set``; or ``tutti.init`` was not called.
         ValueError: ``op`` is no such operation.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
@@ -322,8 +322,9 @@ def grouped_allreduce_async(
 
     Raises:
         UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
-            needed); a tensor is sparse, or tensors are on devices of several types; this rank is no member of
-            ``process_set``; or ``tutti.init`` was not called.
+            needed); a tensor is sparse, or with ``in_place`` expanded (several of its elements share memory); tensors
+            are on devices of several types; this rank is no member of ``process_set``; or ``tutti.init`` was not
+            called.
         ValueError: ``op`` is no such operation.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
@@ -502,7 +503,8 @@ def grouped_allgather_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: a tensor is sparse; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        UsageError: a tensor is sparse; tensors are on devices of several types; this rank is no member of
+            ``process_set``; or ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -584,7 +586,8 @@ def grouped_allgather(
         For each of ``tensors`` a new tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
 
     Raises:
-        UsageError: a tensor is sparse; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        UsageError: a tensor is sparse; tensors are on devices of several types; this rank is no member of
+            ``process_set``; or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -618,8 +621,9 @@ def grouped_broadcast_async(
         ended, left or did not make the call in time.
 
     Raises:
-        UsageError: ``root`` or this rank is no member of ``process_set``; a tensor is sparse; or ``tutti.init`` was not
-            called.
+        UsageError: ``root`` or this rank is no member of ``process_set``; a tensor is sparse, or with ``in_place``
+            expanded (several of its elements share memory); tensors are on devices of several types; or ``tutti.init``
+            was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -662,8 +666,8 @@ def broadcast_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: ``root`` or this rank is no member of ``process_set``; a tensor is sparse; or ``tutti.init`` was not
-            called.
+        UsageError: ``root`` or this rank is no member of ``process_set``; the tensor is sparse, or with ``in_place``
+            expanded (several of its elements share memory); or ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -831,7 +835,8 @@ def grouped_reducescatter_async(
 
     Raises:
         UsageError: ``op`` is another operation or not defined for the dtype; a tensor is sparse or has no first
-            dimension; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+            dimension; tensors are on devices of several types; this rank is no member of ``process_set``; or
+            ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -960,7 +965,8 @@ def grouped_reducescatter(
 
     Raises:
         UsageError: ``op`` is another operation or not defined for the dtype; a tensor is sparse or has no first
-            dimension; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+            dimension; tensors are on devices of several types; this rank is no member of ``process_set``; or
+            ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -1077,8 +1083,8 @@ def _bytes_tensor(raw: bytes) -> Tensor:
 def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Any:
     """Broadcast a Python value from global rank ``root`` to the other ranks, without pickle, and return it.
 
-    Collective over ``process_set``; blocks. Values are None, bools, numbers, strings, bytes, lists, tuples, sets,
-    dicts, tensors, NumPy arrays, and nestings of them.
+    Collective over ``process_set``, an all-gather of bytes to which only ``root`` contributes; blocks. Values are None,
+    bools, numbers, strings, bytes, lists, tuples, sets, dicts, tensors, NumPy arrays, and nestings of them.
 
     Args:
         value: on ``root``, the value to send; ignored on other ranks.

@@ -745,6 +745,9 @@ def everybody(world: World) -> Communicator:
 
     Args:
         world: rank, device, store and timeout of this process, as ``tutti.init`` returned them.
+
+    Raises:
+        RuntimeError: in the first call, a rank does not make the call within the timeout.
     """
     ranks = tuple(range(world.identity.size))
     return Communicator("world", ranks, world, *process_groups(ranks))

@@ -49,6 +49,9 @@ class Communicators:
         Args:
             names: one or more of ``replica`` and ``shard`` (data parallelism; the ranks along ``shard`` hold one copy
                 of the training state together), ``stage`` (pipeline) and ``tensor`` (tensor parallelism).
+
+        Raises:
+            RuntimeError: in the first call, a rank does not make the call within the timeout.
         """
         if names not in self._axes:
             self._axes[names] = self._line(f"{' × '.join(names)} axis", *names)
@@ -92,6 +95,9 @@ class Communicators:
         Returns:
             The communicator along these axes, as ``axis`` returns it: an object with collectives and point-to-point
             messages among the ranks that have this rank's coordinates on all other axes.
+
+        Raises:
+            RuntimeError: a rank does not make the call within the timeout.
         """
         for line in self._lines(*names):
             for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):
@@ -119,6 +125,7 @@ class Communicators:
         Raises:
             MismatchError: ranks are in different calls.
             PeerError: a rank has ended, or did not make the call in time.
+            RuntimeError: a rank ends, or does not make the call in time, while the process groups are made.
         """
         own_node = torch.tensor([self._job.identity.cross_rank])
         node_of = [int(node) for node in self.world.all_gather(own_node, "nodes of the ranks")]
@@ -150,6 +157,9 @@ class Communicators:
         Returns:
             The communicator, an object with collectives and point-to-point messages among the members; None on a rank
             that is no member.
+
+        Raises:
+            RuntimeError: a rank does not make the call within the timeout.
         """
         own_line = self._grid.along(name)
         for line in self._lines(name):
@@ -167,6 +177,9 @@ class Communicators:
 
         Args:
             purpose: key of the process group, which PeerError and MismatchError show; one key gives one group.
+
+        Raises:
+            RuntimeError: a rank does not make the call within the timeout.
         """
         return self._line(f"replica, {purpose}", "replica", "shard", purpose=purpose)
 

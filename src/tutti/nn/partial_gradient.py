@@ -220,7 +220,11 @@ class PartGradient(IncompleteGradient):
         self._source = source, tensor_version(source)
 
     def check_source(self) -> None:
-        """Raise UsageError if the script has written to the tensor that it had assigned to ``.grad`` (``assign``)."""
+        """Verify that the script has not written to the tensor that it assigned to ``.grad``. Not collective.
+
+        Raises:
+            UsageError: the script has written to that tensor.
+        """
         if self._source is not None and tensor_version(self._source[0]) != self._source[1]:
             raise UsageError(
                 "the script has written to a tensor after it had assigned it to .grad",

@@ -236,6 +236,9 @@ class KeepsAverage(Protocol):
         Returns:
             An ``Average``, an object whose ``update()`` is to be called after each update of the parameters;
             ``within(merged)`` returns a dict of the model's tensors with the averages in place of the weights.
+
+        Raises:
+            UsageError: shared memory has no room for the average.
         """
 
 

@@ -169,8 +169,8 @@ class SplitMatrixGatherer:
             whole: the whole tensor, in the parameter's global shape.
 
         Returns:
-            A copy of the slice, in the parameter's local shape; ``whole`` itself where the parameter is split neither
-            over tensor ranks nor by rows.
+            The slice, in the parameter's local shape: a copy where the parameter is split over tensor ranks, a view of
+            ``whole`` where it is split by rows alone, and ``whole`` itself where it is not split.
         """
         split = self._split.get(parameter)
         if split is not None:

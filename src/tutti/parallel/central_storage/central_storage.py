@@ -100,7 +100,8 @@ class CentralStorageSync(AllReduceSync):
 
         Raises:
             UsageError: the ranks are on several hosts or cannot share memory; the optimizer needs tensors of several
-                owners together; or, on accelerators, the model has sparse gradients or the optimizer needs a closure.
+                owners together; or, on accelerators, the model has sparse gradients or the optimizer needs a closure;
+                or a trial step of the optimizer draws from PyTorch's global random generator.
             MismatchError: ranks hold models with different parameters or buffers.
         """
 
@@ -196,7 +197,7 @@ class CentralStorageSync(AllReduceSync):
 
         Raises:
             UsageError: in a custom training loop on several ranks, the script has written parameters since its
-                backward.
+                backward; or the optimizer does not take sparse gradients.
         """
         if self._custom and self._run_context.comms.replica.size > 1:
             self._guard.check_update(self._guarded, f"step {step_context.taken + 1}")
@@ -321,6 +322,9 @@ class CentralStorageSync(AllReduceSync):
             buffers of each logical worker (share of the global batch with its own buffers) on this rank under ``"{index
             of the worker}/{buffer name}"``, and is empty for a single worker. Parameters and optimizer state are not
             copied: this rank changes them in its next ``optimizer_step``.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each logical worker.
         """
         comm = self._run_context.comms.replica
         with self._updating():

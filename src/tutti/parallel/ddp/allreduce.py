@@ -234,11 +234,11 @@ class AllReduceSync:
         """Complete the all-reduce of gradients and loss sums, and divide the gradients by the global count.
 
         The count is of samples or tokens, as the loss function reports it. Collective: the all-reduces of gradient
-        buckets over the data ranks (in reproducible mode all-to-alls and all-gathers), and an all-reduce of the
-        gradient norm over the pipeline stages and tensor ranks of a replica. Blocks until all data ranks have sent.
-        Afterwards every ``.grad`` is the gradient of the mean loss over the global batch, without loss scale and not
-        yet clipped. It may be a view of a bucket that the next reduction overwrites, and is None where no rank had a
-        gradient.
+        buckets over the data ranks (in reproducible mode all-to-alls and all-gathers), broadcasts of the gradients of
+        parameters that several stages (tied weights) or tensor ranks hold in full, and an all-reduce of the gradient
+        norm over the pipeline stages and tensor ranks of a replica. Blocks until all data ranks have sent. Afterwards
+        every ``.grad`` is the gradient of the mean loss over the global batch, without loss scale and not yet clipped.
+        It may be a view of a bucket that the next reduction overwrites, and is None where no rank had a gradient.
 
         Args:
             step_context: the step under way, with the loss scale that the gradients contain and whether this rank asks
@@ -250,7 +250,7 @@ class AllReduceSync:
             whether all gradients are finite; and ``stop``, whether any rank asks to stop.
 
         Raises:
-            MismatchError: ranks are in different steps or hold different parameters.
+            MismatchError: ranks are in different steps, hold different parameters, or differ in batch size or settings.
             PeerError: a rank is lost, or does not take part within the timeout.
             UsageError: the script has written a module buffer that has a value of its own in each logical worker (share
                 of the global batch), or edited tensors of which each rank has a part in different ways; or a gradient
@@ -315,6 +315,9 @@ class AllReduceSync:
         Returns:
             A dict from names in the model to tensors. Parameters share memory with the model's own, which the next
             update changes. Buffers are new tensors, or for N = 1 the model's own.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each logical worker.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
@@ -344,6 +347,9 @@ class AllReduceSync:
             ``optim`` are shared out over the data ranks so that one rank writes each. Under tensor parallelism a value
             is a ``TensorSlice``: this rank's slice and its place in the full tensor. Parameters and optimizer state are
             not copied: the next update changes them, so the caller writes or copies them before it.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each logical worker.
         """
         comm = self._run_context.comms.replica
         return {

@@ -62,8 +62,8 @@ class BufferHandover:
         consecutive ranks compute a worker's micro-batches, in rank order. The previous of these ranks sends its buffers
         by ``pass_on``; this call blocks until they have come, and overwrites this rank's. Outside reproducible mode
         batch-norm statistics are not among them. Nothing is received on the worker's first rank, in later calls of the
-        same step, and after the first step where forwards change no buffers. A previous step without ``finish`` is
-        finished first, which is collective over all data ranks (the all-gathers of ``finish``).
+        same step, with FSDP2, and after the first step where forwards change no buffers. A previous step without
+        ``finish`` is finished first, which is collective over all data ranks (the all-gathers of ``finish``).
 
         Args:
             step: index of the global step.

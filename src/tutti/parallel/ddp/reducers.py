@@ -297,6 +297,7 @@ class OverlappedReducer:
             MismatchError: ranks are in different steps or hold different parameters.
             UsageError: a gradient is sparse; or the script has edited, in different ways on the ranks, tensors of which
                 each has a part.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._armed, self._early = False, None
         if self._comm.size == 1:
@@ -469,6 +470,8 @@ class TreeReducer:
 
         Raises:
             MismatchError: logical workers were in different steps, or ranks hold different parameters.
+            UsageError: the script has edited, in different ways on the ranks, tensors of which each has a part.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(total.total())

@@ -158,8 +158,8 @@ class ReplicaPart:
         """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
 
         A logical worker is one of N fixed shares of the global batch. The loss function calls the whole model.
-        Gradients are accumulated in ``.grad``. Not collective in itself, but forwards and backwards are with FSDP2 and
-        ``SyncBatchNorm``.
+        Gradients are accumulated in ``.grad``. The call itself sends nothing, but forwards and backwards are
+        collective: over the shard ranks with FSDP2, over the data ranks with ``SyncBatchNorm``.
 
         Args:
             micro_batches: the worker's micro-batches, in order; at least one.
@@ -215,7 +215,8 @@ class ReplicaPart:
         """Run backward of one micro-batch and accumulate its gradients in ``.grad``.
 
         A dummy micro-batch (without samples, which a rank computes only to keep collectives aligned) adds no gradient;
-        its buffers are restored (``forget``).
+        its buffers are restored (``forget``). The call itself sends nothing, but backward is collective over the shard
+        ranks with FSDP2 and over the data ranks with ``SyncBatchNorm``.
 
         Args:
             result: what the loss function returned: a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
@@ -231,7 +232,9 @@ class ReplicaPart:
             count and metric sums in this order.
 
         Raises:
-            UsageError: the loss has an unknown form, requires no gradient, or cannot be added up over micro-batches.
+            UsageError: the loss has an unknown form, requires no gradient, or cannot be added up over micro-batches; or
+                the model has drawn random numbers where it must not (``SyncBatchNorm`` with several logical workers a
+                rank).
         """
         self.draws.check()
         objective, start, part = loss_output.read_loss(result, micro_batch)

@@ -152,6 +152,7 @@ class SharedReducer:
             MismatchError: ranks are in different steps or hold different parameters.
             UsageError: a gradient is sparse; or the script has edited, in different ways on the ranks, tensors of which
                 each has a part.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         packed = self._packed if self._armed else [None] * len(self._buckets)
         self._armed = False

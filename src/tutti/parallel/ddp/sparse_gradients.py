@@ -135,7 +135,9 @@ class SparseReducer:
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
-            UsageError: a gradient is sparse in more than its first dimension, so that its entries are not whole rows.
+            UsageError: a gradient is sparse in more than its first dimension, so that its entries are not whole rows;
+                or the script has edited, in different ways on the ranks, tensors of which each has a part.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._armed = False
         self._make_all_dense()

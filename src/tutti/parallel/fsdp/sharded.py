@@ -144,7 +144,7 @@ class ShardedSync:
         Raises:
             MismatchError: the data ranks hold models with different parameters or buffers.
             UsageError: FSDP2 cannot shard the model, or the optimizer cannot step on this rank's part of the tensors or
-                with ``offload``.
+                with ``offload``, or draws from PyTorch's global random generator in the trial step.
         """
         comm = self._run_context.comms.replica
         comm.share_memory()
@@ -406,9 +406,10 @@ class ShardedSync:
         The shard ranks hold one copy of the parameters together, each some rows of every parameter. The count is of
         samples or tokens, as the loss function reports it. Collective over all ranks and blocking: reduce-scatters over
         the shard ranks (with FSDP2 done in backward), all-reduces of the rows over the copies, of loss sums and norm
-        over the data ranks, and of the norm over the stages and tensor ranks of a replica. Afterwards the ``.grad`` of
-        this rank's rows is the gradient of the mean loss over the global batch, not yet clipped; ``.grad`` is None for
-        a parameter for which no rank computed a gradient.
+        over the data ranks, and of the norm over the stages and tensor ranks of a replica, and broadcasts of the
+        gradients of parameters that several stages (tied weights) or tensor ranks hold in full. Afterwards the
+        ``.grad`` of this rank's rows is the gradient of the mean loss over the global batch, not yet clipped; ``.grad``
+        is None for a parameter for which no rank computed a gradient.
 
         Args:
             step_context: the step under way, with its number, and with the loss scale that gradients are divided by.
@@ -424,7 +425,8 @@ class ShardedSync:
             UsageError: the script has written parameters in the optimizer's groups, which hold this rank's rows, since
                 the step began; its forwards have not seen these values. Or the script has written an unsharded
                 parameter between a forward and its backward (FSDP2). Or the script has written a module buffer that has
-                a value of its own in each logical worker (share of the global batch).
+                a value of its own in each logical worker (share of the global batch), or has edited, in different ways
+                on the ranks, tensors of which each has a part.
         """
         if self._rows_written():
             _refuse_rows_written(step_context)
@@ -472,6 +474,9 @@ class ShardedSync:
             An ``UpdateResult``: ``updates`` is 1, or 0 if a gradient was not finite; then ``skipped`` is True, and
             ``nonfinite`` has the names of the parameters with gradients that are not finite (at most three from each
             rank).
+
+        Raises:
+            UsageError: an optimizer does not take sparse gradients.
         """
         nonfinite: tuple[str, ...] = ()
         if self._reads is not None:
@@ -521,14 +526,17 @@ class ShardedSync:
 
         Logical workers are N fixed shares of the global batch, each with its own buffers. Batch-norm statistics are
         pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective over
-        the data ranks: an all-gather of all workers' buffers (none for N = 1), and of the rows in ZeRO stage 1 if the
-        script has written them.
+        the data ranks: an all-gather of all workers' buffers (none for N = 1); in ZeRO stage 1 an all-gather of the
+        rows over the shard ranks too if the script has written them.
 
         Returns:
             A dict from names in the model to tensors: for a parameter that FSDP2 shards this rank's rows, as a plain
             tensor; all other parameters (under tensor parallelism this rank's slice) and the buffers in full.
             Parameters are not copied: the tensors are the live ones, which the next update writes. Buffers are new
             tensors, or with a single logical worker the model's own.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each logical worker.
         """
         self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}

@@ -75,7 +75,8 @@ class ShardedParameter:
 
         Returns:
             A tensor on the CPU of the shape of this rank's rows, in the dtype of the checkpoint; where the rank has no
-            rows, an empty tensor in the parameter's dtype.
+            rows, an empty tensor in the parameter's dtype. It may be a view of memory that ``saved`` keeps: the caller
+            copies it before writing to it.
 
         Raises:
             CheckpointError: the checkpoint has no such tensor, or one of its files is damaged.

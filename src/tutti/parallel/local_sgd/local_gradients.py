@@ -19,11 +19,11 @@ from tutti.types import GradientPlace, RunContext, StepContext, UpdateResult
 
 
 class LocalGradients:
-    """Behaviour of ``.grad`` in custom training loops where each logical worker makes updates of its own.
+    """Mixin of ``LocalSGDSync``: ``.grad`` in custom training loops where each logical worker makes its own updates.
 
-    Mixin of ``LocalSGDSync``, for runs with one worker a rank; it implements methods of ``AloneLoopSync``. The model on
-    a rank and the script's optimizers are those of the rank's worker, so that ``.grad`` after ``run.backward`` is the
-    whole gradient of the worker's own samples, which the script may edit; other workers have others.
+    For runs with one worker a rank; it implements methods of ``AloneLoopSync``. The model on a rank and the script's
+    optimizers are those of the rank's worker, so that ``.grad`` after ``run.backward`` is the whole gradient of the
+    worker's own samples, which the script may edit; other workers have others.
 
     Attributes:
         gradient_at: ``"rank"``: this rank has the whole gradient.
@@ -89,7 +89,7 @@ class LocalGradients:
         return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies of the gradients that earlier calls of ``run.backward`` left in ``.grad``, and set it to None.
+        """Return copies of the gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
 
         Returns:
             The gradients by parameter; parameters without a gradient are left out.

@@ -183,7 +183,9 @@ class LocalSGDSync(LocalGradients):
                 samples: then its optimizer does not step.
 
         Raises:
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker; the
+                optimizer does not take sparse gradients; or, in a synchronous step, a gradient is sparse without its
+                module's attribute ``sparse``.
         """
         if (reducer := self._jointly(self._step_context)) is not None:
             self._contribute(reducer, worker, part)
@@ -314,6 +316,9 @@ class LocalSGDSync(LocalGradients):
             not finite; ``skipped`` is True if any worker's update was skipped, and then ``nonfinite`` has the names of
             parameters whose gradient is not finite (of each rank up to three); ``together`` is True in synchronous
             steps and in steps that end with an average of the workers' parameters.
+
+        Raises:
+            UsageError: an optimizer does not take sparse gradients (synchronous steps).
         """
         if (reducer := self._jointly(step_context)) is not None:
             return self._update_all(reducer, stats, step_context)
@@ -385,7 +390,8 @@ class LocalSGDSync(LocalGradients):
             buffers with N = 1, are the model's own.
 
         Raises:
-            UsageError: the script has written parameters, and this rank has several workers.
+            UsageError: this rank has several workers, and the script has written parameters, or a buffer that has a
+                value of its own in each worker.
         """
         self._take_written("after the last step")
         self._adopt_frozen("after the last step")

@@ -188,7 +188,8 @@ class AsynchronousServerSync(RemoteGradients):
             step_context: the step under way, with its number and loss scale; kept for ``end_worker``.
 
         Raises:
-            UsageError: the script has written parameters since the worker's last step.
+            UsageError: the script has written parameters since the worker's last step, or a buffer that has a value of
+                its own in each worker.
             PeerError: a server does not reply in time, or has ended.
         """
         self._step_context = step_context

@@ -135,6 +135,7 @@ class ParameterShard:
 
         Raises:
             KeyError: the file lacks one of this server's slices.
+            RuntimeError: a slice has another size than this server's.
         """
         tensors = from_bytes(raw)
         for (name, parameter), view in zip(self.here, self.views(self.values), strict=True):

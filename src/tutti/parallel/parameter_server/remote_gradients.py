@@ -16,10 +16,10 @@ from tutti.types import GradientPlace, StepContext
 
 
 class RemoteGradients:
-    """Behaviour of ``.grad`` in custom training loops with parameter servers: the sums of gradients are on the servers.
+    """Mixin of strategies with parameter servers: ``.grad`` in custom training loops, whose sums are on the servers.
 
-    Mixin of ``SynchronousServerSync`` and ``AsynchronousServerSync``; it implements the methods of ``CustomLoopSync``.
-    After ``run.backward`` has pushed the gradients, a script that reads ``.grad`` gets an error.
+    ``SynchronousServerSync`` and ``AsynchronousServerSync`` inherit from it; it implements methods of
+    ``CustomLoopSync``. After ``run.backward`` has pushed the gradients, a script that reads ``.grad`` gets an error.
 
     Attributes:
         gradient_at: ``"servers"``: the place of the complete gradient.

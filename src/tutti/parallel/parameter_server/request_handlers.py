@@ -191,6 +191,9 @@ class SyncHandler:
             parameter the sum of squares of this server's slice of its gradient (0 without a slice here); for each
             parameter 1 if this slice is finite, else 0; and for each worker or rank 1 if its gradient is in the sum,
             else 0.
+
+        Raises:
+            ValueError: a PUSH is for a later step than the one whose gradients the server is summing.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         handle = kinds.get(request.header.kind)

@@ -337,7 +337,8 @@ class ServerSession:
         """Load parameters and the optimizer state of a checkpoint into the parameter servers.
 
         Rank 0 sends to the servers and waits for their replies. Collective over the data ranks: rank 0 then broadcasts
-        whether the state could be sent, for which all wait.
+        whether the state could be sent, for which all wait. Then every rank asks all servers for their numbers of
+        updates.
 
         Args:
             saved: the checkpoint, whose group ``optim`` is read, on rank 0 alone.

@@ -411,6 +411,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         Returns:
             A dict from names of all parameters and buffers in the model to tensors; parameters share memory with the
             model's own, and so do the buffers with N = 1.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            PeerError: with backup workers, a rank is lost, or a server does not reply in time.
         """
         if self._servers.backup:
             # Ranks whose pushes came late have older parameters.
@@ -445,6 +449,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             optimizer state under ``"{parameter name}/{state key}"``, and is empty on other ranks; ``workers`` has the
             buffers of each logical worker (share of the global batch with its own buffers) on this rank under ``"{index
             of the worker}/{buffer name}"``. Parameters are the model's own tensors, not copies.
+
+        Raises:
+            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            PeerError: a rank is lost, or a server does not reply in time.
         """
         comm, model = self._run_context.comms.replica, self.merged()
         optim = self._link.optimizer_state()

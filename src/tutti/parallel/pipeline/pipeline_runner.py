@@ -686,6 +686,9 @@ class PipelineRunner(ReplicaPart):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Seed the model's random number streams (dropout) for one micro-batch, before a custom loop's body.
 
+        What the script has written to parameters and buffers so far counts as permitted. A dummy micro-batch (without
+        samples) gets copies of the buffers, so that its forward leaves the model's own unchanged. Not collective.
+
         Args:
             micro_batch: the micro-batch; its key, a hash of seed, step, logical worker (share of the global batch) and
                 micro-batch, seeds the streams.

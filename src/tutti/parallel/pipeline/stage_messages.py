@@ -258,10 +258,11 @@ class StageMessages:
 
 
 def message_form(value: Any) -> MessageForm:
-    """Return shape, dtype and memory format of a tensor, or the value itself where it is no tensor.
+    """Return a ``MessageForm`` that describes a value which one pipeline stage sends to the next.
 
     Args:
-        value: a tensor, or another value that JSON can hold.
+        value: a tensor, of which the form has shape, dtype and memory format; or another value that JSON can hold,
+            which the form has in its attribute ``value``, lists as tuples.
     """
     if not isinstance(value, Tensor):
         return MessageForm(None, "", "", False, tuples(value))

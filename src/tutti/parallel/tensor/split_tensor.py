@@ -91,8 +91,8 @@ class SplitTensor(Tensor):
     def part(self) -> Tensor:
         """This rank's slice of the split tensor, a plain tensor, not a copy.
 
-        Reading it first copies into it what the script has written into the gathered whole tensor, through a view of
-        that.
+        If the script has written through a view into the whole tensor gathered from the slices, reading this property
+        first copies the written values into the slice.
 
         Raises:
             UsageError: the script has such writes, and views of another gathered copy that would not show them.

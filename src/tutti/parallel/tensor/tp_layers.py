@@ -89,6 +89,9 @@ class RowParallelLinear(TensorParallelLayer):
         own positions, and backward all-gathers the gradient. (An input of fewer than two positions a rank, or of two
         dimensions, is all-reduced also then.) A whole input, which the script may have computed, is cut to this rank's
         slice; its backward all-gathers.
+
+        Raises:
+            UsageError: an autograd function of the script has returned the input as a ``SplitTensor``.
         """
         weight = matrix(self)
         part = functional.linear(local_part(input, weight.shape[1], self.tutti_slice), weight)
