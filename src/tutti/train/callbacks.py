@@ -277,6 +277,9 @@ class Callbacks:
         Returns:
             A dict with ``callbacks`` (list of their states, as ``facts`` returns it), ``callback_names`` (list, as
             ``names`` returns it) and ``stopped`` (why a callback has stopped training, or None).
+
+        Raises:
+            UsageError: a state holds a value that JSON cannot hold.
         """
         if not self.own:
             return {}
@@ -292,7 +295,7 @@ class Callbacks:
                 ``stopped`` (reason or None).
 
         Raises:
-            CheckpointError: the checkpoint was saved with other callbacks.
+            CheckpointError: the checkpoint was saved with other callbacks. Errors of ``load_state_dict`` propagate.
         """
         self.load(saved)
         reason = saved.get("stopped") if self.own else None

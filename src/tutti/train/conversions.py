@@ -62,7 +62,8 @@ class ModelConversions:
             The module.
 
         Raises:
-            UsageError: the conversion changes dtype or device, and each rank has only a part of the model.
+            UsageError: each rank has only a part of the model, and the conversion changes dtype or device, or moves
+                tensors to shared memory.
         """
         changed = self._change(module, function)
         if not self._in_parts:

@@ -154,7 +154,9 @@ class CustomLoop:
             UsageError: the strategy has no custom training loops; ``noise_every`` is set, or ``compile`` to a mode with
                 CUDA graphs; an earlier loop over micro-batches was left in the middle of a global batch, or this one
                 begins within its body before ``optimizer.step()``; or in reproducible mode this rank has several
-                micro-batches of a worker that begins on another rank.
+                micro-batches of a worker that begins on another rank; the body differs from that of the rank's first
+                micro-batch, or writes parameters before the last; with parameter servers a global batch ends without an
+                update; or a step cannot begin (``StepLifecycle.begin``).
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         self._check_beginning()
@@ -363,9 +365,12 @@ class CustomLoop:
         Raises:
             UsageError: outside of a loop over ``run.microbatches()``; the script has edited or assigned ``.grad`` of a
                 micro-batch before; the body differs from that of the rank's first micro-batch of this global batch; a
-                gradient hook saw gradients of another scale; or with parameter servers this is a second gradient of the
-                global batch, or an earlier one was not cleared.
+                gradient hook saw gradients of another scale; the loss has an unknown form or requires no gradient;
+                gradients of a plain ``loss.backward()`` cannot be reduced with these (a split model,
+                ``gradient_noise``, a loss that counts another unit than samples); or with parameter servers this is a
+                second gradient of the global batch, or an earlier one was not cleared.
             MismatchError: ranks are in different steps, or make different calls.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -633,8 +638,9 @@ class CustomLoop:
             UsageError: outside of ``run.microbatches()``; the script has edited a micro-batch's own gradient, or added
                 it to that of the global batch; with AdaScale, several reductions of gradients in one update; the body
                 differs from that of the rank's first micro-batch; the script edited a gradient differently on each
-                rank; or ranks have set different values of an optimizer's setting, such as ``lr``, since
-                ``run.backward``.
+                rank; ranks have set different values of an optimizer's setting, such as ``lr``, since ``run.backward``;
+                with parameter servers no gradient was computed before; under local SGD the step has ended with an
+                average already, by ``run.save``; or as ``GradientSync.optimizer_step``.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         micro_batch = self._micro_batch
@@ -740,7 +746,10 @@ class CustomLoop:
 
         Raises:
             UsageError: called outside of a loop over ``run.microbatches()``; the strategy keeps slices or shards of
-                gradients, which a script cannot assign; or the body differs from that of the rank's first micro-batch.
+                gradients, which a script cannot assign; the run has ``gradient_noise``; or the body differs from that
+                of the rank's first micro-batch.
+            MismatchError: ranks are in different steps, or make different calls.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -842,9 +851,10 @@ class CustomLoop:
 
         Raises:
             UsageError: outside of ``run.microbatches()``; a rank has several micro-batches; or the strategy updates
-                parts of the parameters and the optimizer needs more than one call of the closure.
+                parts of the parameters, and the optimizer needs more than one call of the closure or its step is a
+                function of the script; or as ``CustomLoop.step``.
             NonFiniteError: the gradient of a later evaluation was not finite, and the optimizer has written it into the
-                parameters.
+                parameters; or too many updates in a row were skipped.
         """
         run, micro_batch = self._run, self._micro_batch
         if micro_batch is None or not self._inside:

@@ -24,8 +24,8 @@ CONFIGURATION = "engine.toml"
 def engine_rank(directory: Path) -> int:
     """Train as one rank of a job that an engine such as Slurm or Ray has started.
 
-    Rank, world size and address come from environment variables. No exception is raised: a failure is recorded in the
-    folder ``logs`` of the run directory and printed on stderr.
+    Rank, world size and address come from environment variables. No exception is raised: a failure, other than a stop
+    on request, is recorded in the folder ``logs`` of the run directory and printed on stderr.
 
     Args:
         directory: the run directory, on a disk that all nodes share; the configuration is in ``logs/engine.toml``

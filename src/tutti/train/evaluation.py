@@ -87,9 +87,11 @@ def evaluate_samples(
 
     Raises:
         UsageError: neither ``loss`` nor the run gives a loss function; the loss function updates a metric object (with
-            ``update``, ``compute`` and ``reset``) and weights are sharded, so that dummy forwards would count; or
-            ``averaged`` without an average.
+            ``update``, ``compute`` and ``reset``) and weights are sharded, so that dummy forwards would count;
+            ``averaged`` without an average; or ``source`` is a ``DataLoader`` with a feature that cannot be reproduced,
+            or a stream that shards itself.
         MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
+        DataError: the stream has no samples.
     """
     chosen = loss or run.loss_fn
     if chosen is None:

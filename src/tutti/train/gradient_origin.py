@@ -274,14 +274,17 @@ class GradientOrigin:
 
         Identity and version counter of each tensor are compared with the record of ``remember``. Where there is no such
         record, any ``.grad`` counts as edited. A placeholder of a gradient that the script cannot read counts as edited
-        where the script has written to it. In steps whose number is a power of two norms are compared, too. Not
-        collective.
+        where the script has written to it. In steps whose number is a power of two norms are compared, too; where
+        shards of tensor-parallel slices are updated, norms alone, in every step. Not collective.
 
         Args:
             members: parameters to look at, as the script's model has them.
 
         Returns:
             A list in the order of ``members``; empty if no gradient was edited.
+
+        Raises:
+            UsageError: the script has written to a tensor after it had assigned the tensor to ``.grad``.
         """
         now = self._norms_here() if self._norms else {}
         moved = {p for p, norm in now.items() if p not in self._norms or not torch.equal(self._norms[p], norm)}

@@ -318,12 +318,14 @@ def train_loop(
     Returns:
         Entries of ``summary.json`` by key: ``epochs``, ``steps``, ``updates``, ``skipped`` (updates), ``loss_scale``,
         ``samples``, ``train`` and ``eval`` (means by name, ``eval`` None without an evaluation), ``target`` and
-        ``early_stopping`` of ``watch``, ``stopped`` (the reason, if a callback ended the run), figures of the strategy
+        ``early_stopping`` of ``watch``, ``stopped`` (the reason, if a callback ended the run), ``lost_ranks``,
+        ``adascale``, ``eval_weights`` with ``ema_sha256``, and ``best`` where the run has them, figures of the strategy
         (``GradientSync.facts``), ``samples_per_second`` and other figures of speed, ``weights_sha256``, and
         ``diagnoses`` (findings of the checks for mistakes).
 
     Raises:
-        UsageError: the loss function does not report the metric that ``watch`` follows.
+        UsageError: the loss function does not report the metric that ``watch`` follows; or as ``Run.step`` and
+            ``Run.evaluate``.
         NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         MismatchError, PeerError: ranks differ in copies or calls, or a rank has died.
         DiskError: too many saves in a row have failed.

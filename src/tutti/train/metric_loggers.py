@@ -99,7 +99,8 @@ class MetricLogger(ABC):
         """Write ``train/loss``, ``train/{metric}``, ``train/grad_norm`` and ``train/lr`` of the last training step.
 
         Loss and metrics are means over the global batch, ``train/lr`` is the learning rate of the first parameter
-        group. Values that are None are left out; nothing is written before the first step.
+        group. Values that are None are left out; nothing is written before the first step. Opens the logger first if it
+        is closed.
 
         Args:
             run: the training run, whose last step is written.
@@ -115,6 +116,8 @@ class MetricLogger(ABC):
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """Write the means of an evaluation as ``eval/loss`` and ``eval/{metric}``, at the run's present step.
+
+        Opens the logger first if it is closed. After the end of training the logger is closed again.
 
         Args:
             run: the training run, whose step is logged.
@@ -143,7 +146,7 @@ class MetricLogger(ABC):
 
         A metric logger is a callback that writes the losses and metrics of a training run to a service, such as MLflow,
         or to a file. ``identity`` is the name or id of the run at that service; None for a logger that has no such
-        name, whose ``open`` starts a new run.
+        name, whose ``open`` starts a new run. If the logger is open with another ``identity``, it is closed.
 
         Args:
             state: the result of ``state_dict``: a dict with one key, ``{"identity": the name as a str, or None}``.

@@ -137,8 +137,8 @@ def make_loss_scale(
         to overflows.
 
     Raises:
-        UsageError: ``precision`` is a 16-bit one, which needs autocast around a loss function, and ``loss_fn`` is None;
-            or ``given`` is invalid, or given with a precision other than ``fp16``.
+        UsageError: ``precision`` is ``bf16``, ``fp16`` or ``fp8``, which needs autocast around a loss function, and
+            ``loss_fn`` is None; or ``given`` is invalid, or given with a precision other than ``fp16``.
     """
     if loss_fn is None and precision in _CAST:
         raise UsageError(

@@ -44,7 +44,8 @@ def factory(
         same class and settings, or raises UsageError if the script's has already stepped.
 
     Raises:
-        UsageError: a rule other than ``NoRule`` for the script's own optimizers.
+        UsageError: a rule other than ``NoRule`` for the script's own optimizers; or a rule that does not fit the
+            optimizer of the options, such as AdaScale without SGD.
     """
     if not isinstance(optimizer, OptimizerChoice):
         if type(rule) is not NoRule:

@@ -201,10 +201,11 @@ def change_facts(run: Run) -> dict[str, Any]:
         run: the run that is saved.
 
     Returns:
-        JSON values by key: ``optimizer_settings``, a list with a dict of options for each parameter group; and, if
-        there are any, ``earlier_epochs`` (list of ``[epoch, batch size, samples]``: until this epoch the run had this
-        batch size and number of training samples, None if unknown) and ``changes`` (list of ``{"step": …, "changed":
-        {name: [saved, now]}}``, one for each resume that changed settings).
+        JSON values by key: ``optimizer_settings``, a list with a dict of options for each parameter group, as
+        ``tutti.prepare`` found them; and, if there are any, ``earlier_epochs`` (list of ``[epoch, batch size,
+        samples]``: until this epoch the run had this batch size and number of training samples, None if unknown) and
+        ``changes`` (list of ``{"step": …, "changed": {name: [saved, now]}}``, one for each resume that changed
+        settings).
     """
     earlier = run.feed.epochs.earlier
     return {

@@ -290,7 +290,7 @@ class Run:
 
         Every rank must iterate alike. Collective over all ranks: events of callbacks; a comparison of the copies of
         parameters at the end of an epoch, if the last one is at least 100 steps old; and for a stream or a sampler
-        comparisons of samples.
+        comparisons of samples. Yields nothing once a callback has ended training.
 
         Args:
             number: the epoch, from 0.
@@ -300,7 +300,8 @@ class Run:
             This rank's samples of the next global batch, to be passed to ``step``.
 
         Raises:
-            UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model.
+            UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model, or
+                with pipeline stages a module.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         self.callbacks.end_left(self)
@@ -381,8 +382,10 @@ class Run:
             The loss, as the mean over the global batch (with asynchronous servers over this rank's workers).
 
         Raises:
-            UsageError: the run has no loss function; the optimizer needs a closure; or the caller made the batch, this
-                rank has no sample of it, and the strategy needs samples on every rank.
+            UsageError: the run has no loss function; the optimizer needs a closure; the caller made the batch, and the
+                batch size grows, or this rank has no sample of it and the strategy needs samples on every rank; the
+                loss has an unknown form; or the script has converted the model, or written or hooked tensors where the
+                strategy cannot follow.
             NonFiniteError: ``max_nonfinite`` updates in a row were skipped because a gradient is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
@@ -451,7 +454,8 @@ class Run:
         A logical worker is a fixed share of the global batch; a rank computes one or several. The loop's body runs once
         for each micro-batch (once a global batch with one worker on one device), and ``optimizer.step()`` acts in a
         rank's last body of each global batch. If this rank has no sample in the last global batch, the body runs once
-        on a dummy micro-batch of weight 0, so that collectives stay aligned.
+        on a dummy micro-batch of weight 0, so that collectives stay aligned. Every rank must iterate alike: the
+        iterator has the collectives of ``epoch``, under local SGD also the averages of parameters.
 
         Args:
             number: the epoch, from 0.
@@ -465,6 +469,7 @@ class Run:
                 previous loop was left in the middle of a global batch; the bodies of one global batch make different
                 calls; or a body writes parameters, steps twice or uses a GradScaler although this rank has several
                 micro-batches.
+            MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         return self.custom.microbatches(number, start)
 
@@ -511,6 +516,7 @@ class Run:
             UsageError: outside of ``run.microbatches()``; the script has edited or assigned ``.grad`` of a micro-batch
                 before; the body differs from that of the rank's first micro-batch of this global batch; or with
                 parameter servers this is a second gradient of the global batch, or an earlier one was not cleared.
+            MismatchError, PeerError: ranks are in different steps or make different calls, or a rank has died.
         """
         self.custom.backward(loss, retain_graph)
 
@@ -524,8 +530,10 @@ class Run:
         data ranks in a rank's last body: call it on every rank.
 
         Raises:
-            UsageError: outside of ``run.microbatches()``, or the strategy keeps gradients where a script cannot assign
-                them (``tensor``, stages 2 and 3 of ``sharded``).
+            UsageError: outside of ``run.microbatches()``; the strategy keeps gradients where a script cannot assign
+                them (``tensor``, stages 2 and 3 of ``sharded``); the run has ``gradient_noise``; or the body differs
+                from that of the rank's first micro-batch of this global batch.
+            MismatchError, PeerError: ranks are in different steps or make different calls, or a rank has died.
         """
         self.custom.reduce_gradients()
 
@@ -542,15 +550,16 @@ class Run:
         """Update the parameters in a custom loop, for an optimizer that ``tutti.prepare`` was given as options.
 
         Called in place of ``optimizer.step()``. The update is made in the rank's last micro-batch of a global batch; in
-        earlier ones nothing is done. In the update ZeRO stage 1 all-gathers rows over the shard ranks and
-        ``central_storage`` waits at a barrier; edited gradients are compared over the ranks that hold them. Otherwise
-        nothing is sent.
+        earlier ones nothing is done. Gradients of a plain ``loss.backward()`` are reduced first, which is collective
+        over the data ranks. In the update ZeRO stage 1 all-gathers rows over the shard ranks, ``central_storage`` waits
+        at a barrier, and parameter servers are asked for it; edited gradients are compared over the ranks that hold
+        them. Otherwise nothing is sent.
 
         Returns:
             True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
-            UsageError: outside of a loop over ``run.microbatches()``.
+            UsageError: outside of a loop over ``run.microbatches()``, or for the other reasons of ``CustomLoop.step``.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         return self.custom.step(None)
@@ -631,8 +640,11 @@ class Run:
             ranks of one replica.
 
         Raises:
-            UsageError: no loss function, or ``averaged`` without an average.
+            UsageError: no loss function; ``averaged`` without an average; the weights are sharded, and the loss
+                function updates a metric object (with ``update``, ``compute`` and ``reset``); or ``source`` is a
+                ``DataLoader`` with a feature that cannot be reproduced, or a stream that shards itself.
             MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
+            DataError: the stream has no samples.
         """
         averaged = self.average is not None if averaged is None else averaged
         found = evaluate_samples(self, source, batch, loss, averaged, collate)
@@ -724,7 +736,8 @@ class Run:
             changes it: clone what is to be kept, and do not write to it.
 
         Raises:
-            UsageError: ``averaged``, and the run keeps no average.
+            UsageError: ``averaged``, and the run keeps no average; or the script has replaced a parameter of the model,
+                with pipeline stages a module, or written a buffer that has a value of its own in each logical worker.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         self._read_whole(averaged)
@@ -763,7 +776,7 @@ class Run:
             averaged: hash the average of the weights in place of the trained parameters.
 
         Raises:
-            UsageError: ``averaged`` without an average.
+            UsageError: ``averaged`` without an average, or for the other reasons of ``state``.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         self._read_whole(averaged)
@@ -800,7 +813,8 @@ class Run:
             slice. Tensors may be those of the model or of the average, not copies.
 
         Raises:
-            UsageError: ``averaged``, and the run keeps no average.
+            UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer that has a value
+                of its own in each logical worker.
         """
         merged = self.gradient_sync.merged()
         if not averaged:
@@ -842,7 +856,8 @@ class Run:
 
         The checkpoint holds the model, the optimizer with its settings, the own state of each logical worker (a fixed
         share of the global batch) and the position in the data. ``restore`` reads it on any number of devices and under
-        any strategy; with another number of workers if ``tutti.prepare`` was given that number.
+        any strategy; with another number of workers if ``tutti.prepare`` was given that number. Then the callbacks'
+        ``on_checkpoint`` is called.
 
         Args:
             folder: directory for this run's checkpoints alone, on a file system that all ranks share.
@@ -854,7 +869,9 @@ class Run:
             The directory of the checkpoint.
 
         Raises:
-            UsageError: in the middle of a global batch, or ``extra`` has a value of another type.
+            UsageError: in the middle of a global batch; ``extra``, or a state of a scheduler or callback, has a value
+                of another type; or the script has replaced a parameter of the model, or written a buffer that has a
+                value of its own in each logical worker.
             CheckpointError: the ranks do not share ``folder``.
             MismatchError: ranks hold different copies of a parameter; nothing is written.
             DiskError: the checkpoint could not be written; earlier checkpoints are intact.
@@ -893,10 +910,10 @@ class Run:
 
         Raises:
             UsageError: ``change`` has an unknown name, or ``lr`` and the run has schedulers.
-            CheckpointError: the checkpoint is of another model, data set, batch size, seed or optimizer with other
-                options, and ``change`` does not name the difference; a named setting cannot change at this position; or
-                the checkpoint has another number of workers, and ``tutti.prepare`` was not given ``workers`` (if it
-                was, there is only a warning).
+            CheckpointError: no checkpoint of ``folder`` is intact; the newest is of another model, data set, batch
+                size, seed or optimizer with other options, and ``change`` does not name the difference; a named setting
+                cannot change at this position; or the checkpoint has another number of workers, and ``tutti.prepare``
+                was not given ``workers`` (if it was, there is only a warning).
         """
         self.callbacks.end_left(self)
         named = NamedChanges.parse(change)

@@ -112,7 +112,7 @@ class RunOptions:
         """Mode and options of ``torch.compile``, from the argument ``compile`` of ``tutti.prepare``; None without it.
 
         A ``CompileChoice``: ``mode``, such as ``default``, and ``options``, whose attribute ``backend`` names the
-        compiler backend. Raises UsageError if the text is malformed.
+        compiler backend. Raises UsageError if the text is malformed, or the run is ``reproducible``.
         """
         given = self.compile
         if given is None or isinstance(given, CompileChoice):

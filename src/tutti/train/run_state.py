@@ -85,7 +85,8 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
         states), ``callback_names`` and ``extra``.
 
     Raises:
-        UsageError: ``extra`` holds another value than numbers, texts, None, and lists, tuples and dicts of them.
+        UsageError: ``extra``, or the state of a scheduler or callback, holds another value than numbers, texts, None,
+            and lists, tuples and dicts of them.
     """
     return {
         "within": run.within,

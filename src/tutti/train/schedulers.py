@@ -111,6 +111,9 @@ class Schedulers:
 
         Returns:
             A list with each scheduler's ``state_dict()`` as a JSON value, in the order in which the script gave them.
+
+        Raises:
+            UsageError: a state holds a value that JSON cannot hold.
         """
         return [encode_json(scheduler.state_dict(), "the state of a scheduler") for scheduler in self._own]
 

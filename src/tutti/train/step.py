@@ -63,6 +63,7 @@ def train_step(
         UsageError: a gradient hook of the script saw gradients of another scale, or the strategy refuses what the
             script has written.
         MismatchError: ranks are in different steps.
+        PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
     """
     run = replica.run if noise is None else noise.begin(replica, step_context)
     for worker, micro_batches in work:

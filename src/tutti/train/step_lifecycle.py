@@ -238,6 +238,8 @@ class StepLifecycle:
     def count_batch(self, stats: StepStats | None, clock: int | None) -> None:
         """Count a global batch as consumed: the run's steps, samples and position in the data. Not collective.
 
+        In a run that continues without killed ranks, rank 0 then looks for such ranks (``LostRanks.look``).
+
         Args:
             stats: reduced results of the step; None for a global batch without an update.
             clock: steps of all workers together (asynchronous servers that count these); None to count this rank's.

@@ -135,6 +135,9 @@ class Window:
 
         Call the method before the first step of the run and after each step; in other steps it does nothing. For a
         trace, beginning and end are collective over all ranks.
+
+        Raises:
+            DiskError: the files cannot be written at the end.
         """
         if self._run.taken == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))

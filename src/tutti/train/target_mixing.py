@@ -94,7 +94,9 @@ class TargetProbe(TorchFunctionMode):
         return result
 
     def mixes(self, loss: Any) -> str:
-        """Return which data of the other samples in the micro-batch a sample's gradient depends on. Ends the probe.
+        """Return which data of the other samples in the micro-batch a sample's gradient depends on.
+
+        Removes the probe's hooks from the model; ``close`` must still be called, to pop its torch-function mode.
 
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.

@@ -132,6 +132,10 @@ def samples_per_epoch(data: Source | Stream, sampling: Sampling) -> int | None:
 
     Returns:
         Number of samples; None where it is unknown (a stream without a length, a batch sampler).
+
+    Raises:
+        DataError: ``drop_last`` leaves no samples.
+        UsageError: the sampler draws more than 10⁹ samples an epoch.
     """
     if not isinstance(data, Stream):
         return sampling.in_an_epoch(len(data))

@@ -31,7 +31,8 @@ def measured_throughput(
 ) -> DeviceThroughput:
     """Return the tokens and FLOP of one sample, from which tokens/s and MFU of a device are reported. Not collective.
 
-    FLOP are counted by tracing the model, which calls the loss function, if the device's peak FLOP/s are known.
+    FLOP are counted by tracing another model of the task, which calls the loss function, if the device's peak FLOP/s
+    are known and the checks for mistakes are not switched off.
 
     Args:
         task: the task, for its model and loss function.
@@ -46,6 +47,9 @@ def measured_throughput(
         A ``DeviceThroughput`` of numbers: ``devices``, ``tokens`` of a sample, ``model_flop`` and ``hardware_flop``
         (FLOP of its forward and backward, without and with recomputed activations), and ``peak`` FLOP/s of a device;
         None for what is unknown, all but ``devices`` if ``batch`` is empty.
+
+    Raises:
+        UsageError: the machine file of the configuration cannot be read.
     """
     devices = world.identity.size
     if not length(batch):
@@ -94,6 +98,9 @@ def device_peak(config: TrainConfig, device: Any, threads: int, warn: Callable[[
         threads: CPU threads of this rank.
         warn: called with a text where the machine file is of another machine, or has no peak for this precision and
             number of threads.
+
+    Raises:
+        UsageError: the machine file cannot be read.
     """
     accelerator = is_accelerator(device)
     here = device_names()[device.index or 0] if accelerator else cpu_model()
