@@ -50,6 +50,9 @@ class CheckpointReader:
                 state) or ``workers`` (state of each logical worker, a fixed share of the global batch).
             name: the tensor's name within the group.
 
+        Returns:
+            A new tensor, which shares no memory with this object.
+
         Raises:
             CheckpointError: no such tensor, or a file that differs from the manifest.
         """
@@ -79,7 +82,7 @@ class CheckpointReader:
             shape: shape of the region, one number a dimension.
 
         Returns:
-            The region, on the CPU.
+            The region as a new tensor on the CPU, in the saved dtype.
 
         Raises:
             CheckpointError: no such tensor, a region outside it, or a file that differs from the manifest.

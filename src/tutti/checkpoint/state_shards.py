@@ -100,7 +100,9 @@ def written(
     """Return the tensors that this rank writes into a checkpoint, so that every tensor is written by one rank alone.
 
     Tensors that another rank of this replica owns (such as tied weights) are left out, and those that the ranks of
-    ``comm`` hold alike are divided among them by size. Not collective; every rank computes the same division.
+    ``comm`` hold alike are divided among them by size. A whole tensor beside a sliced parameter, such as a step
+    counter, is written by a rank with the parameter's first slice. Not collective; every rank computes the same
+    division.
 
     Args:
         tensors: tensors by parameter or buffer name, or by ``{parameter}/{key}`` for an optimizer's state.

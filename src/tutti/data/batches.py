@@ -151,8 +151,8 @@ def map_tensors(
             micro-batch.
         function: maps a leaf to its replacement.
         leaf: type of the leaves: tensors, unless another type is given.
-        other: maps an object that is neither a leaf nor a container, such as a string, to its replacement; by default
-            to itself.
+        other: maps an object that is neither a leaf nor a container, such as a string or a ``PackedSequence``, to its
+            replacement; by default to itself.
     """
     if isinstance(batch, CollatedBatch):
         return CollatedBatch(tuple(map_tensors(part, function, leaf, other) for part in batch.parts), batch.sizes)

@@ -113,7 +113,8 @@ class Feed:
 
         Yields:
             For each global batch a ``RankBatch``: this rank's samples (``batch``), the number of samples in the global
-            batch over all ranks (``samples``), and the data position (epoch, global batch) after it (``after``).
+            batch over all ranks (``samples``), the data position (epoch, global batch) after it (``after``), and, if
+            this rank has no samples, samples for a dummy micro-batch (``dummy``), whose gradient is ignored.
 
         Raises:
             MismatchError: ranks have read different samples, or their samplers have drawn different orders.
@@ -153,6 +154,11 @@ class Feed:
             factor ``scale`` on the micro-batch's mean loss. Where several ranks share a worker in reproducible mode,
             ranks other than the first return a pair (worker, [micro-batch]) for each micro-batch, because the gradients
             of these micro-batches are added in a fixed tree, one by one.
+
+        Raises:
+            DataError: ``batch`` holds no tensor or list whose first dimension is the sample.
+            UsageError: ``batch`` must be cut, and holds objects other than tensors and lists of strings, or is a
+                ``CollatedBatch`` of other micro-batches.
         """
         work = []
         first, single = self._first_micro(samples, length(batch)), self.is_single(samples)

@@ -84,7 +84,8 @@ class HeldOutStream:
 
         Raises:
             MismatchError: on every rank, if ranks have read different samples.
-            DataError: there are no samples, the first loader process has none, or a sample cannot be read or collated.
+            DataError: there are no samples, or ``drop_last`` leaves none; the first loader process has none; or a
+                sample cannot be read or collated.
             LoaderError: a loader process ended, or gave no batch within the timeout.
         """
         self.sizes.clear()

@@ -95,6 +95,8 @@ class Prefetch:
 
         Raises:
             LoaderError: a loader process was killed, ended, or gave no batch within ``timeout`` seconds.
+            DataError: there is no memory for a batch of a loader process.
+            OSError: no loader process can be forked.
             Exception: the exception that ``source.fetch`` raised.
         """
         if not self.workers:
@@ -117,6 +119,9 @@ class Prefetch:
 
         Returns:
             A ``Loader``: its ``batches(tasks)`` yields the result of ``source.fetch(*task)`` for each task, in order.
+
+        Raises:
+            OSError: no process can be forked.
         """
         return Loader(source, self.workers, self.rank, self.timeout, self.begin)
 
@@ -176,6 +181,7 @@ class Loader:
 
         Raises:
             LoaderError: a process was killed, ended, or gave no batch within the timeout.
+            DataError: there is no memory for a batch.
             Exception: the exception that ``fetch`` raised in the process, with its traceback as a note; a RuntimeError
                 with its type and text if it cannot be pickled.
         """

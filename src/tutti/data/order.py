@@ -207,7 +207,8 @@ class SampledOrder:
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
         """Draw an epoch's samples from a PyTorch sampler, and return its global batches.
 
-        Draws for the same epoch are equal in every call. No collective is performed: ranks are not compared.
+        Draws for the same epoch are equal in every call: the sampler is iterated for all epochs before this one, too,
+        unless the previous call has done so. No collective is performed: ranks are not compared.
 
         Args:
             epoch: from 0.
@@ -220,6 +221,7 @@ class SampledOrder:
         Raises:
             DataError: the sampler yields anything but indices in the data set, none, or another number of them than the
                 constructor's ``samples``; or a batch sampler yields a batch larger than the constructor's ``largest``.
+            UsageError: the sampler cannot be copied.
         """
         self._draw(epoch)
         if self._whole:
@@ -252,6 +254,7 @@ class SampledOrder:
         Raises:
             DataError: the sampler yields anything but indices in the data set, none, or another number of them than the
                 constructor's ``samples``; or a batch sampler yields a batch larger than the constructor's ``largest``.
+            UsageError: the sampler cannot be copied.
         """
         self._draw(epoch)
         state = hashlib.blake2b(self._drawn.tobytes(), digest_size=8)

@@ -64,7 +64,8 @@ class Stream:
         """Return a reader of one epoch of the iterable data set, from its first sample on.
 
         The reader's ``take(count)`` returns the next samples. Samples of the epoch that ``first_batch`` has read before
-        are not read twice: this reader returns them, too.
+        are not read twice: this reader returns them, too. Otherwise the iterable is opened anew for the epoch
+        (``open``).
 
         Args:
             epoch: from 0.
@@ -130,6 +131,10 @@ class Stream:
         Returns:
             One batch of all samples; with the script's ``collate`` a ``CollatedBatch``, which holds one batch for each
             micro-batch.
+
+        Raises:
+            DataError: PyTorch's collation finds samples that cannot be in one batch; errors of the script's ``collate``
+                propagate.
         """
         if self.collate is None:
             return self.collated(items, first, key)
@@ -146,6 +151,9 @@ class Stream:
             The structure that ``collated`` makes of a sample, in which every tensor has a first dimension of 0. If the
             script has a ``collate`` function: a ``CollatedBatch`` (a batch that consists of micro-batches collated one
             by one) of no micro-batches.
+
+        Raises:
+            DataError: PyTorch's collation refuses the sample.
         """
         return CollatedBatch() if self.collate is not None else slice_batch(self.collated(some[:1], 0, 0), 0, 0)
 

@@ -88,7 +88,8 @@ class ReplicatedStream:
         Raises:
             MismatchError: on every rank, if ranks have read different samples.
             DataError: the data set is empty, ends before ``start``, or does not have the length that its ``__len__``
-                states; a sample cannot be read or collated; or loader processes read the same samples.
+                states; ``drop_last`` leaves no samples; a sample cannot be read or collated; or loader processes read
+                the same samples.
             LoaderError: a loader process ended, or gave no batch within the timeout.
         """
         batch = self._epochs.at(epoch).batch

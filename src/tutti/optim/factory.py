@@ -81,11 +81,12 @@ def _is_fusible(parameter: nn.Parameter) -> bool:
 def from_instance(optimizer: Optimizer) -> OptimizerFactory:
     """Return a function that maps (name, parameter) pairs to the user's optimizer, or to a rebuilt copy of it.
 
-    The first call whose parameters include all of the optimizer's returns the optimizer itself. Any other call (a stage
-    that holds only some of them; one optimizer for each logical worker, a share of the global batch) builds an
-    optimizer of the same class with the same groups and settings, which copies changed settings of the original before
-    each step. The returned function gives None if none of the optimizer's parameters are among the pairs, and raises
-    UsageError if it would have to build a copy of an optimizer that has already stepped.
+    The first call whose parameters include all of the optimizer's returns the optimizer itself, with state tensors
+    moved to the devices of their parameters. Any other call (a stage that holds only some of them; one optimizer for
+    each logical worker, a share of the global batch) builds an optimizer of the same class with the same groups and
+    settings, which copies changed settings of the original before each step. The returned function gives None if none
+    of the optimizer's parameters are among the pairs, and raises UsageError if it would have to build a copy of an
+    optimizer that has already stepped or cannot be rebuilt (``built_alike``).
 
     Args:
         optimizer: the user's optimizer.
