@@ -90,7 +90,7 @@ class TensorRanks:
                 ranks wait in different calls).
 
         Returns:
-            The sum, of the shape of ``part``, equal on all ranks.
+            The sum as a new tensor of the shape of ``part``, equal on all ranks.
         """
         self._copied = None
         result: Tensor = _Reduce.apply(part, self, f"output of {name}")  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ class TensorRanks:
                 ranks wait in different calls).
 
         Returns:
-            The whole tensor, of ``length`` along ``dim``, equal on all ranks.
+            The whole tensor, new, of ``length`` along ``dim``, equal on all ranks.
         """
         self._copied = None
         result: Tensor = _Gather.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ class TensorRanks:
                 ranks wait in different calls).
 
         Returns:
-            The slice of the sum, contiguous, of size ``len(even_share(length, size, rank))`` along ``dim``.
+            The slice of the sum, a new contiguous tensor of size ``len(even_share(length, size, rank))`` along ``dim``.
         """
         self._copied = None
         result: Tensor = _Scatter.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
@@ -247,7 +247,7 @@ class TensorRanks:
                 (the ranks wait in different calls).
 
         Returns:
-            The whole tensor, of ``length`` along ``dim``, in channels-last format where ``part`` is.
+            The whole tensor, new, of ``length`` along ``dim``, in channels-last format where ``part`` is.
         """
         lengths = [len(even_share(length, self.size, rank)) for rank in range(self.size)]
         # Channels-last is told by the stride: with one channel a tensor is contiguous in both formats. The format is
@@ -274,7 +274,7 @@ class TensorRanks:
                 (the ranks wait in different calls).
 
         Returns:
-            The slice of the sum, contiguous, of size ``len(even_share(length, size, rank))`` along ``dim``.
+            The slice of the sum, a new contiguous tensor of size ``len(even_share(length, size, rank))`` along ``dim``.
         """
         first = tensor.movedim(dim, 0)
         shares = [even_share(length, self.size, rank) for rank in range(self.size)]

@@ -123,7 +123,10 @@ class RngStreams:
 
     @property
     def state(self) -> Tensor:
-        """State of the device's default generator, as a CPU tensor; functions such as ``F.dropout`` draw from it."""
+        """State of the device's default generator, as a new CPU tensor; assign an earlier value to restore it.
+
+        Functions such as ``F.dropout`` draw from this generator.
+        """
         return self._generator.get_state()
 
     @state.setter

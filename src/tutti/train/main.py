@@ -398,7 +398,7 @@ def prepared(
         task: the task, for its data and loss function.
         model: the task's model, changed in place where the strategy splits it.
         config: the resolved configuration.
-        world: all ranks.
+        world: unused; the ranks are those of ``tutti.init``.
         warn: receives the text of warnings about mistakes of the run and about killed ranks; None for Python's
             ``warnings`` and stderr.
         callbacks: the task's callbacks; none where a run is prepared only to be measured.

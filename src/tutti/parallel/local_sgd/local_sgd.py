@@ -524,15 +524,16 @@ class LocalSGDSync(LocalGradients):
         """Train parameters that were frozen: give each logical worker its own copy of them (local SGD).
 
         A logical worker is one of N fixed shares of the global batch. Also builds the optimizer of a worker that had
-        nothing to train before. Collective over the data ranks, which compare the model's ``requires_grad``.
+        nothing to train before. Collective over the data ranks: an all-gather of digests of the names, shapes, dtypes
+        and ``requires_grad`` of the model's parameters and buffers, which the ranks compare.
 
         Args:
-            names: unused, as ``requires_grad`` of the model is read; names of parameters whose ``requires_grad`` the
-                script has set to True since the last call.
+            names: names of parameters whose ``requires_grad`` the script has set to True since the last call. All other
+                parameters with ``requires_grad`` are trained as well.
             late: unused; True if a forward of this step has been computed already.
 
         Raises:
-            MismatchError: the ranks' new parameters differ.
+            MismatchError: the ranks' models or their ``requires_grad`` differ.
         """
         agree_on_state(self._run_context.comms.replica, self._replica.parts)
         self._train(names)

@@ -102,6 +102,9 @@ class SliceRanks(Protocol):
                 more.
             length: size of ``part`` along ``dim``.
             name: name of the layer, for the message of a PeerError or MismatchError.
+
+        Returns:
+            The slice of the sum, a new tensor.
         """
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:

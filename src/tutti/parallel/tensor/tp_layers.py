@@ -47,10 +47,10 @@ class ColumnParallelLinear(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's outputs of a linear layer split by outputs: (…, inputs) → (…, outputs here).
 
-        Inputs are whole on every rank; backward all-reduces their gradient over the tensor ranks. A ``SplitTensor`` as
-        input is all-gathered first, and its gradient reduce-scattered. Where the script has put forward hooks on this
-        layer, or on modules up to the row-parallel layer, the result is a ``SplitTensor``, which the hooks see as the
-        whole outputs.
+        Inputs are whole on every rank, so that forward sends nothing; backward all-reduces their gradient over the
+        tensor ranks. A ``SplitTensor`` as input is all-gathered first, and its gradient reduce-scattered. Where the
+        script has put forward hooks on this layer, or on modules up to the row-parallel layer, the result is a
+        ``SplitTensor``, which the hooks see as the whole outputs.
 
         Raises:
             UsageError: there are such hooks, but they cannot be given whole outputs: the layer is split by heads of
