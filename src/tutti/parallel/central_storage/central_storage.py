@@ -142,7 +142,8 @@ class CentralStorageSync(AllReduceSync):
             clipping; ``finite``, whether the gradient is finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
-            UsageError: there are several ranks, and the script has written parameters since the last update.
+            UsageError: there are several ranks, and the script has written parameters since the last update; or for the
+                reasons of ``AllReduceSync.reduce_gradients``.
             MismatchError: ranks are in different steps.
             PeerError: a rank is lost, or does not take part within the timeout.
         """

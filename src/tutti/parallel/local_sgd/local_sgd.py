@@ -433,7 +433,8 @@ class LocalSGDSync(LocalGradients):
             key}"`` and the buffers ``"{worker}/{buffer name}"``.
 
         Raises:
-            UsageError: the script has written parameters, and this rank has several workers.
+            UsageError: this rank has several workers, and the script has written parameters, or a buffer that has a
+                value of its own in each worker.
         """
         comm = self._run_context.comms.replica
         self._take_written("after the last step")

@@ -357,7 +357,8 @@ class AsynchronousServerSync(RemoteGradients):
             frozen parameters are the model's own tensors.
 
         Raises:
-            UsageError: the script has written parameters since the last step.
+            UsageError: the script has written parameters since the last step, or a buffer that has a value of its own
+                in each worker.
             PeerError: a server does not reply in time, or has ended.
         """
         self._read()
@@ -407,7 +408,8 @@ class AsynchronousServerSync(RemoteGradients):
             batch with its own buffers) under ``"{index of the worker}/{buffer name}"``.
 
         Raises:
-            UsageError: the script has written parameters since the last step.
+            UsageError: the script has written parameters since the last step, or a buffer that has a value of its own
+                in each worker.
             PeerError: a server does not reply in time, or has ended.
         """
         self._read()
