@@ -834,7 +834,8 @@ class CollectiveEngine:
         """End this rank's collective engine: fail pending collectives with PeerError, end its connections and threads.
 
         Other ranks that still use their engines are told, and their calls with this rank fail. May block until rank 0
-        has answered. A second call does nothing.
+        has answered, and up to 5 seconds for the threads to end; a thread that waits for a lost rank in native code
+        ends when the collective's timeout has passed. A second call does nothing.
         """
         if self._closing:
             return

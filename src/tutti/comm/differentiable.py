@@ -162,7 +162,7 @@ class TensorRanks:
         Collective over the tensor-parallel ranks, as is its backward, which reduce-scatters the ranks' different
         gradients: the operator g of Korthikanti et al. 2022 (arXiv 2205.05198).
 
-        Consecutive calls with the same tensor share the all-gather and the reduce-scatter.
+        Consecutive calls with the same tensor return one result, and so share the all-gather and the reduce-scatter.
 
         Args:
             part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.

@@ -113,7 +113,8 @@ class GradientParts:
             order: p > 0 of the norm (Σ|gᵢ|ᵖ)^(1/p); infinity for the largest magnitude.
 
         Returns:
-            A tensor without dimensions, equal on all ranks of the group; float32 for gradients of 16 bits.
+            A tensor without dimensions, equal on all ranks of the group; float32 for gradients of 16 bits. Later calls
+            return the same memory: do not write to it.
         """
         if order not in self._norms:
             own = [part() if counted else None for part, _, counted in self._parts]

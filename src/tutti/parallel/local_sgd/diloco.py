@@ -92,6 +92,9 @@ class DiLoCoSync(LocalSGDSync):
             not finite; ``skipped`` is True if any worker's update was skipped, and then ``nonfinite`` has the names of
             parameters whose gradient is not finite; ``together`` is True where all workers have the same parameters
             after the step.
+
+        Raises:
+            UsageError: an optimizer does not take sparse gradients (synchronous steps).
         """
         updated = super().optimizer_step(stats, step_context)
         self._follow_synchronous(step_context)
@@ -160,7 +163,8 @@ class DiLoCoSync(LocalSGDSync):
             ``"outer/momentum/{name}"``.
 
         Raises:
-            UsageError: the script has written parameters, and this rank has several workers.
+            UsageError: this rank has several workers, and the script has written parameters, or a buffer that has a
+                value of its own in each worker.
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]
