@@ -104,9 +104,10 @@ class DiLoCoSync(LocalSGDSync):
         """Make the outer update if it is due after this step of a custom training loop.
 
         Collective over the data ranks where the outer update is due (every H-th step), which needs the mean of the
-        logical workers' parameters: an all-to-all and an all-gather for each dtype. All workers (fixed shares of the
-        global batch) go on from the result, which is written into their parameters in place. The last of the
-        synchronous steps, with which a run may begin, sets the outer parameters to the updated ones.
+        logical workers' parameters: an all-to-all and an all-gather for each dtype, and an all-gather of names if the
+        model has frozen parameters. All workers (fixed shares of the global batch) go on from the result, which is
+        written into their parameters in place. The last of the synchronous steps, with which a run may begin, sets the
+        outer parameters to the updated ones.
 
         Args:
             step_context: the step that ends; all its updates have been made.
