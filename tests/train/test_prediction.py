@@ -74,3 +74,19 @@ def test_what_is_no_prediction_is_refused(kind: str, words: str) -> None:
 def test_a_split_model_is_refused() -> None:
     for text in worlds.run(2, refused, kind="split", strategy="pipeline"):
         assert text.startswith("run.predict cannot be combined with a model that is split"), text
+
+
+def one_by_the_average() -> str:
+    data = TensorDataset(INPUTS)
+    run = tutti.prepare(built(), "sgd", data, lambda m, b: m(b[0]).sum(), batch_size=6, ema="0.9")
+    run.step(next(iter(run.epoch(0))))
+    try:
+        run.predict(data, outputs, averaged=tutti.rank() == 0)
+    except TuttiError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_predict_with_other_weights_are_told_so() -> None:
+    for found in worlds.run(2, one_by_the_average):
+        assert "on the average" in found

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -119,7 +120,7 @@ class Started:
 
 
 class Running:
-    """A training run that another process started, found by its run directory; the run goes on afterwards.
+    """A training run that another process started, found by its run directory; leaving the object does not end it.
 
     The constructor searches the processes of this machine. Where it finds none, ``devices`` is 0, and ``code`` must not
     be called.
@@ -147,8 +148,9 @@ class Running:
         launcher exists or, without a launcher, the first rank that was found. Does not wait.
         """
         main = self._members[0]
-        if main.is_running() and main.status() != psutil.STATUS_ZOMBIE:
-            return None
+        with suppress(psutil.NoSuchProcess):
+            if main.is_running() and main.status() != psutil.STATUS_ZOMBIE:
+                return None
         code = read_summary(self.directory).get("exit_code")
         return code if isinstance(code, int) else -signal.SIGKILL
 

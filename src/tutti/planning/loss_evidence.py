@@ -41,8 +41,8 @@ def loss_evidence(paths: Sequence[Path]) -> list[LossEvidence]:
         on, and ``loss``.
 
     Raises:
-        UsageError: a run has not finished (no readable ``summary.json`` with such an exit code), or records no number
-            of parameters, samples or loss above 0; runs are of several tasks; or only some were evaluated.
+        UsageError: a run has not finished, by its ``summary.json``, or records no number of parameters, samples or
+            loss above 0; runs are of several tasks; or only some were evaluated.
         NonFiniteError: a run has diverged, by its exit code.
     """
     summaries = {path: read_summary(path) for path in paths}

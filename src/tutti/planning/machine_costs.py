@@ -199,7 +199,7 @@ class StepCosts(Protocol):
         """
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
-        """Return the seconds of one message over the slowest link among a run's devices, as one number without draws.
+        """Return the expected seconds of one message over the slowest link among a run's devices, without uncertainty.
 
         Args:
             size: bytes of the message.
@@ -454,7 +454,7 @@ class MeasuredCosts:
         return LinkCost(copy.fixed, copy.rate)
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
-        """Return the seconds of one message over the slowest link among a run's devices, as one number without draws.
+        """Return the expected seconds of one message over the slowest link among a run's devices, without uncertainty.
 
         Args:
             size: bytes of the message.

@@ -57,7 +57,7 @@ def predict_samples(
             remedy="save the run, and predict with --strategy mirrored or sharded after run.restore",
         )
     held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
-    run.together(f"predictions for {described(held_out)}")
+    run.together(f"predictions for {described(held_out)}" + " on the average" * averaged)
     comm, found = run.context.comms.replica, list[Any]()
 
     def keep(model: Any, samples: Any) -> Any:

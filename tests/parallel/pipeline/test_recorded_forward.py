@@ -254,6 +254,45 @@ def test_recorded_stages_equal_one_device(name: str, devices: int, strategy: str
         assert not reproducible or got[2] == want[2]
 
 
+class ScaledInEvaluation(nn.Module):
+    """Has a graph in each mode, but not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, *args: Tensor) -> Tensor:
+        hidden = args[0]
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden if self.training else functional.softmax(hidden, 1)
+
+
+def trained_and_evaluated(strategy: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
+    samples = torch.utils.data.TensorDataset(torch.randn(12, 4, generator=draw, dtype=torch.float64))
+    run = tutti.prepare(
+        ScaledInEvaluation().double(),
+        "adam:lr=0.01",
+        samples,
+        lambda model, batch: model(*batch).square().mean(),
+        strategy=strategy,
+        batch_size=4,
+        precision="fp64",
+    )
+    for batch in run.epoch(0):
+        run.step(batch)
+    return {**run.state(), "held out": torch.tensor(run.evaluate(samples, batch=5).loss, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(("devices", "strategy"), [(2, "pipeline"), (3, "model_parallel")])
+def test_forwards_that_differ_in_evaluation_equal_one_device(devices: int, strategy: str) -> None:
+    [wanted] = worlds.run(1, trained_and_evaluated, strategy="single")
+    for found in worlds.run(devices, trained_and_evaluated, strategy=strategy):
+        assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-10
+
+
 class Drawing(Decoder):
     def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
         if words.shape[1] > 100:

@@ -713,7 +713,7 @@ def layout_key(trainable: NamedParameters) -> int:
 
 
 def layout_key_of(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> int:
-    """Return a hash of parameters' names, global shapes, dtypes and order, the same integer in every process.
+    """Return a hash of parameters' names, global shapes, dtypes and order, the same number below 2⁶⁴ in every process.
 
     Ranks compare the integer to find models that differ. For parameters of which a rank holds a shard, whose own shapes
     differ between ranks, the caller gives the shapes of the full parameters.

@@ -16,7 +16,7 @@ from tutti.types import GradientPlace, StepContext
 
 
 class RemoteGradients:
-    """Mixin of strategies with parameter servers: ``.grad`` in custom training loops, whose sums are on the servers.
+    """Mixin of strategies with parameter servers, for custom loops, whose gradients the servers sum.
 
     ``SynchronousServerSync`` and ``AsynchronousServerSync`` inherit from it; it implements methods of
     ``CustomLoopSync``. After ``run.backward`` has pushed the gradients, a script that reads ``.grad`` gets an error.

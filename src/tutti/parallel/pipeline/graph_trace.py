@@ -156,33 +156,36 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
             the graph.
 
     Raises:
-        UntraceableError: ``torch.fx`` cannot trace the forward.
-        UsageError: the model has hooks; its forward takes ``*args``, draws random numbers that do not depend on its
-            inputs, or does something else in training than in evaluation.
+        UntraceableError: ``torch.fx`` cannot trace the forward in training and in evaluation, or the two graphs differ;
+            the model has hooks; its forward takes ``*args``, or draws random numbers that do not depend on its inputs.
     """
     name = type(model).__name__
     remedy = (
         "make the model an nn.Sequential of its blocks, or move what its forward decides, draws or keeps into modules; "
         "or take --strategy mirrored"
     )
+
+    def untraceable(why: str) -> UntraceableError:
+        return UntraceableError(f"a {name} cannot be cut into stages", why=why, remedy=remedy)
+
     try:
         graph, drawing = read = _read(model, opened)
+        with training_mode([model], training=not model.training):
+            other = _read(model, opened)
     except Exception as error:
-        why = f"torch.fx cannot follow its forward: {str(error).splitlines()[0] if str(error) else repr(error)}"
-        raise UntraceableError(f"a {name} cannot be cut into stages", why=why, remedy=remedy) from error
+        what = str(error).splitlines()[0] if str(error) else repr(error)
+        raise untraceable(f"torch.fx cannot follow its forward: {what}") from error
     if has_hooks(model):
-        raise UsageError(f"a {name} cannot be cut into stages", why="it has hooks of its own", remedy=remedy)
+        raise untraceable("it has hooks of its own")
     if any(node.op == "placeholder" and str(node.target).startswith("*") for node in graph.nodes):
-        raise UsageError(f"a {name} cannot be cut into stages", why="its forward takes *args", remedy=remedy)
+        raise untraceable("its forward takes *args")
     elsewhere = sorted({*drawing} - {_name(node) for node in graph.nodes if _draws_in_forward(node)})
     if elsewhere:
-        why = f"its own forward draws random numbers by {', '.join(elsewhere)}, which would be constants of the stages"
-        raise UsageError(f"a {name} cannot be cut into stages", why=why, remedy=remedy)
-    with training_mode([model], training=not model.training):
-        other = _read(model, opened)
+        raise untraceable(
+            f"its own forward draws random numbers by {', '.join(elsewhere)}, which would be constants of the stages"
+        )
     if str(other) != str(read):
-        why = "its own forward does something else in training than in evaluation"
-        raise UsageError(f"a {name} cannot be cut into stages", why=why, remedy=remedy)
+        raise untraceable("its own forward does something else in training than in evaluation")
     return graph
 
 

@@ -234,10 +234,9 @@ class TracedForward:
             The graph, the same object for equal ``opened``; callers do not change it.
 
         Raises:
-            UntraceableError: ``torch.fx`` cannot trace the forward, or the forward writes one of its arguments in
-                place.
-            UsageError: the model has hooks; its forward takes ``*args``, draws random numbers that do not depend on its
-                inputs, or does something else in training than in evaluation.
+            UntraceableError: ``torch.fx`` cannot trace the forward in training and in evaluation, or the two graphs
+                differ; the model has hooks; its forward takes ``*args``, writes one of its arguments in place, or draws
+                random numbers that do not depend on its inputs.
         """
         key = frozenset(opened)
         if key not in self._graphs:

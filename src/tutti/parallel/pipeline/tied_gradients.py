@@ -53,7 +53,9 @@ class SharedGradients:
         """Take over new parameter objects that have replaced former ones in this rank's pipeline stages.
 
         This object sums the gradients of parameters that several stages use, and from now on those of the new objects.
-        The attribute ``parameters`` is updated, also for changes of ``requires_grad``.
+        Of these it sums the trained ones, which the attribute ``parameters`` lists: a parameter enters the list when
+        its ``requires_grad`` has become True, and leaves it when False. Not collective; each rank that has the
+        parameter makes the same call.
 
         Args:
             by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
