@@ -13,12 +13,11 @@ model between steps, and the unsharded parameter that is in the model around a f
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -28,29 +27,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
-from tutti.errors import MismatchError, UsageError, script_line
+from tutti.errors import UsageError
 from tutti.nn.gradient_hooks import ScriptHook, share_gradient_hooks, wrap_hooks
 from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
 from tutti.nn.partial_gradient import GradientParts, agree_on_operand
 from tutti.nn.script_edits import ScriptEdits
 from tutti.nn.swap import parameters, swapped
-from tutti.parallel.ddp.reducers import squares_of
+from tutti.parallel.fsdp.fsdp_collectives import FirstStepCheck, GradientMeter, set_collectives
+from tutti.parallel.fsdp.fsdp_refusals import refuse_assigned_data, refuse_gathered_write, watch_forwards
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.torch_compat import (
-    TorchFunctionDisabled,
     gradient_hooks,
     module_parameters,
-    reduce_scatter_single,
     reduce_unused_parameters,
-    set_fsdp_collectives,
     storage_key,
     tensor_version,
     tree_leaves,
 )
 from tutti.types import ReplicaRunner, ShardSpec
 
-_FUNCTIONAL_CALL: Any = inspect.unwrap(torch.func.functional_call)
 Pairs = Sequence[tuple[ShardedParameter, nn.Parameter]]
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,8 +92,8 @@ class FullySharded:
         self.edits: ScriptEdits | None = None
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
         shapes = [p.shape for _, p in named]
-        self._beginning, self._meter = _Beginning(comm), _GradientMeter()
-        self._units = _shard(model, whole, config, comm, self._beginning, self._meter, replica.around_fsdp_hooks)
+        self._first_step, self._meter = FirstStepCheck(comm), GradientMeter()
+        self._units = _shard(model, whole, config, comm, self._first_step, self._meter, replica.around_fsdp_hooks)
         own = dict(parameters([model]))
         self._gathered = [own[name] for name, _ in named]
         self.rows = [
@@ -124,8 +120,7 @@ class FullySharded:
             share_gradient_hooks(each.parameter, gathered)
         for unit in self._units:
             self._watch(unit)
-            cast(nn.Module, unit).register_forward_pre_hook(_refuse_functional_call, prepend=True)
-            cast(nn.Module, unit).register_forward_hook(_watch_created_graphs)
+            watch_forwards(cast(nn.Module, unit))
         for root in root_modules(model):
             self._clear_with(root)
             root.register_forward_pre_hook(lambda *_: self.unify_flags(), prepend=True)
@@ -199,7 +194,7 @@ class FullySharded:
         """
         for name, twins in self._twins.items():
             if storage_key(twins[1]) != self._storages[name]:
-                self._refuse_assigned(name)
+                refuse_assigned_data(name)
             before = self._flags[name]
             if any(p.requires_grad != before for p in twins):
                 self._flags[name] = not before
@@ -214,14 +209,6 @@ class FullySharded:
         """
         here = ((name, p) for name, p in parameters([self._model]) if name in self._twins)
         return next((name for name, p in here if all(p is not twin for twin in self._twins[name])), None)
-
-    @staticmethod
-    def _refuse_assigned(name: str) -> NoReturn:
-        raise UsageError(
-            f"the script has assigned the .data of {name}, whose rows are sharded over devices",
-            why="FSDP2 keeps the rows elsewhere, so that the assignment would change nothing",
-            remedy="write in place, with torch.no_grad(): parameter.copy_(value), or mul_, add_, clamp_",
-        )
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a dictionary from each parameter object of the FSDP2-sharded model to this rank's rows of it.
@@ -463,7 +450,7 @@ class FullySharded:
             UsageError: the script has written an unsharded parameter between the forward and its backward.
         """
         self._check_writes()
-        self._beginning.over, self._meter.on = True, False
+        self._first_step.over, self._meter.on = True, False
         for each, gathered in self._pairs:
             gradient = gathered.grad
             each.parameter.grad = None if gradient is None else _local(gradient)
@@ -613,8 +600,8 @@ def _shard(
     whole: set[nn.Parameter],
     config: RowsConfig,
     comm: Communicator,
-    beginning: _Beginning,
-    meter: _GradientMeter,
+    check: FirstStepCheck,
+    meter: GradientMeter,
     around_hooks: Callable[[nn.Module], AbstractContextManager[None]],
 ) -> list[FSDPModule]:
     """Apply ``fully_shard`` to the modules of the wrap policy, then to the roots for all remaining parameters."""
@@ -650,170 +637,9 @@ def _shard(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         reduce_unused_parameters(unit)
-        if device == "cpu":
-            place = names[unit] or "the model"
-            set_fsdp_collectives(unit, _Gather(comm, place, beginning), _ScatterSum(comm, place, beginning, meter))
-        else:
-            set_fsdp_collectives(unit, None, _MeasuredScatter(meter))
+        set_collectives(unit, names[unit] or "the model", comm, check, meter)
         made.append(unit)
     return made
-
-
-class _Beginning:
-    """Compares each FSDP2 collective over the ranks before it runs, until the first step is over."""
-
-    over = False
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def compare(self, call: str) -> None:
-        """Raise MismatchError where ranks are about to run different collectives. Collective."""
-        if not self.over:
-            self._comm.agree(
-                [call],
-                "which unit's parameters or gradients come next",
-                "let every batch use the same units of the model, or take sharded:stage=1",
-            )
-
-
-class _GradientMeter:
-    """Sums squares of the gradients that this rank's backward reduces, from the first ``take`` to the end of a step."""
-
-    on = False
-
-    def __init__(self) -> None:
-        self._square = 0.0
-
-    def add(self, gradients: Tensor) -> None:
-        """Add the squares of a message's elements; padding is zero."""
-        if self.on:
-            self._square += squares_of([gradients])[0]
-
-    def take(self) -> float:
-        """Return and reset the sum; messages count from now on."""
-        square, self._square, self.on = self._square, 0.0, True
-        return square
-
-
-class _Message:
-    """A custom collective for FSDP2 that runs over ``Communicator``."""
-
-    def __init__(self, comm: Communicator, place: str, beginning: _Beginning) -> None:
-        self._comm, self._place, self._beginning = comm, place, beginning
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Message):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self._beginning.compare(text := f"all_gather of {self._place}")
-        with _same_modules(text):
-            self._comm.gather_into(output_tensor, input_tensor, text)
-
-
-class _ScatterSum(_Message):
-    def __init__(self, comm: Communicator, place: str, beginning: _Beginning, meter: _GradientMeter) -> None:
-        super().__init__(comm, place, beginning)
-        self._meter = meter
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        self._beginning.compare(text := f"reduce_scatter of gradients of {self._place}")
-        self._meter.add(input_tensor)
-        with _same_modules(text):
-            self._comm.scatter_sum(output_tensor, input_tensor, text)
-
-
-@contextmanager
-def _same_modules(call: str) -> Iterator[None]:
-    """Within the block explain ranks in different collectives: their forwards have used different modules."""
-    try:
-        yield
-    except MismatchError as error:
-        if sum(error.what.count(kind) for kind in ("all_gather of", "reduce_scatter of gradients of")) < 2:
-            raise
-        raise UsageError(
-            f"ranks use different modules of the model in one step: {error.what}",
-            where=f"{call}, {script_line()}",
-            why="a module is gathered when the forward calls it, on all ranks at once, and here the data or a random"
-            " number choose which modules compute",
-            remedy="name the modules around them, which every forward calls (--strategy sharded:units=Name), or"
-            " take sharded:stage=1 or mirrored",
-        ) from error
-
-
-class _MeasuredScatter:
-    """FSDP2's own reduce-scatter over the device's process group, with the gradient meter before it."""
-
-    def __init__(self, meter: _GradientMeter) -> None:
-        self._meter = meter
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._meter.add(input_tensor)
-        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-def refuse_gathered_write(name: str, written_by: str = "") -> NoReturn:
-    """Raise UsageError: the script has written, or is about to write, a parameter that FSDP2 has unsharded.
-
-    FSDP2 all-gathers such a parameter for one forward and frees it, so that the write would be lost. Never returns.
-
-    Args:
-        name: the parameter's name in the model.
-        written_by: name of the function that is about to write, for the message; "" if the write has happened.
-    """
-    raise UsageError(
-        f"the script writes the parameter {name} within a forward or before its backward"
-        + (f" ({written_by})" if written_by else ""),
-        where=script_line(),
-        why="it has whole tensors there, which FSDP2 gathers for one pass and frees, so that the write would be lost",
-        remedy="write between steps, when parameters are DTensors of the rows, or keep an average of the weights by"
-        " ema=… of tutti.prepare; or take --strategy sharded:stage=1 or mirrored",
-    )
-
-
-def _refuse_functional_call(*_: Any) -> None:
-    """Raise UsageError within ``torch.func.functional_call``, which replaces the parameters for one forward."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _FUNCTIONAL_CALL.__code__:
-            raise UsageError(
-                "torch.func.functional_call cannot be combined with sharded parameters",
-                why="FSDP2 gathers the model's own parameters, and not the tensors that are passed in their place",
-                remedy="take sharded:stage=1 or --strategy mirrored",
-            )
-        frame = frame.f_back
-
-
-def _watch_created_graphs(module: nn.Module, args: Any, output: Any) -> None:
-    """Let a backward through the module's outputs raise UsageError if it makes a graph of its own."""
-    if not torch.is_grad_enabled():
-        return
-    # Tensors split over tensor ranks refuse hooks of a script, which would get a slice of the gradient.
-    with TorchFunctionDisabled():
-        for value in tree_leaves(output):
-            if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(_refuse_created_graph)
-
-
-def _refuse_created_graph(gradient: Tensor) -> None:
-    """Raise UsageError in a backward with ``create_graph=True``.
-
-    Its graph holds gathered parameters, which FSDP2 frees after this backward. The next backward gathers them again or
-    not, as autograd orders its nodes, and gradients that arrive after FSDP2's reduction are lost without an error.
-    """
-    if torch.is_grad_enabled():
-        raise UsageError(
-            "the loss has a gradient in it (create_graph=True), which cannot be combined with sharded parameters",
-            why="FSDP2 frees the gathered parameters after the first backward, and the second needs them again",
-            remedy="take sharded:stage=1 or --strategy mirrored",
-        )
 
 
 def _become(parameter: nn.Parameter, rows: nn.Parameter) -> nn.Parameter:

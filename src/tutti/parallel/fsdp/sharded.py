@@ -43,17 +43,11 @@ from tutti.parallel.ddp.host_parameters import OffloadedUpdate
 from tutti.parallel.ddp.reducers import layout_key_of, refuse_mismatch, scale_all, squares_of
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
-from tutti.parallel.fsdp.sharded_parameter import (
-    RowGatherer,
-    RowNormReducer,
-    ShardedParameter,
-    ShardingEngine,
-    ZeroSharding,
-    along_rows,
-    load_optimizer_rows,
-    local_rows,
-    optimizer_pieces,
-)
+from tutti.parallel.fsdp.row_collectives import RowGatherer, RowNormReducer, along_rows
+from tutti.parallel.fsdp.row_optimizer_state import load_optimizer_rows, optimizer_pieces
+from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
+from tutti.parallel.fsdp.sharding_engine import ShardingEngine
+from tutti.parallel.fsdp.zero_sharding import ZeroSharding
 from tutti.parallel.grad_norm import norm_across_model
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, divisor_of_backward, is_finite, mean_factor

@@ -28,7 +28,8 @@ from tutti.nn.script_mode import (
     tutti_caller,
 )
 from tutti.nn.written_tensors import DATA, METADATA, may_write
-from tutti.parallel.fsdp.fully_sharded import FullySharded, refuse_gathered_write
+from tutti.parallel.fsdp.fsdp_refusals import refuse_gathered_write
+from tutti.parallel.fsdp.fully_sharded import FullySharded
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
 from tutti.torch_compat import in_backward, is_compiled, replace_call, tree_map_only, uncompiled_call
 

@@ -1,0 +1,161 @@
+"""The collectives of FSDP2: an all-gather of a wrapped module's rows, a reduce-scatter of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from tutti.comm.communicator import Communicator
+from tutti.errors import MismatchError, UsageError, script_line
+from tutti.parallel.ddp.reducers import squares_of
+from tutti.torch_compat import reduce_scatter_single, set_fsdp_collectives
+
+
+def set_collectives(
+    unit: FSDPModule, place: str, comm: Communicator, check: FirstStepCheck, meter: GradientMeter
+) -> None:
+    """Set the collectives with which FSDP2 all-gathers a wrapped module and reduce-scatters its gradients.
+
+    On CPUs they go through ``comm``, which names missing ranks; on accelerators only the reduce-scatter is replaced, by
+    PyTorch's own with the meter before it. Not collective.
+
+    Args:
+        unit: the wrapped module.
+        place: its name in the model, for errors.
+        comm: the shard ranks.
+        check: compares the collectives of the first step over the ranks (CPUs).
+        meter: adds up the squares of the gradients before they are reduced.
+    """
+    if comm.device.type == "cpu":
+        set_fsdp_collectives(unit, _Gather(comm, place, check), _ScatterSum(comm, place, check, meter))
+    else:
+        set_fsdp_collectives(unit, None, _MeteredScatter(meter))
+
+
+class FirstStepCheck:
+    """Compares the next FSDP2 collective over the shard ranks before it runs, until the first step is over.
+
+    Ranks whose forwards use different wrapped modules would otherwise all-gather one rank's module into another's.
+
+    Args:
+        comm: the shard ranks.
+
+    Attributes:
+        over: whether the first step is over; True turns the comparison off.
+    """
+
+    over = False
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def compare(self, call: str) -> None:
+        """Compare the FSDP2 collective that this rank is about to run with those of the other shard ranks. Collective.
+
+        Args:
+            call: the kind of the collective and the wrapped module that it is for.
+
+        Raises:
+            MismatchError: ranks are about to run different collectives.
+        """
+        if not self.over:
+            self._comm.agree(
+                [call],
+                "which unit's parameters or gradients come next",
+                "let every batch use the same units of the model, or take sharded:stage=1",
+            )
+
+
+class GradientMeter:
+    """Sums squares of the gradients that this rank's backward reduces, from the first ``take`` to the end of a step.
+
+    Attributes:
+        on: whether gradients count now; the reduction at the end of a step sets it to False.
+    """
+
+    on = False
+
+    def __init__(self) -> None:
+        self._square = 0.0
+
+    def add(self, gradients: Tensor) -> None:
+        """Add the squares of the elements of a message of gradients, before it is reduced over the shard ranks.
+
+        Args:
+            gradients: the message; its padding is zero.
+        """
+        if self.on:
+            self._square += squares_of([gradients])[0]
+
+    def take(self) -> float:
+        """Return the sum of squares since the previous call, and reset it to 0; messages count from now on."""
+        square, self._square, self.on = self._square, 0.0, True
+        return square
+
+
+class _Message:
+    """A custom collective for FSDP2 that runs over ``Communicator``."""
+
+    def __init__(self, comm: Communicator, place: str, check: FirstStepCheck) -> None:
+        self._comm, self._place, self._check = comm, place, check
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Message):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self._check.compare(text := f"all_gather of {self._place}")
+        with _same_modules(text):
+            self._comm.gather_into(output_tensor, input_tensor, text)
+
+
+class _ScatterSum(_Message):
+    def __init__(self, comm: Communicator, place: str, check: FirstStepCheck, meter: GradientMeter) -> None:
+        super().__init__(comm, place, check)
+        self._meter = meter
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._check.compare(text := f"reduce_scatter of gradients of {self._place}")
+        self._meter.add(input_tensor)
+        with _same_modules(text):
+            self._comm.scatter_sum(output_tensor, input_tensor, text)
+
+
+@contextmanager
+def _same_modules(call: str) -> Iterator[None]:
+    """Within the block explain ranks in different collectives: their forwards have used different modules."""
+    try:
+        yield
+    except MismatchError as error:
+        if sum(error.what.count(kind) for kind in ("all_gather of", "reduce_scatter of gradients of")) < 2:
+            raise
+        raise UsageError(
+            f"ranks use different modules of the model in one step: {error.what}",
+            where=f"{call}, {script_line()}",
+            why="a module is gathered when the forward calls it, on all ranks at once, and here the data or a random"
+            " number choose which modules compute",
+            remedy="name the modules around them, which every forward calls (--strategy sharded:units=Name), or"
+            " take sharded:stage=1 or mirrored",
+        ) from error
+
+
+class _MeteredScatter:
+    """FSDP2's own reduce-scatter over the device's process group, with the gradient meter before it."""
+
+    def __init__(self, meter: GradientMeter) -> None:
+        self._meter = meter
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._meter.add(input_tensor)
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
