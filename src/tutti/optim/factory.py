@@ -171,7 +171,7 @@ def built_alike(
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
     # Set by every optimizer's class, or by schedulers, scalers and tutti.
-    bookkeeping = optimizer_attributes() | {"grad_norm"}
+    bookkeeping = optimizer_attributes() | ({"grad_norm"} if isinstance(optimizer, LayerWise) else set())
     kept = {name: value for name, value in vars(optimizer).items() if is_plain(value) and name not in bookkeeping}
     options = {k: v for k, v in {**kept, **optimizer.defaults}.items() if k in known} | dict(changes or {})
     remedy = "let its constructor take the parameters first, and hand all options on to super().__init__(params, {…})"

@@ -277,7 +277,7 @@ def _run(
     for number in range(trial.compared[-1] + 1):
         for cut, param in zip(cuts, params, strict=True):
             param.grad = cut.take(trial.gradients[cut.of][number]).clone()
-        if hasattr(copy, "grad_norm"):
+        if isinstance(copy, LayerWise):
             copy.grad_norm = 1.0
         copy_step(copy, _loss) if closure else copy_step(copy)
         if number in trial.compared:

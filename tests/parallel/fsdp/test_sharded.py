@@ -402,3 +402,33 @@ def waits_of_a_step(strategy: str, own: bool) -> int:
 @pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=2", "sharded:stage=1"])
 def test_a_step_of_a_small_model_waits_for_no_message(strategy: str, own: bool) -> None:
     assert worlds.run(2, waits_of_a_step, strategy=strategy, own=own) == [0, 0]
+
+
+class Logged(torch.optim.SGD):
+    """SGD with attributes of the script that have the names of attributes of tutti's own optimizers."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.grad_norm, self.norms, self.wholes = "", "my norms", "my wholes"
+
+    def step(self, closure: Any = None) -> Any:
+        assert (self.grad_norm, self.norms, self.wholes) == ("", "my norms", "my wholes")
+        return super().step(closure)
+
+
+def logged(strategy: str) -> float:
+    model = nn.Linear(4, 4)
+    run = tutti.prepare(
+        model, Logged(model.parameters()), (torch.ones(8, 4), torch.ones(8, 4)), mean, strategy=strategy
+    )
+    [optimizer] = run.gradient_sync.optimizers
+    before = {name: tensor.clone() for name, tensor in run.state().items()}
+    run.step(next(run.epoch(0)))
+    assert isinstance(optimizer, Logged)
+    return max(float((tensor - before[name]).abs().max()) for name, tensor in run.state().items())
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded", "sharded:stage=1", "parameter_server"])
+def test_attributes_of_a_script_s_optimizer_stay(strategy: str) -> None:
+    """Only optimizers of ``tutti.optim`` are given norms and gatherers of tensors that are split over ranks."""
+    assert all(change > 0 for change in worlds.run(2, logged, strategy=strategy))

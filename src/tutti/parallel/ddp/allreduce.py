@@ -23,6 +23,7 @@ from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
+from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
 from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree, largest_vector
@@ -886,8 +887,8 @@ def optimizer_step(
         optimizer: an optimizer, or an object that combines several and steps each.
         lr_factor: factor by which each group's initial learning rate is multiplied; None leaves ``group["lr"]`` as it
             is.
-        grad_norm: L2 norm of the gradient of the complete model, set as the attribute ``grad_norm`` of optimizers that
-            have it and clip by it (``tutti.optim.LAMB``), whose own parameters may belong to one pipeline stage only.
+        grad_norm: L2 norm of the gradient of the complete model, for layer-wise optimizers that clip by it
+            (``tutti.optim.LAMB``), whose own parameters may belong to one pipeline stage only.
         whole: gathers tensors that are split over ranks, for optimizers whose step needs whole tensors; the step is
             collective then, over the ranks that share these tensors. None where no optimizer needs this.
 
@@ -895,7 +896,7 @@ def optimizer_step(
         UsageError: the optimizer does not take the sparse gradients that it was given.
     """
     for member in members_of(optimizer):
-        if hasattr(member, "grad_norm"):
+        if isinstance(member, LayerWise):
             member.grad_norm = grad_norm
     set_learning_rates(optimizer.param_groups, lr_factor)
     for member in stepping(optimizer):

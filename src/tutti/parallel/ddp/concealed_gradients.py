@@ -100,8 +100,8 @@ class ConcealedGradients:
         gradient = None if elsewhere else parameter.grad
         if gradient is not None:
             self._aside[parameter] = gradient
-        own, whole = partial(_identity, gradient), self._place == "stages"
-        parts.conceal([parameter], place, own, counted, split=split, elsewhere=elsewhere, whole=whole)
+        whole = self._place == "stages"
+        parts.conceal([parameter], place, lambda: gradient, counted, split=split, elsewhere=elsewhere, whole=whole)
 
     def reveal(self) -> None:
         """Put the gradients that ``conceal`` has set aside back into ``.grad``, for an update or further accumulation.
@@ -128,10 +128,6 @@ class ConcealedGradients:
         for parameter in self._elsewhere:
             parameter.grad = None
         self._aside, self._elsewhere = {}, set()
-
-
-def _identity(gradient: Tensor | None) -> Tensor | None:
-    return gradient
 
 
 def _is_slice_like(

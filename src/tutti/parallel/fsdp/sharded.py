@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,9 @@ from tutti.device import is_accelerator
 from tutti.errors import UsageError, script_line
 from tutti.nn.gradient_hooks import ScriptHook, wrap_hooks
 from tutti.nn.swap import parameters
+from tutti.optim.layerwise import LayerWise
 from tutti.optim.mixing import needs_closure
+from tutti.optim.muon import Muon
 from tutti.optim.several import acting, members_of, stepping
 from tutti.parallel.ddp.allreduce import culprits, optimizer_step
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
@@ -204,7 +206,7 @@ class ShardedSync:
         layout = [(rows.name, rows.local, rows.parameter.dtype) for rows in self._trained]
         self._tail = Tail(len(layout), layout_key_of(layout))
 
-    def _complete(self, optimizer: Any, slices: Mapping[str, ShardSpec]) -> WholeTensors | None:
+    def _complete(self, optimizer: Optimizer | None, slices: Mapping[str, ShardSpec]) -> WholeTensors | None:
         """Prepare one optimizer for tensors of which this rank has rows, tensor slices, or rows of slices. Collective.
 
         Args:
@@ -227,9 +229,9 @@ class ShardedSync:
         held = {rows.parameter: (rows.name, rows.local) for rows in self._rows}
         held |= {p: (name, tuple(p.shape)) for name, p in self._fixed.items()}
         norms, wholes = None, None
-        if hasattr(optimizer, "norms") and self._shards.size > 1:
+        if isinstance(optimizer, LayerWise) and self._shards.size > 1:
             optimizer.norms = norms = RowNormReducer(self._shards)
-        if hasattr(optimizer, "wholes") and self._shards.size > 1:
+        if isinstance(optimizer, Muon) and self._shards.size > 1:
             optimizer.wholes = wholes = RowGatherer(self._shards, {p: local for p, (_, local) in held.items()})
         if self._run_context.grid.tensor > 1:
             found = {p: SliceRegions.of(slices[name], local) for p, (name, local) in held.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -233,19 +232,25 @@ class ZeroSharding:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
         if self._comm.size > 1:
-            # Conceal the optimizer's ``.grad`` too: their norm would cover this rank's rows only.
-            parts, place = GradientParts(self._comm), "in rows over the ranks (sharded:stage=1)"
+            parts = GradientParts(self._comm)
             for whole, rows in zip(self._whole, self.rows, strict=True):
-                own = rows.parameter
-                if own.grad is not None:
-                    self._aside[own] = gradient = own.grad
-                    if rows.local == rows.spec.shape:
-                        gatherer = RowGatherer(self._comm, {gradient: tuple(_as_rows(whole).shape)})
-                        split = GradientSplit(gatherer, gradient, tuple(whole.shape))
-                        parts.conceal([whole, own], place, partial(_identity, gradient), split=split)
-                    else:
-                        # Rows of a tensor slice: tensor ranks hold the others.
-                        conceal([whole, own], place)
+                if rows.parameter.grad is not None:
+                    self._conceal(whole, rows, rows.parameter.grad, parts)
+
+    def _conceal(self, whole: nn.Parameter, rows: ShardedParameter, gradient: Tensor, parts: GradientParts) -> None:
+        """Set the gradient of a parameter's rows aside; put placeholders into the ``.grad`` of model and optimizer.
+
+        Into the optimizer's, too, because its norm would be that of this rank's rows only.
+        """
+        self._aside[rows.parameter] = gradient
+        objects, place = [whole, rows.parameter], "in rows over the ranks (sharded:stage=1)"
+        if rows.local == rows.spec.shape:
+            gatherer = RowGatherer(self._comm, {gradient: tuple(_as_rows(whole).shape)})
+            split = GradientSplit(gatherer, gradient, tuple(whole.shape))
+            parts.conceal(objects, place, lambda: gradient, split=split)
+        else:
+            # Rows of a tensor slice: tensor ranks hold the others.
+            conceal(objects, place)
 
     def _reveal(self) -> None:
         """Restore the rows' gradients that ``add_gradients`` concealed, cleared where the script has cleared them."""
@@ -365,10 +370,6 @@ def _cut(
     if comm.size > 1:
         parameter.data = _block(whole.data, comm.size, comm.rank)
     return local_rows(name, parameter, spec, whole.shape, comm)
-
-
-def _identity(gradient: Tensor) -> Tensor:
-    return gradient
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.checkpoint_reader import GivenState
 from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
+from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import multiply_learning_rates
+from tutti.optim.several import members_of
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.flat_views import in_order, shaped, strides
 from tutti.parallel.parameter_server.server_partition import ServerPiece, ServerPlan
@@ -95,7 +97,7 @@ class ParameterShard:
                 the parameter's ``.grad`` without a copy; None for a parameter without a gradient.
             settings: values of the optimizer's hyperparameters as a rank has sent them, in the order of the
                 constructor's ``keys``.
-            grad_norm: norm of the whole gradient over all servers, for an optimizer that has an attribute of this name.
+            grad_norm: norm of the whole gradient over all servers, for a layer-wise optimizer that clips by it (LAMB).
             rate: factor on the learning rates in this step alone.
         """
         if self.optimizer is None:
@@ -103,8 +105,9 @@ class ParameterShard:
         self._set(settings)
         for (_, parameter), gradient in zip(self.here, gradients, strict=True):
             parameter.grad = gradient
-        if hasattr(self.optimizer, "grad_norm"):
-            self.optimizer.grad_norm = grad_norm
+        for member in members_of(self.optimizer):
+            if isinstance(member, LayerWise):
+                member.grad_norm = grad_norm
         multiply_learning_rates([group for pair in self._groups for group in pair], rate)
         self.optimizer.step()
 
