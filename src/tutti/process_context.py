@@ -178,6 +178,35 @@ def joined(environ: Mapping[str, str]) -> bool:
     return identity.source != "single" and not (identity.source in _SHELLS and identity.size == 1)
 
 
+def check_own_processes(command: str, environ: Mapping[str, str]) -> None:
+    """Check that a command which starts processes of its own is not itself started as a rank of a job.
+
+    Args:
+        command: the command as the user writes it, such as ``tutti compare``.
+        environ: environment variables.
+
+    Raises:
+        UsageError: another launcher has started this process; or a variable of it is malformed.
+    """
+    if joined(environ):
+        raise UsageError(f"{command} starts processes of its own", remedy="call it without torchrun, srun or mpirun")
+
+
+def check_own_restarts(max_restarts: int) -> None:
+    """Check that a rank of another launcher's job is not asked to restart the job's ranks.
+
+    Args:
+        max_restarts: value of ``--max-restarts`` in that job.
+
+    Raises:
+        UsageError: it is not 0.
+    """
+    if max_restarts:
+        raise UsageError(
+            "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
+        )
+
+
 def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int]:
     """Return where this job's key-value store is, which rank 0 hosts and all ranks connect to.
 

@@ -83,8 +83,7 @@ def compare(
     """
     if task is None:
         raise UsageError("no task is given", remedy="write tutti compare TASK, such as tutti compare digits")
-    if process_context.joined(os.environ):
-        raise UsageError("tutti compare starts processes of its own", remedy="call it without torchrun, srun or mpirun")
+    process_context.check_own_processes("tutti compare", os.environ)
     check_least({"--seeds": seeds})
     options: dict[str, Any] = dict(flags)
     variables = {

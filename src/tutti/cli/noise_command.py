@@ -104,8 +104,8 @@ def noise(
         raise UsageError(f"--tolerance is {tolerance:g}", remedy="give a loss of at least 0")
     check_writable(recipe, "the recipe")
     check_writable(svg, "the figure")
-    if (branch or batches) and process_context.joined(os.environ):
-        raise UsageError("tutti noise starts processes of its own", remedy="call it without torchrun, srun or mpirun")
+    if branch or batches:
+        process_context.check_own_processes("tutti noise", os.environ)
     options: dict[str, Any] = dict(flags)
     tuned: list[TunedBatch] = []
     if batches:

@@ -243,10 +243,7 @@ def run(
     stdin_control.control_by_stdin(os.environ)
     entry = run_horovod_script if horovod else run_script
     if joined:
-        if max_restarts:
-            raise UsageError(
-                "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
-            )
+        process_context.check_own_restarts(max_restarts)
         rank = process_context.read_identity(os.environ).rank
         watchdog.start_watchdog(rank, limits)
         return run_as_rank(partial(entry, script, arguments, module), rank, logs)

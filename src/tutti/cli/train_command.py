@@ -109,13 +109,11 @@ def train(
         refuse_idle_wait(chosen, engine)
     sizes = [] if engine is None else possible_sizes(name, chosen)
     chosen = dataclasses.replace(chosen, devices=str(sizes[-1] if engine else count_devices(chosen, joined)))
-    if joined is not None and chosen.max_restarts:
-        raise UsageError(
-            "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
-        )
+    if joined is not None:
+        process_context.check_own_restarts(chosen.max_restarts)
     refuse_config(name, chosen)
     if dry_run:
-        return _dry_run(name, chosen, memory, joined)
+        return _dry_run(name, chosen, memory)
     if memory is not None:
         raise UsageError("--memory needs --dry-run", remedy="add --dry-run, or leave it out")
     os.environ[LAUNCHED] = repr(begun)
@@ -147,7 +145,7 @@ def _finished_code(directory: Path) -> int:
     return ExitCode.THRESHOLD if read_summary(directory).get("exit_code") == ExitCode.THRESHOLD else ExitCode.DONE
 
 
-def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: process_context.Identity | None) -> int:
+def _dry_run(task: str, config: TrainConfig, memory: str | None) -> int:
     """Run ``--dry-run`` in place of training and return its exit code. Raises UsageError in a joined job."""
     from tutti.planning.dry_run import dry_run
     from tutti.planning.planned_run import PlannedRun
@@ -158,8 +156,7 @@ def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: process
             why="the memory of copies in 8-bit floats is not predicted",
             remedy="take --precision bf16 for it",
         )
-    if joined is not None:
-        raise UsageError("--dry-run starts processes of its own", remedy="call it without torchrun, srun or mpirun")
+    process_context.check_own_processes("--dry-run", os.environ)
     return dry_run(task, PlannedRun.of(config), memory, PRELOADED)
 
 

@@ -43,6 +43,7 @@ _GAVE_UP = -1
 _BROKEN = -2
 # Completed calls that a rank remembers: more than a source of broadcasts can be ahead of the other ranks.
 _REMEMBERED = 64
+_ELSEWHERE = "another rank ended or the network broke: look for the first error in the other ranks' logs"
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 
 
@@ -249,7 +250,7 @@ class StallInspector:
                 f"{call.text} failed",
                 where=f"rank {self._rank}",
                 why=f"it failed on {', '.join(f'rank {rank}' for rank in broken)}",
-                remedy="another rank ended or the network broke: look for the first error in the other ranks' logs",
+                remedy=_ELSEWHERE,
             )
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
@@ -309,7 +310,7 @@ class StallInspector:
             f"{call.text} failed",
             where=f"rank {self._rank}",
             why=_reason(error),
-            remedy="another rank ended or the network broke: look for the first error in the other ranks' logs",
+            remedy=_ELSEWHERE,
         )
 
     def _key(self, rank: int) -> str:

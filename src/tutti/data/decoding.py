@@ -63,13 +63,22 @@ def decode_images(rows: Iterable[Encoded], size: int) -> NDArray[Any]:
     Raises:
         DataError: an image is broken or not size × size (the first such image, in order), or Pillow is not installed.
     """
+    check_pillow()
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        chunks = list(pool.map(lambda chunk: _decode_chunk(chunk, size), _chunks(rows)))
+    return np.concatenate(chunks) if chunks else np.empty(0, dtype=record_dtype(size))
+
+
+def check_pillow() -> None:
+    """Check that Pillow is installed, which decodes images. Loads it.
+
+    Raises:
+        DataError: it is not installed.
+    """
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise DataError("reading images needs Pillow", remedy=f"run {pip_install('data')}") from None
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        chunks = list(pool.map(lambda chunk: _decode_chunk(chunk, size), _chunks(rows)))
-    return np.concatenate(chunks) if chunks else np.empty(0, dtype=record_dtype(size))
 
 
 def _chunks(rows: Iterable[Encoded]) -> Iterator[list[Encoded]]:

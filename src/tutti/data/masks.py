@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.data.cache import cached
-from tutti.data.decoding import SUFFIXES
+from tutti.data.decoding import SUFFIXES, check_pillow
 from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey
-from tutti.distribution import pip_install
 from tutti.errors import DataError
 
 if TYPE_CHECKING:
@@ -211,10 +210,7 @@ def _files(folder: Path, root: Path) -> dict[str, Path]:
 
 
 def _decode(pairs: tuple[Pair, ...]) -> Pairs:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError:
-        raise DataError("reading images needs Pillow", remedy=f"run {pip_install('data')}") from None
+    check_pillow()
     first = _grey(pairs[0].image, None)
     out = np.empty((len(pairs), 2, *first.shape), dtype=np.uint8)
     for number, pair in enumerate(pairs):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Blocks: TypeAlias = HeldOut | HeldOutStream
 """Held-out samples in blocks: by number, or of a stream."""
+
+Result = TypeVar("Result")
 
 BLOCK = 512
 """Default of the largest number of samples in one forward."""
@@ -107,21 +109,38 @@ def evaluate_samples(
     if isinstance(held_out, HeldOut):
         with heartbeat.training.during(Phase.EVALUATE):
             run.checks.held_out(held_out.source, loss)
+    names, table = on_ranks_alive(run, averaged, lambda ranks, rank: _totals(run, held_out, chosen, ranks, rank))
+    value, count, *sums = table.sum(dim=0).tolist()
+    # As 0 / 0 of a tensor: nothing was counted, such as where a mask leaves every sample out.
+    loss_value, *means = (total / count if count else math.nan for total in (value, *sums))
+    return Evaluation(loss_value, dict(zip(names, means, strict=True)), held_out.samples, averaged)
+
+
+def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Result]) -> Result:
+    """Compute with the run's weights in eval mode on held-out samples that are divided over the data ranks alive.
+
+    If a rank is killed meanwhile, its samples are missing, and the ranks alive compute all of them again. Collective
+    over all ranks, which merge buffers and replicas first.
+
+    Args:
+        run: the run, whose model has its weights of training and its mode back afterwards.
+        averaged: whether to compute with the average of the weights over steps.
+        compute: function of the number of data ranks alive and this rank's index among them.
+
+    Returns:
+        The result of ``compute`` in the last, complete call.
+    """
     comm = run.context.comms.replica
     with (
         run.checks.aside(),
         heartbeat.training.during(Phase.EVALUATE),
         run.replica.evaluating(run.merged(averaged, as_trained=True)),
     ):
-        there: Sequence[int] | None = None
-        # If a rank is killed during the evaluation, its samples are missing: evaluate again on the ranks alive.
-        while there != comm.alive_ranks:
+        while True:
             there = comm.alive_ranks
-            names, table = _totals(run, held_out, chosen)
-    value, count, *sums = table.sum(dim=0).tolist()
-    # As 0 / 0 of a tensor: nothing was counted, such as where a mask leaves every sample out.
-    loss_value, *means = (total / count if count else math.nan for total in (value, *sums))
-    return Evaluation(loss_value, dict(zip(names, means, strict=True)), held_out.samples, averaged)
+            result = compute(len(there), there.index(comm.rank))
+            if there == comm.alive_ranks:
+                return result
 
 
 def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank: int = 0) -> Blocks:
@@ -205,15 +224,13 @@ def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool)
     return evaluation(held_out, ranks, rank, run.feed.place, run.feed.prefetch, even=even)
 
 
-def _totals(run: Run, held_out: Blocks, loss: LossFn) -> tuple[Sequence[str], Tensor]:
-    """Evaluate blocks of samples, divided over the data ranks. Collective: a broadcast and an all-reduce.
+def _totals(run: Run, held_out: Blocks, loss: LossFn, ranks: int, rank: int) -> tuple[Sequence[str], Tensor]:
+    """Evaluate blocks of samples, divided over ``ranks`` data ranks. Collective: a broadcast and an all-reduce.
 
     Returns:
         Names of the metrics, and a float64 table with ``[loss_sum, count, *metric_sums]`` for each block.
     """
     comms = run.context.comms
-    there = comms.replica.alive_ranks
-    rank, ranks = there.index(comms.replica.rank), len(there)
     blocks = micro_batches(run, held_out, ranks, rank, even=bool(run.replica.sharded))
     parts: dict[int, LossSums] = {}
     for number, micro_batch in blocks:

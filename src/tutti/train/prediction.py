@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +12,7 @@ from tutti.data.adapt import Collate
 from tutti.data.batches import map_tensors
 from tutti.errors import DataError, UsageError, counted
 from tutti.launcher import heartbeat
-from tutti.launcher.heartbeat import Phase
-from tutti.train.evaluation import Blocks, described, in_blocks, micro_batches
+from tutti.train.evaluation import Blocks, described, in_blocks, micro_batches, on_ranks_alive
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -58,28 +57,21 @@ def predict_samples(
         )
     held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
     run.together(f"predictions for {described(held_out)}" + " on the average" * averaged)
-    comm, found = run.context.comms.replica, list[Any]()
+    found = list[Any]()
 
     def keep(model: Any, samples: Any) -> Any:
         found.append(function(model, samples))
         return torch.zeros(()), 1
 
-    with (
-        run.checks.aside(),
-        heartbeat.training.during(Phase.EVALUATE),
-        run.replica.evaluating(run.merged(averaged, as_trained=True)),
-    ):
-        there: Sequence[int] | None = None
-        # If a rank is killed meanwhile, its samples are missing: predict again on the ranks alive.
-        while there != comm.alive_ranks:
-            there = comm.alive_ranks
-            parts = []
-            for _, micro_batch in micro_batches(run, held_out, len(there), there.index(comm.rank), even=True):
-                heartbeat.training.beat()
-                run.replica.run([micro_batch], keep, None)
-                parts.append(map_tensors(found.pop(), _rows(micro_batch.samples), other=_refuse))
-            result = _gathered(parts, held_out, run, len(there))
-        return result
+    def predict(ranks: int, rank: int) -> Any:
+        parts = []
+        for _, micro_batch in micro_batches(run, held_out, ranks, rank, even=True):
+            heartbeat.training.beat()
+            run.replica.run([micro_batch], keep, None)
+            parts.append(map_tensors(found.pop(), _rows(micro_batch.samples), other=_refuse))
+        return _gathered(parts, held_out, run, ranks)
+
+    return on_ranks_alive(run, averaged, predict)
 
 
 def _rows(samples: int) -> Callable[[Tensor], Tensor]:

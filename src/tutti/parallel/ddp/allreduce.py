@@ -96,9 +96,6 @@ class AllReduceSync:
         accumulated: whether the most recent ``add_gradients`` was given gradients.
         gradient_at: where complete gradients are: ``rank`` (whole on this rank), ``slices`` (tensor parallelism) or
             ``stages`` (whole on the ranks of the parameter's stage).
-
-    Raises:
-        UsageError: a compressed ``wire`` or an all-reduce schedule in reproducible mode or with AdaScale.
     """
 
     loss_normalisation: Literal["step", "worker"] = "step"
@@ -106,20 +103,6 @@ class AllReduceSync:
     accumulated = False
 
     def __init__(self, config: AllReduceConfig, run_context: RunContext) -> None:
-        if (run_context.reproducible or run_context.gradient_variance) and config.wire != "fp32":
-            raise UsageError(
-                f"{'reproducible' if run_context.reproducible else 'adascale'} cannot be combined with"
-                f" wire={config.wire}",
-                why="compression is applied once per device, so that the result would depend on their number",
-                remedy="leave out one of the two",
-            )
-        if (run_context.reproducible or run_context.gradient_variance) and config.schedule is not None:
-            raise UsageError(
-                f"{'reproducible' if run_context.reproducible else 'adascale'} cannot be combined with"
-                f" algorithm={config.algorithm}",
-                why="a schedule adds devices and not workers, so that the order of the sum depends on their number",
-                remedy="leave out one of the two",
-            )
         self._config, self._run_context = config, run_context
         self._step_context = StepContext(0, 0)
         self._counting = LossCounter()
