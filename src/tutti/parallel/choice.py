@@ -242,16 +242,15 @@ class KeepsAverage(Protocol):
         """
 
 
-def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunContext) -> Average | None:
+def average(replica: ReplicaRunner, sync: GradientSync, run_context: RunContext) -> Average | None:
     """Create the moving average (EMA) of the weights that the run asks for; called on all ranks.
 
     Collective under the strategy ``central_storage``, whose ranks allocate and share one average in memory; under all
     other strategies each rank averages the parameters that it holds, without communication.
 
     Args:
-        replica: the model on this rank and what runs it, after ``exchange.attach``.
-        exchange: the gradient synchronisation; if it has a method ``average`` (``KeepsAverage``), this makes the
-            average.
+        replica: the model on this rank and what runs it, after ``sync.attach``.
+        sync: the gradient synchronisation; if it has a method ``average`` (``KeepsAverage``), this makes the average.
         run_context: settings of the run; ``averaging`` in it has decay and warm-up, or is None.
 
     Returns:
@@ -264,8 +263,8 @@ def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunCont
     """
     if run_context.averaging is None:
         return None
-    if isinstance(exchange, KeepsAverage):
-        return exchange.average(run_context.averaging)
+    if isinstance(sync, KeepsAverage):
+        return sync.average(run_context.averaging)
     made: Average = _load("parameter_average:ParameterAverage")(replica, run_context.averaging, run_context)
     return made
 

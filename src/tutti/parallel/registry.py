@@ -40,8 +40,8 @@ class Strategy:
         worker_gradients: whether each logical worker's own gradient exists on one rank before the sum.
         own_backward: whether each micro-batch has a backward of its own; False where all of a worker's run together.
         sparse_devices: largest number of devices on which models with sparse gradients run; None for no limit.
-        own_copies: whether every rank has its own copy of the parameters, into which a script may load without
-            collectives.
+        own_copies: whether every rank has its own full copy of parameters and optimizer state, into which a script may
+            load without collectives.
         optimizer_here: whether the optimizer's state is on ranks, and not on parameter servers.
         one_copy: whether parameters and optimizer state exist once for all devices, in host memory or on servers.
         fault_tolerant: whether the run goes on when a rank is killed: no rank needs another for a step.

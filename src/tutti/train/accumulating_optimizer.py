@@ -50,7 +50,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     """
     kind, replaced = type(optimizer), own_step(optimizer)
     before = {name: vars(optimizer).get(name) for name in _METHODS}
-    if replaced and not keeps_state(choice.name, run.context):
+    if replaced and not keeps_state(choice, run.context):
         raise UsageError(
             f"{kind.__name__}.step is a function of the script, which cannot be combined with strategy '{choice.name}'",
             why="ranks, logical workers or servers update a part each, and the function would not see all of it",
@@ -103,7 +103,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     step, zero_grad = left_out_of_graphs(step), left_out_of_graphs(zero_grad)
     mark_wrapped_by_scheduler(step)
     wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__))
-    if not keeps_state(choice.name, run.context):
+    if not keeps_state(choice, run.context):
         steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
         here = steps_here and choice.row.optimizer_here
         run.state_guards.append((_guard_parts if here else _refuse_state)(optimizer, run, choice))
@@ -166,7 +166,7 @@ def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
 
 def _check_state(run: Run, choice: Choice, call: str) -> None:
     """Raise UsageError if the script's optimizer does not hold all optimizer state of this rank's model."""
-    if not keeps_state(choice.name, run.context):
+    if not keeps_state(choice, run.context):
         raise UsageError(
             f"{call} of the optimizer after tutti.prepare cannot be combined with strategy '{choice.name}'",
             where=f"step {run.clock}",

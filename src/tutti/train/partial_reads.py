@@ -24,16 +24,17 @@ class PartialReads:
 
     Args:
         model: the script's model, before ``tutti.prepare`` splits it.
-        setting: the run's grid of ranks, which says whether parameters are split.
+        run_context: the run's device mesh, which says whether parameters are split.
 
     Raises:
         UsageError: an ``AveragedModel`` of this model exists, and it will not be able to read all parameters.
     """
 
-    def __init__(self, model: nn.Module, setting: RunContext) -> None:
-        self._partial = setting.rows or setting.grid.tensor > 1 or setting.grid.stage > 1
+    def __init__(self, model: nn.Module, run_context: RunContext) -> None:
+        grid, rows = run_context.grid, run_context.rows
+        self._partial = rows or grid.tensor > 1 or grid.stage > 1
         # An average reads parameters element by element: rows and slices are gathered for it.
-        unread = setting.grid.stage > 1 or (setting.rows and (setting.grid.tensor > 1 or setting.compile is not None))
+        unread = grid.stage > 1 or (rows and (grid.tensor > 1 or run_context.compile is not None))
         self._modules = list(model.modules())
         for module in self._modules:
             _allow(module)

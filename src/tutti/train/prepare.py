@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ from tutti.train.state_loads import StateLoads
 from tutti.train.strategy_spec import StrategySpec
 from tutti.train.training_data import call_model, first_micro_batch_trial
 from tutti.train.warm_start import load_warm_start
-from tutti.types import GradientSync, LossFn, RunContext
+from tutti.types import Average, GradientSync, LossFn, RunContext
 
 log = logging.getLogger("tutti.prepare")
 
@@ -244,7 +245,7 @@ def prepare_run(
         MismatchError: models or arguments differ between ranks.
     """
     checked = check_run(model, optimizer, dataset, loss_fn, options)
-    o, choice, data, contract, world = options, checked.choice, checked.data, checked.contract, context.current()
+    o, choice, contract, world = options, checked.choice, checked.contract, context.current()
     if o.reproducible:
         torch.set_num_threads(1)
         use_deterministic_kernels(world.device)
@@ -260,12 +261,11 @@ def prepare_run(
     in_bf16 = layers_left_in_bf16(checked.model) if o.precision == "fp8" else {}
     converted, dtype = convert_model(checked.model, o.batch_norm_options, run_context, o.precision, o.channels_last)
     place, loss = placer(world.device, dtype, o.channels_last), cast_loss(loss_fn, world.device.type, o.precision)
-    trial = first_micro_batch_trial(data, contract, place, loss, o.seed, grid.data_rank)
-    forward = trial or first_micro_batch_trial(data, contract, place, call_model, o.seed, grid.data_rank)
-    run_context = replace(run_context, in_step=choice.row.synchronous, trial=trial, forward_trial=forward)
+    run_context = _with_trials(run_context, checked, place, loss, o.seed)
 
     # Layout: tensor slices, stages, activation checkpointing, compilation.
     layout, sync = choice.counted(checked.epochs.steps).make(_as_one(run_context, checked.together))
+    # What the script has: hooks, reads of parameters and other optimizers, found before objects are replaced.
     sharded = grid.shard > 1 and bool(checked.optimizers)
     others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
     hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
@@ -281,31 +281,17 @@ def prepare_run(
     # Data.
     feed = _feed(checked, run_context.comms, place, o)
 
-    # Ranks read a stream in step, and so cannot continue without one of them.
-    fault_tolerant = choice.row.fault_tolerant and not isinstance(data, Stream)
-    settings = RunSettings(
-        max_nonfinite=o.max_nonfinite,
-        average=parallel.average(replica, sync, run_context),
-        loss_scale=checked.loss_scale,
-        noise=checked.noise,
-        adascale=AdaScale(contract.batch, contract.workers) if o.lr_rule.adaptive else None,
-        noise_probe=None if o.noise_every is None else NoiseProbe(sync, run_context, choice, o.noise_every),
-        lr_schedule=None if lr_schedule is None else lr_schedule(checked.epochs),
-        named_workers=o.workers is not None,
-        fault_tolerant=fault_tolerant,
-        warn=warn,
-        schedulers=checked.schedulers,
-        callbacks=checked.callbacks,
-        optimizer_settings=checked.optimizer_settings,
-        epochs_as_steps=choice.counted(_unlike_steps(1)) != choice.counted(_unlike_steps(2)),
-        in_bf16=in_bf16,
-    )
+    # The run, and the script's objects, which act on it from now on.
+    average = parallel.average(replica, sync, run_context)
+    noise_probe = None if o.noise_every is None else NoiseProbe(sync, run_context, choice, o.noise_every)
+    rates = None if lr_schedule is None else lr_schedule(checked.epochs)
+    settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, warn)
     run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, settings)
     _wrap_script_objects(run, checked)
     refuse_steps(others)
     if o.init_from is not None:
         load_warm_start(run, o.init_from, o.initial_map)
-    if fault_tolerant:
+    if settings.fault_tolerant:
         run.context.comms.tolerate_loss()
     if log.isEnabledFor(logging.INFO):
         _log_decisions(run, checked, o)
@@ -333,11 +319,21 @@ def _mesh_context(checked: CheckedRun, o: RunOptions) -> RunContext:
     )
 
 
+def _with_trials(
+    run_context: RunContext, checked: CheckedRun, place: Callable[[Any], Any], loss: LossFn | None, seed: int
+) -> RunContext:
+    """Return the context with the functions by which strategies try the loss, or the model alone, on first samples."""
+    first = partial(first_micro_batch_trial, checked.data, checked.contract, place)
+    trial = first(loss, seed, run_context.grid.data_rank)
+    forward = trial or first(call_model, seed, run_context.grid.data_rank)
+    return replace(run_context, in_step=checked.choice.row.synchronous, trial=trial, forward_trial=forward)
+
+
 def _wrap_script_objects(run: Run, checked: CheckedRun) -> None:
     """Make steps of the script's optimizers, and loads and conversions of its model, act on every rank's part."""
     for index, each in enumerate(checked.optimizers):
         accumulate_steps(each, run, checked.choice, index)
-    note(checked.model, checked.optimizers, checked.choice.name, run.context)
+    note(checked.model, checked.optimizers, checked.choice, run.context)
     StateLoads(checked.model, run, checked.choice)
     run.conversions = ModelConversions(checked.model, run)
 
@@ -372,6 +368,38 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
         log.debug(
             "parameter %s: %s %s%s", name, tuple(tensor.shape), tensor.dtype, "" if tensor.requires_grad else ", frozen"
         )
+
+
+def _run_settings(
+    checked: CheckedRun,
+    o: RunOptions,
+    average: Average | None,
+    noise_probe: NoiseProbe | None,
+    lr_schedule: Callable[[int], float] | None,
+    in_bf16: Mapping[str, str],
+    warn: Callable[[str], None] | None,
+) -> RunSettings:
+    """Return what the run does around each step, from the checked arguments and what was made of them."""
+    choice, contract = checked.choice, checked.contract
+    return RunSettings(
+        max_nonfinite=o.max_nonfinite,
+        average=average,
+        loss_scale=checked.loss_scale,
+        noise=checked.noise,
+        adascale=AdaScale(contract.batch, contract.workers) if o.lr_rule.adaptive else None,
+        noise_probe=noise_probe,
+        lr_schedule=lr_schedule,
+        named_workers=o.workers is not None,
+        # Ranks read a stream in step, and so cannot continue without one of them.
+        fault_tolerant=choice.row.fault_tolerant and not isinstance(checked.data, Stream),
+        warn=warn,
+        schedulers=checked.schedulers,
+        callbacks=checked.callbacks,
+        optimizer_settings=checked.optimizer_settings,
+        # Two lengths of an epoch show whether an option of the strategy follows from it.
+        epochs_as_steps=choice.counted(_unlike_steps(1)) != choice.counted(_unlike_steps(2)),
+        in_bf16=in_bf16,
+    )
 
 
 def _unlike_steps(length: int) -> Callable[[Duration], int]:

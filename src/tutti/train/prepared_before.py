@@ -11,11 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
+from tutti.parallel import Choice
 from tutti.torch_compat import is_wrapped_by_scheduler
 from tutti.types import RunContext
-
-_WHOLE, _BY_WORKER = ("single", "mirrored"), ("local_sgd", "diloco")
-"""Strategies under which the script's optimizer holds the full state, or on each rank the state of one worker."""
 
 _models: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _optimizers: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
@@ -79,7 +77,7 @@ def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -
         _wrapped.setdefault(optimizer, []).append(name)
 
 
-def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setting: RunContext) -> None:
+def note(model: nn.Module, optimizers: Sequence[Optimizer], choice: Choice, run_context: RunContext) -> None:
     """Record the model and optimizers of a run that has split parameters or optimizer state over ranks.
 
     ``check_earlier`` then refuses a later ``tutti.prepare`` of the same model or optimizers, of which this rank holds
@@ -88,29 +86,31 @@ def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setti
     Args:
         model: the script's model.
         optimizers: the script's optimizers.
-        strategy: name of the strategy.
-        setting: the run's grid of ranks and number of logical data-parallel workers.
+        choice: the strategy.
+        run_context: the run's device mesh and number of logical data-parallel workers.
     """
-    grid = setting.grid
+    grid = run_context.grid
     if grid.stage > 1 or grid.tensor > 1 or grid.shard > 1:
-        _models.update(dict.fromkeys(model.modules(), strategy))
-    if not keeps_state(strategy, setting):
-        _optimizers.update(dict.fromkeys(optimizers, strategy))
+        _models.update(dict.fromkeys(model.modules(), choice.name))
+    if not keeps_state(choice, run_context):
+        _optimizers.update(dict.fromkeys(optimizers, choice.name))
 
 
-def keeps_state(strategy: str, setting: RunContext) -> bool:
+def keeps_state(choice: Choice, run_context: RunContext) -> bool:
     """Return whether the script's optimizer object holds all optimizer state of this rank's part of the model.
 
     False where the state is sharded over ranks, lies on parameter servers, or belongs to several data-parallel workers
     that this rank computes one after another, each with its own state.
 
     Args:
-        strategy: name of the strategy.
-        setting: the run's grid of ranks and number of logical data-parallel workers.
+        choice: the strategy.
+        run_context: the run's device mesh and number of logical data-parallel workers.
     """
-    alone = setting.grid.size == 1 and strategy not in (*_BY_WORKER, "parameter_server")
-    one_each = strategy in _BY_WORKER and setting.workers == setting.grid.data_ranks
-    return alone or one_each or strategy in _WHOLE
+    if not choice.row.optimizer_here:
+        return False
+    if choice.row.loops_alone:
+        return run_context.workers == run_context.grid.data_ranks
+    return choice.row.own_copies or run_context.grid.size == 1
 
 
 def _refuse(subject: str, what: str, strategy: str) -> None:
