@@ -102,15 +102,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             origin = _begin(run, config, restored, facts)
             clock = Clock.saved(restored or {}) if again else Clock(time.time())
             if world.identity.rank == 0:
-                found: list[Listener] = [terminal_listener(sys.stderr, config)]
-                if directory:
-                    records = RunDirectory(
-                        *(directory, config, task, run.clock if again else None, clock),
-                        launch_time(os.environ),
-                    )
-                    clock = records.clock
-                    found += [records, *_tensorboard(directory, config, run.clock if again else 0)]
-                listeners = Listeners(found)
+                listeners, clock = _listeners(directory, config, task, run.clock if again else None, clock)
             warnings.pass_to(listeners.warned)
             steps = total if run.adascale is None else None
             if steps is not None and not config.regime_batch:
@@ -184,9 +176,27 @@ def _per_epoch(epochs: Epochs) -> int | None:
     return epochs.first.steps_per_epoch if alike else None
 
 
-def _tensorboard(directory: str, config: TrainConfig, step: int) -> list[Listener]:
-    """Return the TensorBoard listener, which continues after ``step``, if the configuration asks for it."""
-    return [TensorBoard(Path(directory) / "tensorboard", step)] if config.tensorboard else []
+def _listeners(
+    directory: str | None, config: TrainConfig, task: str, resumed_at: int | None, clock: Clock
+) -> tuple[Listeners, Clock]:
+    """Return the listeners of rank 0, and the clock that includes the time of earlier starts.
+
+    Args:
+        directory: the run directory, in which records and TensorBoard's events are continued; None for the terminal
+            alone.
+        config: the configuration.
+        task: name of the task.
+        resumed_at: step from which the run continues; None for a new run.
+        clock: first start and seconds of training, as the checkpoint has them.
+    """
+    found: list[Listener] = [terminal_listener(sys.stderr, config)]
+    if directory:
+        records = RunDirectory(directory, config, task, resumed_at, clock, launch_time(os.environ))
+        clock = records.clock
+        found.append(records)
+        if config.tensorboard:
+            found.append(TensorBoard(Path(directory) / "tensorboard", resumed_at or 0))
+    return Listeners(found), clock
 
 
 def _windows(
