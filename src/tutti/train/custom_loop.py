@@ -73,13 +73,13 @@ class Contribution:
     Attributes:
         gradients: gradient by parameter; parameters without a gradient are missing.
         used: which parameters backward reached, where backward itself reduces gradients (FSDP2).
-        totals: loss sums of each logical data-parallel worker (a fixed share of the global batch) by its number, in
+        loss_sums: loss sums of each logical data-parallel worker (a fixed share of the global batch) by its number, in
             increasing order.
     """
 
     gradients: Gradients = field(default_factory=dict)
     used: list[bool] = field(default_factory=list)
-    totals: dict[int, LossSums] = field(default_factory=dict)
+    loss_sums: dict[int, LossSums] = field(default_factory=dict)
 
 
 class CustomLoop:
@@ -99,28 +99,37 @@ class CustomLoop:
         self._run, self._lifecycle, self.optimizers, self._choice = run, run.lifecycle, optimizers, choice
         self._sync = cast(CustomLoopSync, run.gradient_sync)
         self._replica = cast(CustomLoopRunner, run.replica)
-        self.stepped = False
-        self._micro_batch: MicroBatch | None = None
-        self._begun = self._inside = self._final = self._accounted = False
         self._origin, self._bodies = GradientOrigin(run, optimizers), BodyComparison(run)
         self._carried = CarriedState(run)
-        self._started = False
-        self._open = 0
-        self._calls = 0
+        self.stepped = False
+        # Loops over micro-batches: whether there has been one, and how many are open.
+        self._started, self._open = False, 0
+        # The global batch under way, and whether an update has counted it as consumed.
+        self._in_batch = self._counted = False
+        # Workers of this rank with samples in it, in order, and those without.
         self._busy: Sequence[int] = ()
         self._idle: Sequence[int] = ()
+        # The body under way: its micro-batch, whether it is the rank's last of the batch, its reductions so far.
+        self._micro_batch: MicroBatch | None = None
+        self._in_body = self._is_last_body = False
+        self._calls = 0
+        # Gradients of earlier bodies, by reduction of the body and by worker (-1: of all together).
         self._bank: dict[tuple[int, int], Contribution] = {}
-        # The optimizers' settings at each call of the first body, by which ranks of any number of bodies compare them.
+        # The optimizers' settings at each reduction of the first body, by which ranks of any number of bodies compare.
         self._settings: dict[int, str] = {}
+        # Whether the reduction under way has gradients of a plain loss.backward().
         self._mixed = False
+        # Results of the reductions since the last update, and of the last one; whether parameter servers have them.
         self._pending: list[StepStats] = []
         self._latest: StepStats | None = None
-        self._unapplied = False
+        self._is_pushed = False
         # Where workers make updates of their own: the synchronisation, whether they do in this step, and the step.
         self._local = cast(AloneLoopSync, run.gradient_sync) if choice.row.loops_alone else None
-        self._alone = self._averaged = self._evaluated_again = False
+        self._alone = self._averaged = False
         self._ending: StepContext | None = None
         self._void: VoidBody | None = None
+        # Closures: whether this evaluation is not the first of its step; by optimizer what it does with a closure.
+        self._evaluated_again = False
         self._closures: dict[int, str | None] = {}
 
     @property
@@ -130,7 +139,7 @@ class CustomLoop:
         True from the start of this rank's first micro-batch of a global batch until the update of the parameters, or
         until the end of the rank's last micro-batch. While it is True, the run cannot be saved.
         """
-        return self._begun
+        return self._in_batch
 
     # --- the micro-batches -----------------------------------------------------------------------------------------
 
@@ -175,7 +184,7 @@ class CustomLoop:
         """Iterate over this rank's micro-batches of a global batch; the script's loop body runs on each."""
         run, lifecycle = self._run, self._lifecycle
         work = lifecycle.begin(batch, None)
-        self._begun, self._accounted = True, False
+        self._in_batch, self._counted = True, False
         self._bodies.begin_batch()
         self._bank.clear()
         self._settings.clear()
@@ -238,20 +247,20 @@ class CustomLoop:
                 why="it records CUDA graphs, whose gradients the next step overwrites, and the script may keep them",
                 remedy="call run.step(batch) with a loss_fn, or take compile='default'",
             )
-        if self._open and self._begun and not self._accounted:
+        if self._open and self._in_batch and not self._counted:
             raise UsageError(
                 "a loop over run.microbatches() begins within the body of another one, before optimizer.step()",
                 where=script_line(),
                 why="the global batch under way would take the weight of the other loop's batch",
                 remedy="take further batches from a DataLoader of their own, or begin the loop after optimizer.step()",
             )
-        if self._begun and not self._final:
+        if self._in_batch and not self._is_last_body:
             raise UsageError(
                 "the last loop over run.microbatches() was left in the middle of a global batch",
                 remedy="leave it only after an optimizer.step() with run.stepped",
             )
         self.end_step()
-        self._begun, self._ending = False, None
+        self._in_batch, self._ending = False, None
         if not self._started:
             self._sync.begin_custom_loop()
             self._started = True
@@ -261,7 +270,7 @@ class CustomLoop:
         return {p: p.grad for p in self._origin.script_parameters() if p.grad is not None}
 
     def _enter_body(self, micro_batch: MicroBatch, final: bool, carried: Gradients) -> None:
-        self._micro_batch, self._final, self._inside = micro_batch, final, True
+        self._micro_batch, self._is_last_body, self._in_body = micro_batch, final, True
         self._calls, self._origin.exchanged = 0, False
         if self._bodies.several:
             # Each body starts without gradients; the last one with those that the script carries over global batches.
@@ -278,25 +287,37 @@ class CustomLoop:
         self._replica.begin(micro_batch)
         self._lifecycle.enter(Phase.COMPUTE)
 
+    def _micro_batch_of_body(self, call: str) -> MicroBatch:
+        """Return the micro-batch of the body that the script is in; raise UsageError for a call outside of a body."""
+        if self._micro_batch is None or not self._in_body:
+            raise UsageError(
+                f"{call} needs a batch of run.microbatches()",
+                where=script_line(),
+                why="only its batches have a weight in the global batch",
+                remedy="loop over run.microbatches(epoch), in place of the old loader",
+            )
+        return self._micro_batch
+
     def _leave_body(self) -> None:
         """Close the body of a micro-batch, after the script's code for it has ended."""
-        self._inside = False
+        self._in_body = False
         self._end_void()
         self._run.checks.end_body()
         self._bodies.end_body()
         micro_batch = self._micro_batch
-        if not self._bodies.several or self._final or micro_batch is None:
+        if not self._bodies.several or self._is_last_body or micro_batch is None:
             return
         if micro_batch.last and self._calls == 1 and self._sync.by_worker:
             self._hand_over(0, micro_batch.worker)
 
     def _end_batch(self) -> None:
+        """End the step after the rank's last body, and count the batch if no update has."""
         run = self._run
         if run.checks.ended is not None:
             run.checks.ended()
-        self._settle()
+        self._count_without_update()
         self.end_step()
-        self._begun, self._micro_batch = False, None
+        self._in_batch, self._micro_batch = False, None
         self._bodies.end_batch()
 
     def _end_void(self) -> None:
@@ -324,16 +345,16 @@ class CustomLoop:
         consumed, or that has been ended.
         """
         step_context = self._ending
-        if step_context is not None and self._local is not None and self._accounted:
+        if step_context is not None and self._local is not None and self._counted:
             self._ending = None
             self._end_void()
             self._averaged = self._local.end_step(step_context)
             if self._averaged and self._run.average is not None:
                 self._run.average.update()
 
-    def _settle(self) -> None:
+    def _count_without_update(self) -> None:
         """Count the global batch as consumed, unless an update has counted it."""
-        if not self._accounted and self._begun and self._final:
+        if not self._counted and self._in_batch and self._is_last_body:
             if self._sync.gradient_at == "servers":
                 raise UsageError(
                     "a global batch without an update cannot be combined with parameter servers",
@@ -341,7 +362,7 @@ class CustomLoop:
                     why="servers wait for a gradient of every rank in every step",
                     remedy="call run.backward and optimizer.step() for each, or take --strategy mirrored",
                 )
-            self._accounted = True
+            self._counted = True
             self._lifecycle.count_batch(None, None)
 
     # --- backward --------------------------------------------------------------------------------------------------
@@ -372,14 +393,7 @@ class CustomLoop:
             MismatchError: ranks are in different steps, or make different calls.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
-        micro_batch = self._micro_batch
-        if micro_batch is None or not self._inside:
-            raise UsageError(
-                "run.backward needs a batch of run.microbatches()",
-                where=script_line(),
-                why="only its batches have a weight in the global batch",
-                remedy="loop over run.microbatches(epoch), in place of the old loader",
-            )
+        micro_batch = self._micro_batch_of_body("run.backward")
         self._follow_script()
         self._run.checks.end_body(loss)
         self._bodies.note("backward", 0)
@@ -418,7 +432,7 @@ class CustomLoop:
         local = self._take_local(micro_batch, means)
         call, self._calls = self._calls, self._calls + 1
         self._settings.setdefault(call, self._run.settings.text())
-        if self._final:
+        if self._is_last_body:
             self._complete(micro_batch, call, local, work)
         else:
             self._keep(micro_batch, call, local, work)
@@ -441,7 +455,7 @@ class CustomLoop:
         shown = self._shown()
         self._show(local)
         kept = self._bank.setdefault((call, micro_batch.worker if self._sync.by_worker else -1), Contribution())
-        kept.totals[micro_batch.worker] = work(kept.totals.get(micro_batch.worker))
+        kept.loss_sums[micro_batch.worker] = work(kept.loss_sums.get(micro_batch.worker))
         used = self._sync.pop_reached()
         kept.used = [a or b for a, b in zip(kept.used or used, used, strict=True)]
         for parameter, gradient in self._shown().items():
@@ -474,8 +488,8 @@ class CustomLoop:
             self._hand_over(call, worker)
         kept = self._bank.pop((call, micro_batch.worker if sync.by_worker else -1), Contribution())
         for worker in self._busy[:-1]:
-            if worker in kept.totals:
-                sync.end_worker(worker, kept.totals[worker])
+            if worker in kept.loss_sums:
+                sync.end_worker(worker, kept.loss_sums[worker])
         for parameter, gradient in local.items():
             banked = kept.gradients.get(parameter)
             kept.gradients[parameter] = gradient if banked is None else banked.add_(gradient)
@@ -483,7 +497,7 @@ class CustomLoop:
             self._show(kept.gradients)
         if kept.used:
             sync.mark_reached(kept.used)
-        part = replace(work(kept.totals.get(micro_batch.worker)), whole=micro_batch.whole)
+        part = replace(work(kept.loss_sums.get(micro_batch.worker)), whole=micro_batch.whole)
         if self._alone:
             self._complete_own(micro_batch, part, step_context)
             sync.add_gradients(held)
@@ -500,7 +514,7 @@ class CustomLoop:
         self._check_counts(stats, step_context.samples)
         sync.add_gradients(held)
         self._pending.append(stats)
-        self._unapplied = sync.gradient_at == "servers"
+        self._is_pushed = sync.gradient_at == "servers"
         run.stats = self._latest = stats
 
     def _complete_own(self, micro_batch: MicroBatch, part: LossSums, step_context: StepContext) -> None:
@@ -540,12 +554,12 @@ class CustomLoop:
         if kept is not None:
             shown = self._shown()
             self._show(kept.gradients)
-            self._sync.end_worker(worker, kept.totals[worker])
+            self._sync.end_worker(worker, kept.loss_sums[worker])
             self._show(shown)
 
     def _check_remote(self) -> None:
         """Raise UsageError for a second gradient of a global batch on parameter servers, which take one push."""
-        if self._sync.gradient_at == "servers" and self._accounted:
+        if self._sync.gradient_at == "servers" and self._counted:
             raise UsageError(
                 "a second update of one global batch cannot be combined with parameter servers",
                 where=f"step {self._run.clock}, {script_line()}",
@@ -553,7 +567,7 @@ class CustomLoop:
                 remedy="call run.backward and optimizer.step() once for each batch of run.microbatches(), train more"
                 " epochs in place of several passes over a batch, or take --strategy mirrored",
             )
-        if self._sync.gradient_at == "servers" and self._unapplied:
+        if self._sync.gradient_at == "servers" and self._is_pushed:
             raise UsageError(
                 "a second gradient before optimizer.step() cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
@@ -563,7 +577,7 @@ class CustomLoop:
 
     def _check_carried(self) -> None:
         """Raise UsageError for gradients that a script adds to those of an update, which parameter servers hold."""
-        if self._sync.gradient_at == "servers" and not self._unapplied and self._origin.carried():
+        if self._sync.gradient_at == "servers" and not self._is_pushed and self._origin.carried():
             raise UsageError(
                 "gradients that are not cleared after an update cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
@@ -643,13 +657,7 @@ class CustomLoop:
                 average already, by ``run.save``; or as ``GradientSync.optimizer_step``.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
-        micro_batch = self._micro_batch
-        if micro_batch is None or not self._inside:
-            raise UsageError(
-                "optimizer.step() without a batch of run.microbatches()",
-                where=script_line(),
-                remedy="loop over run.microbatches(epoch), in place of the old loader",
-            )
+        micro_batch = self._micro_batch_of_body("optimizer.step()")
         self._follow_script()
         self._sync.show_gradients()
         members = self._origin.members(index)
@@ -658,8 +666,8 @@ class CustomLoop:
         elif self._origin.local(members):
             self._exchange_local(micro_batch)
         self._bodies.note("step", -1 if index is None else index)
-        self.stepped = self._final
-        if not self._final:
+        self.stepped = self._is_last_body
+        if not self._is_last_body:
             return False
         if self._averaged:
             self._refuse_late()
@@ -734,6 +742,8 @@ class CustomLoop:
                     remedy=error.remedy,
                 ) from error
 
+    # --- gradients that the script assigns -------------------------------------------------------------------------
+
     def reduce_gradients(self) -> None:
         """Average the gradients that the script has assigned to ``.grad`` over the samples of the global batch.
 
@@ -751,13 +761,7 @@ class CustomLoop:
             MismatchError: ranks are in different steps, or make different calls.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
-        micro_batch = self._micro_batch
-        if micro_batch is None or not self._inside:
-            raise UsageError(
-                "run.reduce_gradients needs a batch of run.microbatches()",
-                where=script_line(),
-                remedy="loop over run.microbatches(epoch), in place of the old loader",
-            )
+        micro_batch = self._micro_batch_of_body("run.reduce_gradients")
         self._follow_script()
         self._sync.show_gradients()
         if self._sync.gradient_at == "shards":
@@ -780,6 +784,8 @@ class CustomLoop:
             return own if before is None else before + own
 
         self._contribute(micro_batch, work, means)
+
+    # --- results of an update --------------------------------------------------------------------------------------
 
     def _stats_for(self, members: Sequence[nn.Parameter], edited: bool) -> StepStats:
         """Return the reduced results of the gradients of ``members``.
@@ -810,7 +816,7 @@ class CustomLoop:
                 raise UsageError(
                     "optimizer.step() without a gradient", remedy="call run.backward(loss) before, once a global batch"
                 )
-            self._unapplied = False
+            self._is_pushed = False
             return latest
         # Not every stage has parameters that tell that gradients were accumulated.
         anew = edited or sync.accumulated or sync.gradient_at == "stages"
@@ -821,12 +827,15 @@ class CustomLoop:
         return latest
 
     def _after(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:
-        first, self._accounted = not self._accounted, True
+        """Count the update that optimizer ``index`` has made (None: all); the batch's first counts the batch, too."""
+        first, self._counted = not self._counted, True
         if first:
-            self._begun = False
+            self._in_batch = False
             self._lifecycle.count_batch(stats, updated.global_step)
         self._lifecycle.count_update(stats, updated, None if index is None else self.optimizers[index])
         heartbeat.training.enter(Phase.IDLE)
+
+    # --- an update with a closure ----------------------------------------------------------------------------------
 
     def step_with(
         self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any], replaced: bool = False
@@ -856,13 +865,7 @@ class CustomLoop:
             NonFiniteError: the gradient of a later evaluation was not finite, and the optimizer has written it into the
                 parameters; or too many updates in a row were skipped.
         """
-        run, micro_batch = self._run, self._micro_batch
-        if micro_batch is None or not self._inside:
-            raise UsageError(
-                "optimizer.step() without a batch of run.microbatches()",
-                where=script_line(),
-                remedy="loop over run.microbatches(epoch), in place of the old loader",
-            )
+        run, micro_batch = self._run, self._micro_batch_of_body("optimizer.step(closure)")
         if self._bodies.several:
             raise UsageError(
                 "optimizer.step(closure) with several micro-batches a rank",
@@ -968,6 +971,8 @@ class CustomLoop:
                 why=f"each rank updates a part of the parameters, and {unlike}",
                 remedy="take --strategy mirrored, where each rank updates all parameters",
             )
+
+    # --- clearing --------------------------------------------------------------------------------------------------
 
     def cleared(self, index: int, set_to_none: bool) -> None:
         """Clear the gradients that the script sees in ``.grad``, after its call of an optimizer's ``zero_grad()``.
