@@ -22,13 +22,24 @@ ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "what-works.md"
 HEAD = """# What works
 
-Training scripts as people write them, in plain PyTorch, and the same scripts with tutti. Each runs under each strategy
-on one, two and three devices, in float64. There are two ways to end: **equal**, which is the result of the plain script
-to 1e-10 (with several logical workers or random draws that of a plain-PyTorch loop that plays the workers one after the
-other with tutti's random streams; for `local_sgd` and `diloco` of that algorithm by hand), or **refused**, on every
-rank, before the first update that would be wrong, with an error that says what to do. A few end with an error of
-PyTorch's own, in the line that asks for what does not exist; those are counted apart.
+This page tells you whether a training script like yours runs under a strategy. Find the script in the second table: `=`
+is equal to plain PyTorch, and a number is the reason, in the last table, for which tutti refuses it. To see it run:
 
+```console
+$ make scripts PART=1/100    # a hundredth of the cases below
+```
+
+Each script, written as people write them in plain PyTorch, is compared with the same script with tutti, under each
+strategy on one, two and three devices, in float64. It ends in one of two ways:
+
+- **equal**: the weights are those of the plain script to 1e-10. With several logical workers or random draws, the plain
+  script plays the workers one after the other with tutti's random streams; for `local_sgd` and `diloco` it is that
+  algorithm by hand.
+- **refused**, on every rank, before the first update that would be wrong, with an error that says what to do. The
+  reason is of **mathematics** where what the script asks for does not exist under the strategy, and **missing** where
+  the strategy could do it and does not yet.
+
+A few end with an error of PyTorch's own, in the line that asks for what does not exist; those are counted apart.
 The scripts are in `tests/scripts/`; `make scripts` runs all cases and writes this page.
 """
 
@@ -117,7 +128,7 @@ def main(record: str) -> None:
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     ran = len({json.loads(line)["case"] for line in Path(record).read_text(encoding="utf-8").splitlines()})
     run = f"{ran} of {len(table.whole())} cases of {len(table.scripts())} scripts, run on {day} at commit {commit}; "
-    run += "cells of the others show the reviewed list, `tests/scripts/refused.toml`.\n"
+    run += "the tables show the reviewed list, `tests/scripts/refused.toml`, which these cases confirm.\n"
     PAGE.write_text("\n".join([HEAD, run, tables()]), encoding="utf-8")
 
 
