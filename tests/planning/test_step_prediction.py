@@ -16,7 +16,7 @@ import tutti
 from tests import worlds
 from tutti.comm.collective_schedules import LinkCost
 from tutti.errors import UsageError
-from tutti.parallel.ddp.buckets import DIGESTS
+from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction

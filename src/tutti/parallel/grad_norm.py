@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from tutti.comm.communicator import Communicator
-from tutti.parallel.ddp.buckets import digests, digests_agree
-from tutti.parallel.ddp.reducers import refuse_mismatch
+from tutti.parallel.ddp.step_agreement import digests, digests_agree, refuse_mismatch
 from tutti.types import StepContext
 
 

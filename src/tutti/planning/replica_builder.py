@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from tutti.config.sync_config import AllReduceConfig, DiLoCoConfig, LocalSGDConfig
-from tutti.parallel.ddp.buckets import DIGESTS
+from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.planning.machine_costs import StepCosts, schedule_seconds
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.planned_run import PlannedRun

@@ -28,7 +28,7 @@ from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal, is_zeroed
 from tutti.optim.mixing import calls_closure_once, unlike_one_closure
 from tutti.parallel import Choice, check_custom_loop
-from tutti.parallel.ddp.reducers import agree_on_settings
+from tutti.parallel.ddp.step_agreement import agree_on_settings
 from tutti.parallel.normalisation import is_finite
 from tutti.torch_compat import tensor_version
 from tutti.train.body_comparison import BodyComparison

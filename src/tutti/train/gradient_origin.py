@@ -22,7 +22,7 @@ from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient
-from tutti.parallel.ddp.reducers import agree_on_edits
+from tutti.parallel.ddp.step_agreement import agree_on_edits
 from tutti.torch_compat import tensor_version
 from tutti.types import SPLIT_OVER_MODEL, CustomLoopSync
 

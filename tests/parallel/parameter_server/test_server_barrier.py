@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tutti.parallel.ddp.buckets import DIGESTS, METRICS
+from tutti.parallel.ddp.buckets import METRICS
+from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.parallel.parameter_server.request_handlers import NONE, Answer, Request, SyncHandler
 from tutti.parallel.parameter_server.server_barrier import MOST_BEHIND, ServerBarrier
 from tutti.parallel.parameter_server.server_wire import APPLY, LATE, OK, PULL, PUSH, REFUSED, SUM, MessageHeader

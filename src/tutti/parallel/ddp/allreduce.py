@@ -26,19 +26,13 @@ from tutti.nn.swap import parameters
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
-from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree, largest_vector
+from tutti.parallel.ddp.buckets import largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
-from tutti.parallel.ddp.reducers import (
-    OverlappedReducer,
-    Reducer,
-    TreeReducer,
-    refuse_mismatch,
-    scale_all,
-    squares_of,
-)
+from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer, scale_all, squares_of
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
+from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.loss_stats import LossCounter

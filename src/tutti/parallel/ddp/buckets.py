@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tutti.comm.random_keys import mix, name_key
 from tutti.device import numbers_for
 from tutti.errors import UsageError
+from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree
 from tutti.torch_compat import foreach_copy_
 from tutti.types import StepContext
 
 METRICS = 6
-DIGESTS, _TOTALS = 4, 3 + METRICS
+_TOTALS = 3 + METRICS
 FIRST_BYTES = 1 << 20
 
 
@@ -263,61 +263,6 @@ def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes:
     sizes = [p.nbytes for _, p in parameters if p.requires_grad]
     fullest = min(sum(sizes), max(bucket_bytes, FIRST_BYTES, *sizes)) if sizes else 0
     return fullest + 8 * (DIGESTS + _TOTALS + len(sizes))
-
-
-def digests(step_context: StepContext, key: int = 0) -> list[int]:
-    """Return two small hashes of a step and their squares, which ranks sum to see whether all are in the same step.
-
-    ``digests_agree`` compares the sums over the ranks with this rank's own numbers.
-
-    Args:
-        step_context: facts of the step. Hashed are its number, the index of the reduction within the step (``call``)
-            and the batch size; unless ``key`` is 0 also the optimizers' settings, the position in the data (``place``)
-            and a digest of the parameters that the script has written (``written``). Its ``edits`` of parameters of
-            which each rank has a part are hashed in any case.
-        key: hash of the model's parameters, from ``layout_key``, for data ranks, which hold equal parameters; 0 for the
-            pipeline stages and tensor ranks of one replica, which do not.
-
-    Returns:
-        [a, a², b, b²], integers with a and b below 251. a is a hash of step number, ``call`` and ``written``; b is one
-        of ``key``, batch size and all other facts.
-    """
-    a, b = (step_context.taken + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
-    if key:
-        # With the step, so that equal remainders of unequal settings are found in the next step.
-        now = step_context
-        # In both, because writes are compared in one step only.
-        a = (a + now.written) % 251
-        b = mix(b, name_key(now.settings), now.taken, *now.place, now.written) % 251
-    if edits := edits_key(step_context):
-        a, b = (a + edits) % 251, mix(b, edits) % 251
-    return [a, a * a, b, b * b]
-
-
-def edits_key(step_context: StepContext) -> int:
-    """Return a hash of the script's edits of tensors of which each rank has a part; 0 without such edits.
-
-    Every comparison of a step over ranks includes it.
-
-    Args:
-        step_context: facts of the step; its ``edits`` are a line of text for each edited tensor.
-    """
-    return name_key("\n".join(step_context.edits)) if step_context.edits else 0
-
-
-def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions: int) -> bool:
-    """Return whether all ranks were in the same step as this rank, judged by the sums of their ``digests``.
-
-    A digest is a small hash of the step; ``digests`` returns four numbers of it. The sums must be ``contributions``
-    times this rank's numbers, up to a relative error of 1e-6.
-
-    Args:
-        sums: sums over the ranks of the four numbers that ``digests`` returns; further numbers are ignored.
-        expected: the four numbers of this rank.
-        contributions: number of ranks, or of logical workers (fixed shares of the global batch), in the sums.
-    """
-    pairs = zip(sums, expected, strict=False)
-    return all(abs(got - contributions * want) <= 1e-6 * contributions * max(want, 1) for got, want in pairs)
 
 
 def values_of(gradient: Tensor) -> Tensor:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tutti.comm.communicator import Communicator
-from tutti.comm.random_keys import mix, name_key
 from tutti.comm.tree_sum import TreeSum
 from tutti.device import widest_float
-from tutti.errors import MismatchError, UsageError, script_line
 from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets, values_of
+from tutti.parallel.ddp.step_agreement import layout_key, refuse_mismatch
 from tutti.torch_compat import foreach_mul_, foreach_norm
 from tutti.types import NamedParameters, RunContext, StepContext
 
@@ -606,119 +603,3 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
     """
     if tensors:
         foreach_mul_(list(tensors), factor)
-
-
-def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
-    """Raise an error that names the steps, batches, optimizer settings or parameters that differ between ranks.
-
-    Called on every rank, before any update, when the digests of the step that ranks sum with their gradients do not
-    agree. Collective over the ranks of ``comm``: they all-gather digests of step numbers, batch sizes, data positions,
-    optimizer settings and edits to find the difference. Returns only if the script has written parameters on some
-    ranks, and all ranks hold the same values.
-
-    Args:
-        comm: the ranks whose gradients were summed.
-        step_context: the step under way on this rank.
-
-    Raises:
-        MismatchError: steps, batches or optimizer settings differ, or no difference is found.
-        UsageError: the script has written other parameter values on each rank, or parts of parameters in another way.
-    """
-    lines = [f"step {step_context.taken + 1}", f"a global batch of {step_context.samples} samples"]
-    if step_context.place != (0, 0):
-        epoch, batch = step_context.place
-        lines.append(f"data of epoch {epoch + 1} up to batch {batch}" if batch else f"the last data of epoch {epoch}")
-    comm.agree(
-        lines,
-        "the step under way",
-        "run the same number of steps with the same batches on every rank: leave a loop or skip a batch by what is the"
-        " same everywhere, such as run.stats.loss, and not by a rank's own loss",
-    )
-    agree_on_settings(comm, step_context)
-    edited_in = step_context.edited_in or script_line()
-    agree_on_edits(comm, step_context.edits, f"before step {step_context.taken + 1}, {edited_in}")
-    writes = comm.all_gather(torch.tensor([step_context.written]), "the script's writes of parameters")
-    if len({int(digest) for digest in writes}) > 1 and step_context.compare is not None:
-        step_context.compare()
-        return
-    raise MismatchError(
-        "the gradients' digest is wrong although all ranks are in the same step",
-        where=f"step {step_context.taken + 1}",
-        why="a model changed after tutti.prepare, or memory or the network is faulty",
-        remedy="do not change parameters' shapes or trainability after tutti.prepare",
-    )
-
-
-def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None:
-    """Raise UsageError if ranks have edited a parameter or gradient, of which each has a part, in different ways.
-
-    Collective over the ranks of ``comm``: an all-gather of digests.
-
-    Args:
-        comm: the ranks to compare.
-        lines: a line for each tensor that the script has edited on this rank; the same for the same edits.
-        where: place in the run and the script for the error message.
-
-    Raises:
-        UsageError: the edits differ on some rank; raised on every rank.
-        MismatchError: another rank is in another call.
-    """
-    try:
-        comm.agree(lines, "edits", "")
-    except MismatchError as error:
-        _, disagreed, sides = error.what.partition("ranks disagree about edits: ")
-        if not disagreed:
-            raise
-        shown = re.sub(" #[^,]+", "", sides)
-        raise UsageError(
-            f"the script has edited parameters or gradients in another way on each rank: {shown}",
-            where=where,
-            why="each rank has a part of these tensors, or shares one copy with the others, so that only the same edit"
-            " on every rank is an edit of the whole",
-            remedy="make the edit on every rank, with numbers that are the same everywhere (run.stats, or all-reduced"
-            " ones) and not those of a rank's own samples, or take --strategy mirrored",
-        ) from error
-
-
-def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
-    """Compare the settings of the script's optimizers (learning rates, momenta, …) over ranks.
-
-    Collective over the ranks of ``comm``: an all-gather of digests. Called to find the setting that differs, and in
-    custom training loops before updates.
-
-    Args:
-        comm: the ranks to compare.
-        step_context: the step under way on this rank; ``settings`` in it is a text of these settings.
-
-    Raises:
-        MismatchError: the settings differ on some rank; raised on every rank.
-    """
-    remedy = (
-        "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"
-        " run.clock, which are the same everywhere, and not from a rank's own loss or random numbers"
-    )
-    comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.taken + 1}", remedy)
-
-
-def layout_key(trainable: NamedParameters) -> int:
-    """Return a hash of the parameters' names, shapes, dtypes and order, by which ranks find models that differ.
-
-    Args:
-        trainable: (name, parameter) pairs of the parameters to be trained, in order.
-
-    Returns:
-        An integer, the same in every process.
-    """
-    return layout_key_of([(name, p.shape, p.dtype) for name, p in trainable])
-
-
-def layout_key_of(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> int:
-    """Return a hash of parameters' names, global shapes, dtypes and order, the same number below 2⁶⁴ in every process.
-
-    Ranks compare the integer to find models that differ. For parameters of which a rank holds a shard, whose own shapes
-    differ between ranks, the caller gives the shapes of the full parameters.
-
-    Args:
-        tensors: (name, global shape, dtype) of each parameter, in order.
-    """
-    return mix(len(tensors), *(name_key(f"{name}{list(shape)}{dtype}") for name, shape, dtype in tensors))

@@ -18,8 +18,9 @@ from tutti.comm.partition import even_share
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.device import is_accelerator
-from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, edits_key, plan_buckets, read_sums
-from tutti.parallel.ddp.reducers import layout_key, refuse_mismatch, scale_all
+from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
+from tutti.parallel.ddp.reducers import scale_all
+from tutti.parallel.ddp.step_agreement import edits_key, layout_key, refuse_mismatch
 from tutti.types import NamedParameters, RunContext, StepContext
 
 _CHUNK_BYTES = 256 << 10

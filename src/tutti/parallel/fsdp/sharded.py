@@ -42,7 +42,8 @@ from tutti.parallel.ddp.allreduce import culprits, optimizer_step
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.host_parameters import OffloadedUpdate
-from tutti.parallel.ddp.reducers import layout_key_of, refuse_mismatch, scale_all, squares_of
+from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.ddp.step_agreement import layout_key_of, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.fsdp.row_collectives import RowGatherer, RowNormReducer, along_rows

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tutti.parallel.ddp.buckets import DIGESTS, METRICS, read_sums
+from tutti.parallel.ddp.buckets import METRICS, read_sums
 from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.parallel.normalisation import mean_factor
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard, Vectors
 from tutti.parallel.parameter_server.server_barrier import MOST_BEHIND, ServerBarrier

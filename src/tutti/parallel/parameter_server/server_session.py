@@ -21,7 +21,7 @@ from tutti.launcher import context
 from tutti.launcher.interface import address_of
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import SeveralOptimizers
-from tutti.parallel.ddp.reducers import layout_key
+from tutti.parallel.ddp.step_agreement import layout_key
 from tutti.parallel.parameter_server import curve_keys, flat_views, hyperparameters, server_wire
 from tutti.parallel.parameter_server.client import Address, Client, ClientIdentity, Reply
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard, cut_for_server, join_server_state
