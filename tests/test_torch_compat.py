@@ -90,12 +90,14 @@ from tutti.torch_compat import (
     in_backward,
     inductor_mode_options,
     is_compiled,
+    is_dtensor,
     is_fake,
     is_hook_of_fsdp,
     is_reached,
     is_scalar_node,
     is_wrapped_by_scheduler,
     keeps_graph,
+    local_tensor,
     make_elastic_agent,
     make_wrapper_subclass,
     mark_stepped,
@@ -572,6 +574,22 @@ def collectives_of_one_rank_pass() -> None:
             dist.destroy_process_group()
 
 
+def dtensors_have_a_local_part() -> None:
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        from torch.distributed.tensor import DTensor, init_device_mesh
+
+        plain = torch.ones(2)
+        split = DTensor.from_local(plain, init_device_mesh("cpu", (1,)))
+        assert is_dtensor(split) and is_dtensor(nn.Parameter(split)) and type(local_tensor(split)) is torch.Tensor
+        assert not is_dtensor(plain) and not is_dtensor(None) and local_tensor(plain) is plain
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
 def groups_are_numbered_anew() -> None:
     if dist.is_initialized():
         pytest.skip("an earlier test of this process has made the group")
@@ -734,6 +752,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     a_false_condition_stops: "assert_async",
     writes_are_counted: "tensor_version VERSION_ATTRIBUTE IS_VIEW",
     memory_is_told_apart: "storage_key",
+    dtensors_have_a_local_part: "is_dtensor local_tensor",
     indices_need_no_coalescing: "sparse_indices sparse_values",
     subclasses_have_no_memory: "FunctionModesDisabled make_wrapper_subclass TorchFunctionDisabled",
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",

@@ -101,12 +101,14 @@ __all__ = [
     "inductor_lacks",
     "inductor_mode_options",
     "is_compiled",
+    "is_dtensor",
     "is_fake",
     "is_hook_of_fsdp",
     "is_reached",
     "is_scalar_node",
     "is_wrapped_by_scheduler",
     "keeps_graph",
+    "local_tensor",
     "make_elastic_agent",
     "make_wrapper_subclass",
     "mark_stepped",
@@ -218,6 +220,28 @@ def tensor_version(tensor: Tensor) -> int:
         tensor: the tensor; an inference tensor has no counter and raises RuntimeError.
     """
     return tensor._version
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Return whether an object is a ``DTensor``: this rank's part of a tensor that PyTorch has split over ranks.
+
+    The public test is ``isinstance``, for which ``torch.distributed.tensor`` must be imported. That takes a second,
+    which most runs do not need; a method that only this subclass of tensors has tells as much.
+
+    Args:
+        tensor: any object.
+    """
+    return hasattr(tensor, "to_local")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a ``DTensor``; any other tensor as it is.
+
+    Args:
+        tensor: any tensor.
+    """
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return part
 
 
 def storage_key(tensor: Tensor) -> int:

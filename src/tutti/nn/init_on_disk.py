@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage, nn
 from tutti.errors import DiskError
 from tutti.nn.swap import buffers
 from tutti.nn.swap import parameters as named
-from tutti.torch_compat import TorchDispatchMode, storage_key, tree_leaves, tree_map
+from tutti.torch_compat import TorchDispatchMode, is_dtensor, storage_key, tree_leaves, tree_map
 
 _LARGE = 1 << 20
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -66,7 +66,7 @@ def spilled(tensor: Tensor) -> bool:
     Args:
         tensor: any dense tensor.
     """
-    return not hasattr(tensor, "to_local") and tensor.untyped_storage().filename is not None
+    return not is_dtensor(tensor) and tensor.untyped_storage().filename is not None
 
 
 def load_spilled(parts: Sequence[nn.Module], trained: bool = True) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import UsageError
+from tutti.torch_compat import is_dtensor
 
 
 def check_memory(model: nn.Module) -> None:
@@ -21,7 +22,7 @@ def check_memory(model: nn.Module) -> None:
         UsageError: a parameter is expanded, two parameters overlap in memory, or a parameter is a ``DTensor``.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
-    if any(hasattr(parameter, "to_local") for _, parameter in trained):
+    if any(is_dtensor(parameter) for _, parameter in trained):
         raise UsageError("the model is sharded already", remedy="build it anew for another run")
     for name, parameter in trained:
         if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):

@@ -16,7 +16,7 @@ from tutti.device import widest_float
 from tutti.nn.script_mode import QuietMode, self_of, tensors_among
 from tutti.nn.written_tensors import DATA, METADATA, may_write
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import TorchFunctionDisabled, storage_key
+from tutti.torch_compat import TorchFunctionDisabled, local_tensor, storage_key
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -266,7 +266,7 @@ def _caller() -> FrameType | None:
 def _memory(tensor: Tensor) -> int:
     """Return a number that tells the memory of a tensor, or of this rank's part of a ``DTensor``."""
     with TorchFunctionDisabled(), torch.no_grad():
-        return storage_key(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+        return storage_key(local_tensor(tensor))
 
 
 def _hash_of_whole(tensor: Tensor) -> int:

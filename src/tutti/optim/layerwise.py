@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from tutti.errors import UsageError
 from tutti.native import compiled_passes
 from tutti.native.passes import Foreach, Passes, dense_format
+from tutti.torch_compat import is_dtensor, local_tensor
 from tutti.types import NormReducer
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -225,7 +226,7 @@ class LayerWise(Optimizer):
 
     def _here(self, tensor: Tensor) -> Tensor:
         """Return a ``DTensor``'s local tensor; any other tensor as it is."""
-        if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
+        if type(tensor) in _PLAIN or not is_dtensor(tensor):
             return tensor
         if self.norms is None:
             raise UsageError(
@@ -233,8 +234,7 @@ class LayerWise(Optimizer):
                 f" a slice",
                 remedy="give the optimizer norms=",
             )
-        piece: Tensor = tensor.to_local()
-        return piece
+        return local_tensor(tensor)
 
     def _whole(
         self, parts: Sequence[RowGroup], squares: Sequence[Sequence[Sequence[float]]]

@@ -23,7 +23,7 @@ from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient
 from tutti.parallel.ddp.step_agreement import agree_on_edits
-from tutti.torch_compat import tensor_version
+from tutti.torch_compat import local_tensor, tensor_version
 from tutti.types import SPLIT_OVER_MODEL, CustomLoopSync
 
 if TYPE_CHECKING:
@@ -403,8 +403,7 @@ class GradientOrigin:
 
 def _own(gradient: Tensor) -> Tensor:
     """Return this rank's part of a ``DTensor``; any other tensor as it is."""
-    part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return part.detach()
+    return local_tensor(gradient).detach()
 
 
 def _sums_of_added(gradient: Tensor | None) -> Tensor:

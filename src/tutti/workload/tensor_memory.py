@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tutti.torch_compat import TorchDispatchMode, storage_key, tree_leaves
+from tutti.torch_compat import TorchDispatchMode, is_dtensor, storage_key, tree_leaves
 
 
 class Tracker(TorchDispatchMode):
@@ -53,7 +53,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not hasattr(leaf, "to_local")
+    return isinstance(leaf, Tensor) and not is_dtensor(leaf)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

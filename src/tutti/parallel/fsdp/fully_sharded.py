@@ -39,6 +39,8 @@ from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.torch_compat import (
     gradient_hooks,
+    is_dtensor,
+    local_tensor,
     module_parameters,
     reduce_unused_parameters,
     storage_key,
@@ -582,7 +584,7 @@ class FullySharded:
     def _unsharded(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are unsharded now, by name."""
         here = parameters([self._model])
-        return {name: p for name, p in here if name in self._twins and not hasattr(p, "to_local")}
+        return {name: p for name, p in here if name in self._twins and not is_dtensor(p)}
 
 
 def _is_dummy(replica: Callable[[], ReplicaRunner | None]) -> bool:
@@ -661,5 +663,4 @@ def _mark_written(gathered: nn.Parameter) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    rows: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return rows.detach()
+    return local_tensor(tensor).detach()
