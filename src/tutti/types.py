@@ -306,6 +306,18 @@ class UpdateResult:
     together: bool = True
     global_step: int | None = None
 
+    @classmethod
+    def joint(cls, stats: StepStats, nonfinite: tuple[str, ...]) -> UpdateResult:
+        """Return the result of the one update that all workers make together, which a non-finite gradient skips.
+
+        A worker is a logical worker, one of N fixed shares of the global batch.
+
+        Args:
+            stats: results of the step, of which ``finite`` decides.
+            nonfinite: names of parameters whose gradient is not finite; empty where all are.
+        """
+        return cls(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+
 
 @dataclass(frozen=True)
 class StepRecord:

@@ -401,6 +401,7 @@ class Run:
         with self.replica.model_code():
             self.lifecycle.enter(Phase.COMPUTE)
             work = self.lifecycle.begin(batch, self.loss_fn)
+            # Synchronised batch norm takes statistics over all ranks, also from one without samples.
             if self.feed.together and not work[0][1]:
                 work = [(work[0][0], [self.lifecycle.dummy_micro_batch(work[0][0])])]
             work = self.lifecycle.padded(work)

@@ -275,7 +275,7 @@ class AllReduceSync:
                 for optimizer in self.optimizers:
                     optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
         nonfinite = () if stats.finite else self._culprits()
-        return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+        return UpdateResult.joint(stats, nonfinite)
 
     def clear(self) -> None:
         """Set the ``.grad`` of all trained parameters on this rank to None, after an update. Not collective."""

@@ -487,7 +487,7 @@ class ShardedSync:
         else:
             trained = [(rows.name, rows.parameter) for rows in self._trained]
             nonfinite = tuple(dict.fromkeys(culprits(self._run_context.comms.world, trained)))
-        return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+        return UpdateResult.joint(stats, nonfinite)
 
     def _zero_parameters(self) -> list[nn.Parameter]:
         """Return the full parameters of the model that other rows than this rank's are gathered into (ZeRO stage 1)."""

@@ -676,7 +676,7 @@ class LocalSGDSync(LocalGradients):
             self._note()
         else:
             nonfinite = culprits(self._run_context.comms.replica, self._named)
-        return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+        return UpdateResult.joint(stats, nonfinite)
 
     def _average(self) -> list[Tensor]:
         """Return the mean of each trained parameter over all N workers, the same bits on every rank. Collective."""

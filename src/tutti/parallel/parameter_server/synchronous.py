@@ -341,7 +341,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             self._take()
             _SERVED.update(members_of(self._optimizer))
         nonfinite = () if stats.finite else self._pushes.nonfinite
-        return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+        return UpdateResult.joint(stats, nonfinite)
 
     def _take(self) -> None:
         """Copy the received parameters into the model, unless they were received in place."""
