@@ -48,7 +48,7 @@ class HookWatch:
         self._model = ref(model)
         self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
         self.watch([model])
-        self(alone)
+        self.check_hooks(alone)
         # Before the model is split, every stage sees all hooks, so that all stages raise the same error.
         self._elsewhere = self._hooked if self._stages else None
 
@@ -95,7 +95,7 @@ class HookWatch:
                 remedy="change the model before tutti.prepare, or take --strategy mirrored",
             )
 
-    def __call__(self, alone: bool) -> None:
+    def check_hooks(self, alone: bool) -> None:
         """Check all gradient hooks of the model once, at the beginning of a step. Not collective.
 
         Args:

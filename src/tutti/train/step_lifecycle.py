@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -102,16 +102,21 @@ class StepLifecycle:
             batch, self.context.taken, self.context.samples, normalisation, self.context.loss_scale, noise
         )
         micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
-        if shared := run.feed.contract.shared:
-            alone = run.feed.is_single(self.context.samples)
-        else:
-            alone = all(micro_batch.whole for micro_batch in micro_batches)
-        run.hooks(alone)
-        whole = alone and (shared or bool(micro_batches)) and normalisation == "step"
+        single = self._are_single(micro_batches)
+        run.hooks.check_hooks(single)
+        whole = single and (run.feed.contract.shared or bool(micro_batches)) and normalisation == "step"
         self.context = replace(self.context, whole=whole)
         if run.checks.looking:
             run.checks.look(batch, work, loss, given=self.drawn is None)
         return work
+
+    def _are_single(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Return whether every gradient of the step is that of a single micro-batch, as in plain PyTorch."""
+        feed = self._run.feed
+        if feed.contract.shared:
+            # Other ranks may have further micro-batches of this rank's worker.
+            return feed.is_single(self.context.samples)
+        return all(micro_batch.whole for micro_batch in micro_batches)
 
     def _facts(self) -> StepContext:
         """Return the facts that all workers share in the coming step."""
