@@ -28,6 +28,11 @@ def rows(ladder: Ladder, values: dict[str, list[float]]) -> dict[str, RungResult
     }
 
 
+def test_a_rung_without_a_finished_run_has_no_result() -> None:
+    with pytest.raises(ValueError, match="no run of a has finished"):
+        RungResult("a", "the rate", None, ())
+
+
 @pytest.fixture
 def ladder(tmp_path: Path) -> Ladder:
     return read(tmp_path, OWN)

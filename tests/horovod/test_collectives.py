@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -303,6 +304,39 @@ def objects() -> list[Any]:
 def test_objects() -> None:
     expected = [{"rank": 1, 0: [1, 2]}, [{"": {0}}, {"x": {1}}, {"xx": {2}}]]
     assert run(3, objects) == [expected] * 3
+
+
+def objects_refused() -> list[str]:
+    """Messages of objects that one rank cannot send; the next collective shows that no rank is behind."""
+    last, endless = tutti.rank() == tutti.size() - 1, [[]]
+    endless[0].append(endless)  # type: ignore[arg-type]
+    texts = [
+        refused(tutti.broadcast_object, {"a": object() if last else 1}, tutti.size() - 1),
+        refused(tutti.allgather_object, [torch.ones(2).to_sparse() if last else 1], "x"),
+        refused(tutti.allgather_object, endless if last else 1),
+        refused(tutti.broadcast_object, np.zeros(2, [("a", "i4"), ("b", "f4")]), 0),
+    ]
+    assert tutti.allreduce(torch.ones(1), "sum").tolist() == [tutti.size()]
+    return texts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_object_that_one_rank_cannot_send_is_an_error_on_every_rank(size: int) -> None:
+    found = run(size, objects_refused)
+    assert found == [found[0]] * size
+    whole, part, endless, records = found[0]
+    assert f"(rank {size - 1}, broadcast_object without a name)" in whole and "['a'] is a builtins.object" in whole
+    assert f"(rank {size - 1}, allgather_object 'x')" in part and "[0] is a tensor of layout torch.sparse_coo" in part
+    assert "RecursionError" in endless and "is an array of records" in records
+
+
+def conjugates() -> list[complex]:
+    value: list[complex] = tutti.broadcast_object(torch.tensor([1 + 2j]).conj(), 0).tolist()
+    return value
+
+
+def test_a_lazy_conjugate_is_sent() -> None:
+    assert run(2, conjugates) == [[1 - 2j]] * 2
 
 
 def sparse(dtype: torch.dtype) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,43 @@ def states() -> list[Any]:
     counting.commit()
     assert counting.commits == 1
     return told
+
+
+class Unsendable:
+    """An object with a state that no rank can send."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"part": self.part}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.part = state["part"]
+
+
+def states_refused() -> list[str]:
+    first = hvd.rank() == 0
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["note"] = object() if first else None
+    said = []
+    for state in (
+        hvd.elastic.TorchState(value=object() if first else 1),
+        hvd.elastic.TorchState(value=Unsendable(object() if first else 1)),
+        hvd.elastic.TorchState(optimizer=optimizer),
+    ):
+        with pytest.raises(ValueError, match=r"is a builtins.object") as caught:
+            state.sync()
+        said.append(str(caught.value))
+    hvd.barrier()
+    return said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_state_that_rank_0_cannot_send_is_an_error_on_every_rank(size: int) -> None:
+    found = run(size, with_horovod, inside=states_refused)
+    assert found == [found[0]] * size and all("(rank 0, " in text for text in found[0])
 
 
 def test_a_state_is_rank_0_s_and_returns_to_its_commit() -> None:
@@ -317,6 +355,16 @@ def test_ranks_that_cannot_join_again_raise_horovod_s_error(monkeypatch: pytest.
     nothing = dict.fromkeys(("sync", "restore", "on_hosts_updated"), lambda: None)
     with pytest.raises(hvd.HorovodInternalError, match="rank 1 did not arrive"):
         fails(SimpleNamespace(**nothing))
+
+
+def test_a_rank_whose_launcher_has_ended_gets_no_place() -> None:
+    here, there = socket.socketpair()
+    member = membership.Membership(here, {})
+    there.close()
+    for _ in range(2):
+        with pytest.raises(PeerError, match="launcher of the elastic job has ended"):
+            member.join(failed=False, leave=lambda: None)
+    here.close()
 
 
 def commits_too_early() -> None:

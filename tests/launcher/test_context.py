@@ -72,6 +72,31 @@ def test_a_world_of_one() -> None:
     assert (same, timeout, numbers, kept, after, anew) == (True, 300.0, [0, 1, 0, 1, 0, 1], b"written", False, True)
 
 
+def failing_at_the_end(rank: int) -> list[Any]:
+    import torch.distributed as dist
+
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    called, error = [], ""
+    context.init("cpu")
+
+    def fails() -> None:
+        called.append("fails")
+        raise OSError("disk full")
+
+    context.before_shutdown(fails)
+    context.before_shutdown(lambda: called.append("last"))
+    try:
+        context.shutdown()
+    except OSError as raised:
+        error = str(raised)
+    return [called, error, context.is_initialized(), dist.is_initialized()]
+
+
+def test_shutdown_leaves_the_job_though_a_registered_function_fails() -> None:
+    assert apart(1, failing_at_the_end) == [[["fails", "last"], "disk full", False, False]]
+
+
 def adopted(rank: int, path: str) -> list[Any]:
     import torch
     import torch.distributed as dist

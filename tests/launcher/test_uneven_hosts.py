@@ -86,6 +86,15 @@ def test_strategies_on_uneven_hosts(tmp_path: Path) -> None:
         assert uneven[strategy] == pytest.approx(sums, abs=1e-12), strategy
 
 
+@pytest.mark.parametrize(("hosts", "alike"), [((1, 2, 3), False), ((1, 1), True)], ids=str)
+def test_every_rank_says_whether_hosts_have_equally_many_ranks(
+    hosts: tuple[int, ...], alike: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import tutti.horovod.torch as hvd\nhvd.init()\nprint(hvd.is_homogeneous())\n")
+    assert [text.split() for _, text, _ in started(environments(hosts), script)] == [[str(alike)]] * sum(hosts)
+
+
 def test_hosts_that_cannot_be_told_apart_are_refused() -> None:
     told = [{k: v for k, v in own.items() if not k.startswith("GROUP")} for own in environments((2, 2, 3))]
     refused = 0

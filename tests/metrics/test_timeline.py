@@ -75,6 +75,13 @@ def test_a_picture_is_well_formed_and_to_scale() -> None:
     assert "steps <1> & 2" in [t.text for t in picture.iter(f"{space}text")]
 
 
+def test_segments_without_length() -> None:
+    rows = [[TimelineSegment("forward", 2.0, 2.0)], []]
+    assert shares(rows) == [{"forward": 0.0, "other": 1.0}, {"other": 1.0}]
+    assert "100.0% of 2 devices" in table(rows)
+    ElementTree.fromstring(timeline_svg(rows, "empty"))
+
+
 def test_nothing_traced_is_said() -> None:
     with pytest.raises(ValueError, match="nothing was traced"):
         span([[], []])

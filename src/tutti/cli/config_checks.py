@@ -144,7 +144,7 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
         joined: identity of this process in the job of another launcher, such as torchrun; None without one.
 
     Raises:
-        UsageError: ``--devices`` contradicts the job's number of processes.
+        UsageError: ``--devices`` contradicts the job's number of processes, or is a range without a job.
     """
     if joined is None:
         if config.devices == "auto":
@@ -156,6 +156,8 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
                 config.device,
             )
             return found or 1
+        if config.device_range is not None:
+            raise UsageError(f"--devices {config.devices} is a range", remedy="give one number, such as --devices 3")
         return int(config.devices)
     least, most = config.device_range or (joined.size, joined.size)
     plain = config.device_range is not None or config.devices in ("auto", str(joined.size))

@@ -48,11 +48,6 @@ def read_command(words: Sequence[str]) -> Command:
     task, config = resolved(
         found.get("task"), found.get("flags", {}), found.get("config", ()), found.get("changes", ())
     )
-    if config.device_range is not None:
-        raise UsageError(
-            f"tutti chaos resumes a run on the devices that it had, and --devices {config.devices} is a range",
-            remedy="give one number, such as --devices 3",
-        )
     config = dataclasses.replace(config, devices=str(count_devices(config, None)))
     refuse_config(task, config)
     return Command(tuple(given), task, config, run_directory(config, task))

@@ -19,7 +19,7 @@ from torch import Tensor
 from tutti.comm.collective_call import CollectiveCall, ReduceOperation
 from tutti.comm.collective_engine import CollectiveHandle, CollectiveSession, default_session
 from tutti.comm.collective_execution import finish_reduction, scale
-from tutti.comm.object_codec import decode_object, encode_object
+from tutti.comm.object_codec import decode_object, encode_or_error
 from tutti.errors import UsageError
 from tutti.launcher import context
 
@@ -1096,8 +1096,8 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
         A value equal to that of ``root``, decoded from its bytes on every rank, ``root`` included.
 
     Raises:
-        UsageError: on ``root``, a value of another type, which the error names; ``root`` or this rank is no member of
-            ``process_set``; or ``tutti.init`` was not called.
+        UsageError: the value is of another type, which the error names on every rank; ``root`` or this rank is no
+            member of ``process_set``; or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -1108,7 +1108,7 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
             where=_where("broadcast", name),
             remedy="give the global rank of a member",
         )
-    raw = encode_object(value) if context.rank() == root else b""
+    raw = encode_or_error(value, _where("broadcast_object", name)) if context.rank() == root else b""
     handle = _submit(
         "allgather",
         [_bytes_tensor(raw)],
@@ -1132,13 +1132,13 @@ def allgather_object(value: Any, name: str | None = None, *, process_set: Proces
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        UsageError: ``value`` is of another type, which the error names; this rank is no member of ``process_set``; or
-            ``tutti.init`` was not called.
+        UsageError: a rank's value is of another type; the error names rank and type, on every rank. Or this rank is no
+            member of ``process_set``, or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
-    raw = encode_object(value)
+    raw = encode_or_error(value, _where("allgather_object", name))
     base = f"{name}.object" if name is not None else None
     handle = grouped_allgather_async([_bytes_tensor(raw), torch.tensor([len(raw)])], base, process_set=process_set)
     data, lengths = handle.wait()

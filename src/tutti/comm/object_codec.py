@@ -51,6 +51,25 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
     return b"".join(out)
 
 
+def encode_or_error(value: Any, where: str, tensors: list[Tensor] | None = None) -> bytes:
+    """Serialise a Python value as ``encode_object`` does, or the error if the value cannot be encoded.
+
+    ``decode_object`` and ``tensors_described`` raise the error, so that all ranks do that get the bytes.
+
+    Args:
+        value: the value to encode.
+        where: rank and call, for the error.
+        tensors: as for ``encode_object``.
+    """
+    try:
+        return encode_object(value, tensors)
+    except UsageError as error:
+        fields = error.what, where, error.why, error.remedy
+    except Exception as error:
+        fields = "the object cannot be sent to other ranks", where, f"{type(error).__name__}: {error}", None
+    return b"!" + encode_object(fields)
+
+
 def decode_object(data: bytes, tensors: list[Tensor] | None = None) -> Any:
     """Rebuild and return the value that ``encode_object`` encoded. Runs no code from the bytes, unlike pickle.
 
@@ -62,7 +81,8 @@ def decode_object(data: bytes, tensors: list[Tensor] | None = None) -> Any:
         A value equal to the encoded one; its tensors are new ones on the CPU, or those of ``tensors`` themselves.
 
     Raises:
-        UsageError: the bytes have an unknown tag, as of another version of tutti.
+        UsageError: the bytes have an unknown tag, as of another version of tutti; or they are those of an error of
+            ``encode_or_error``, which is raised.
     """
     return _Decoder(data, tensors).value()
 
@@ -77,6 +97,9 @@ def tensors_described(data: bytes) -> list[Tensor]:
 
     Returns:
         Uninitialised tensors of the dtypes and shapes of that list, in its order.
+
+    Raises:
+        UsageError: as ``decode_object``.
     """
     decoder = _Decoder(data, None)
     decoder.value()
@@ -142,7 +165,7 @@ def _encode_tensor(value: Tensor, out: list[bytes], tensors: list[Tensor] | None
     _text(out, str(value.dtype).removeprefix("torch.").encode())
     out.append(_LENGTH.pack(value.dim()) + b"".join(_LENGTH.pack(n) for n in value.shape))
     if tensors is None:
-        flat = value.detach().cpu().contiguous().view(-1)
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
         _text(out, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     else:
         out.append(_LENGTH.pack(len(tensors)))
@@ -153,6 +176,8 @@ def _encode_array(value: Any, out: list[bytes], place: str) -> None:
     array = np.asarray(value)
     if array.dtype.hasobject:
         raise UsageError(f"{place} is an array of Python objects", remedy="send a list")
+    if array.dtype.kind == "V":
+        raise UsageError(f"{place} is an array of records", remedy="send a dict with an array for each field")
     out.append(b"a" if isinstance(value, np.ndarray) else b"g")
     _text(out, array.dtype.str.encode())
     out.append(_LENGTH.pack(array.ndim) + b"".join(_LENGTH.pack(n) for n in array.shape))
@@ -191,6 +216,9 @@ class _Decoder:
             return self._tensor(tag)
         if tag in (b"a", b"g"):
             return self._array(tag)
+        if tag == b"!":
+            what, where, why, remedy = self.value()
+            raise UsageError(what, where=where, why=why, remedy=remedy)
         raise UsageError(f"tag {tag!r} is unknown", why="the bytes were not made by this version of tutti")
 
     def _take(self, count: int) -> memoryview:

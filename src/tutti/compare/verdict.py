@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tutti.compare.ladder import Ladder, Rung
@@ -64,13 +64,20 @@ class RungResult:
         name: name of the rung.
         cause: the cause that the rung's change of options isolates, in words.
         parent: name of the rung whose configuration it changes; None for the first.
-        outcomes: results of the finished runs, one for each seed; at least one, which the properties need.
+        outcomes: results of the finished runs, one for each seed.
+
+    Raises:
+        ValueError: there are no outcomes.
     """
 
     name: str
     cause: str
     parent: str | None
-    outcomes: tuple[RunOutcome, ...] = field(default_factory=tuple)
+    outcomes: tuple[RunOutcome, ...]
+
+    def __post_init__(self) -> None:
+        if not self.outcomes:
+            raise ValueError(f"no run of {self.name} has finished")
 
     @property
     def mean(self) -> float:

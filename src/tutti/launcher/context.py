@@ -210,13 +210,18 @@ class _End:
 def shutdown() -> None:
     """Leave the job: call the functions registered by ``before_shutdown``, then destroy the process group.
 
-    The registered functions get no arguments; an exception of one propagates, and the process group then stays. A
-    process group that ``init`` did not create is kept. A second call only calls the registered functions. ``init`` can
-    join a job again afterwards.
+    The registered functions get no arguments; if one raises, the others are called and the process group is destroyed
+    all the same, and the last exception is then raised. A process group that ``init`` did not create is kept. A second
+    call only calls the registered functions. ``init`` can join a job again afterwards.
     """
+    with contextlib.ExitStack() as stack:
+        stack.callback(_destroy)
+        for function in reversed(_before_shutdown):
+            stack.callback(function)
+
+
+def _destroy() -> None:
     global _world
-    for function in _before_shutdown:
-        function()
     leaving, _world = _world, None
     if leaving is not None and leaving.owned and dist.is_initialized():
         with contextlib.suppress(RuntimeError):

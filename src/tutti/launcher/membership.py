@@ -5,6 +5,7 @@ A generation is a job of fixed members, with a store of its own. The line is a s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -39,7 +40,8 @@ class Membership:
         self.interrupted: str | None = None
         self.on_lost: Callable[[str], None] = lambda _: None
         self.on_update: Callable[[float, int], None] = lambda _time, _kind: None
-        self._places: queue.Queue[dict[str, Any]] = queue.Queue()
+        # None once the driver has ended.
+        self._places: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="tutti-membership", daemon=True).start()
 
@@ -56,11 +58,20 @@ class Membership:
                 has left the generation, before the new rank is set.
 
         Raises:
+            PeerError: the launcher of the elastic job has ended.
             SystemExit: the next generation has no place for this rank, because its slot was removed, or because other
                 ranks have finished training before this rank became a member; the code is 0.
         """
-        self._line.sendall(json.dumps({"ready": self.generation, "failed": failed}).encode() + b"\n")
+        # A driver that has ended is found by the read, which follows its last message.
+        with contextlib.suppress(OSError):
+            self._line.sendall(json.dumps({"ready": self.generation, "failed": failed}).encode() + b"\n")
         place = self._places.get()
+        if place is None:
+            self._places.put(None)
+            raise PeerError(
+                "the launcher of the elastic job has ended, and gives no more places",
+                remedy="start the job again; look for the launcher's end in its log, or for a kill by the system",
+            )
         leave()
         if not place:
             raise SystemExit(0)
@@ -80,7 +91,7 @@ class Membership:
             raise PeerError(self.interrupted)
 
     def _listen(self) -> None:
-        with self._line.makefile("rb") as lines:
+        with contextlib.suppress(OSError), self._line.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
                 if "lost" in message:
@@ -90,6 +101,7 @@ class Membership:
                     self.on_update(message["time"], message["update"])
                 else:
                     self._places.put(message["place"])
+        self._places.put(None)
 
     def _lose(self, generation: int, text: str) -> None:
         with self._lock:

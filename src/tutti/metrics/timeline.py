@@ -133,7 +133,7 @@ def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
 
     Returns:
         A dict for each device: the fraction of each of its phases by name, and ``other``, that of the time outside all
-        segments; ``{"other": 1.0}`` for a device without segments.
+        segments; ``{"other": 1.0}`` for a device without segments. If all segments have length 0, ``other`` is 1.
 
     Raises:
         ValueError: no device has a segment.
@@ -142,11 +142,12 @@ def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
     [{'forward': 0.25, 'other': 0.75}, {'forward': 1.0, 'other': 0.0}]
     """
     begin, end = span(rows)
+    length = end - begin or 1.0
     found = []
     for row in rows:
         spent: dict[str, float] = defaultdict(float)
         for segment in row:
-            spent[segment.phase] += (segment.end - segment.start) / (end - begin)
+            spent[segment.phase] += (segment.end - segment.start) / length
         found.append({**spent, "other": max(0.0, 1 - sum(spent.values()))})
     return found
 
@@ -220,7 +221,7 @@ def timeline_svg(rows: Sequence[Row], title: str) -> str:
         ValueError: there are no segments.
     """
     begin, end = span(rows)
-    scale = (_WIDTH - _LEFT - _RIGHT) / (end - begin)
+    scale = (_WIDTH - _LEFT - _RIGHT) / (end - begin or 1.0)
     phases = [phase for phase in COLOURS if any(s.phase == phase for row in rows for s in row)]
     top = 64
     bottom = top + len(rows) * (_HEIGHT + _GAP)

@@ -204,8 +204,7 @@ class ObjectState(State):
         Collective over all ranks: broadcasts the values from rank 0; blocks.
 
         Raises:
-            ValueError: on rank 0, an attribute of a type that cannot be sent; the error names it. The other ranks then
-                wait until rank 0 ends or calls ``sync`` again.
+            ValueError: an attribute of rank 0 has a type that cannot be sent; every rank's error names the type.
             HorovodInternalError: the broadcast failed.
         """
         for name, value in self._bcast_object(self._values()).items():

@@ -11,7 +11,7 @@ from torch import Tensor
 from tutti.comm import collectives
 from tutti.comm.collectives import ProcessSet
 from tutti.comm.collectives import all_ranks as global_process_set
-from tutti.comm.object_codec import decode_object, encode_object, tensors_described
+from tutti.comm.object_codec import decode_object, encode_or_error, tensors_described
 from tutti.comm.random_keys import name_key
 from tutti.horovod.torch import mpi_ops
 
@@ -78,6 +78,7 @@ def _broadcast_in_place(
         mpi_ops.synchronize(handle)
 
 
+@mpi_ops.translated
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
@@ -95,8 +96,9 @@ def broadcast_optimizer_state(
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: the optimizer is L-BFGS, whose state depends on its line search; its state holds objects other than
-            tensors and plain values; ``init`` was not called; or ``root_rank`` is no member of the process set.
+        ValueError: the optimizer is L-BFGS, whose state depends on its line search; the state of ``root_rank`` holds
+            objects other than tensors and plain values, which every rank raises; ``init`` was not called; or
+            ``root_rank`` is no member of the process set.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -106,10 +108,13 @@ def broadcast_optimizer_state(
     root = mpi_ops.rank() == root_rank
     tensors: list[Tensor] = []
     state = optimizer.state_dict()
-    plain = encode_object(state, tensors) if root else b""
+    where = f"rank {root_rank}, state of {type(optimizer).__name__}"
+    plain = encode_or_error(state, where, tensors) if root else b""
     plain = broadcast_object(plain, root_rank, process_set=process_set)
+    # Raises on every rank if the root could not encode its state.
+    described = tensors_described(plain)
     if not root:
-        tensors = tensors_described(plain)
+        tensors = described
     carried = [tensor.detach().cpu().contiguous() for tensor in tensors]
     _broadcast_in_place(carried, None, root_rank, process_set)
     if not root:
@@ -147,9 +152,9 @@ def broadcast_object(
         A copy of the object, on ``root_rank`` too.
 
     Raises:
-        ValueError: on ``root_rank``, the object has a part of another type, which the message names (the other ranks
-            then wait until that rank ends or calls the broadcast again). On any rank, ``init`` was not called;
-            ``root_rank`` is no member of the process set; or a broadcast named ``name`` is still pending on this rank.
+        ValueError: the object of ``root_rank`` has a part of another type, which the message names on every rank;
+            ``init`` was not called; ``root_rank`` is no member of the process set; or a broadcast named ``name`` is
+            still pending on this rank.
         HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()
@@ -170,8 +175,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: the object has a part of another type, which the message names; ``init`` was not called; or an
-            all-gather named ``name`` is still pending on this rank.
+        ValueError: a rank's object has a part of another type; the message names both, on every rank. Or ``init`` was
+            not called, or an all-gather named ``name`` is still pending on this rank.
         HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()

@@ -45,6 +45,7 @@ _ATTEMPTS = 20
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 _session: CollectiveSession | None = None
+_homogeneous = True
 _timeline: CollectiveTimeline | None = None
 _handles: dict[int, CollectiveHandle] = {}
 _numbers = itertools.count()
@@ -173,7 +174,7 @@ def _abandon() -> None:
 
 
 def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None) -> None:
-    global _session
+    global _session, _homogeneous
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     made = [given if isinstance(given, ProcessSet) else ProcessSet(given) for given in sets]
     context.init()
@@ -194,6 +195,8 @@ def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | 
     collectives.use_session(_session)
     collectives.barrier()
     running.make_group()
+    sizes = collectives.allgather_object(context.local_size(), "processes of the node")
+    _homogeneous = len({*sizes}) == 1
     for given in made:
         collectives.add_process_set(given)
     path = os.environ.get("HOROVOD_TIMELINE", "")
@@ -262,16 +265,12 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether this node's number of processes × the number of nodes is the number of processes of the job.
+    """Return whether all nodes of the job have the same number of processes; the same answer on all ranks.
 
-    True where all nodes of the job have equally many processes. Where they have not, nodes whose number is the mean
-    still return True: the ranks are not compared with each other.
-
-    Raises:
-        ValueError: ``init`` was not called.
+    No communication: ``init`` has gathered the numbers. Raises ValueError before ``init``.
     """
     check_initialized()
-    return context.local_size() * context.cross_size() == context.size()
+    return _homogeneous
 
 
 def mpi_threads_supported() -> bool:

@@ -67,8 +67,7 @@ class StateHandler:
         Collective over all ranks: a broadcast of the ``state_dict``; blocks.
 
         Raises:
-            ValueError: on rank 0, the ``state_dict`` has a part that cannot be sent; the error names its type. The
-                other ranks then wait until rank 0 ends or calls ``sync`` again.
+            ValueError: rank 0's ``state_dict`` has a part that cannot be sent; every rank's error names its type.
             HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
@@ -117,7 +116,7 @@ class OptimizerStateHandler(StateHandler):
         gradients that are None become zeros, as in Horovod.
 
         Raises:
-            ValueError: the optimizer is L-BFGS, or on rank 0 its state holds objects that cannot be sent.
+            ValueError: the optimizer is L-BFGS, or rank 0's state of it holds objects that cannot be sent.
             HorovodInternalError: the ranks' calls differ, or a rank is lost.
         """
         broadcast_optimizer_state(self.value, root_rank=0)
@@ -261,8 +260,8 @@ class TorchState(ObjectState):
         for each sampler; blocks. Samplers divide their remaining samples anew.
 
         Raises:
-            ValueError: on rank 0, a value of a type that cannot be sent; the error names it, and the other ranks wait
-                until rank 0 ends. On every rank, the optimizer is L-BFGS.
+            ValueError: a value of rank 0 has a type that cannot be sent; every rank's error names the type. Or the
+                optimizer is L-BFGS.
             HorovodInternalError: the ranks' calls differ, or a rank is lost; the saved state is then still that of the
                 last commit.
         """
