@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ from torch.distributed import HashStore
 
 from tutti.comm.file_all_gather import FileAllGather
 from tutti.errors import PeerError
+from tutti.launcher.context import World
 from tutti.launcher.lost_rank_notes import LostRankNotes
+from tutti.process_context import Identity
 
 STORE = HashStore()
 
@@ -22,8 +23,7 @@ def of_three(folder: Path, timeout: float = 20.0) -> tuple[LostRankNotes, list[F
     notes = LostRankNotes(folder)
     notes.clear()
     worlds: list[Any] = [
-        SimpleNamespace(identity=SimpleNamespace(rank=rank, size=3), store=STORE, timeout=timeout, sent=[], left={})
-        for rank in range(3)
+        World(Identity(rank, 3), torch.device("cpu"), STORE, timeout, owned=False) for rank in range(3)
     ]
     return notes, [FileAllGather(notes, world) for world in worlds]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -13,12 +13,15 @@ import torch.distributed as dist
 
 import tutti
 from tests import worlds
+from tutti.comm.communicator import Communicator
 from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.shared_memory import attach_small
-from tutti.comm.stall import Call, StallInspector, _Notes, is_complete
-from tutti.errors import PeerError
+from tutti.comm.stall import Call, StallInspector, _Notes, is_complete, tell_failures
+from tutti.errors import DataError, PeerError
 from tutti.launcher import context
+from tutti.launcher.context import World
+from tutti.process_context import Identity
 
 
 @pytest.fixture
@@ -114,12 +117,16 @@ def test_what_has_been_sent_will_come() -> None:
     assert [is_complete(call, waiting) for call in waiting.values()] == [False, True]
 
 
+def inspector(store: dist.Store, rank: int, size: int) -> StallInspector:
+    return StallInspector(World(Identity(rank, size), torch.device("cpu"), store, 20, owned=False), 20)
+
+
 def ranks_in(calls: list[list[tuple[Call, float]]]) -> list[str]:
     """Let inspectors in threads wait in their ranks' calls for the given seconds each; return their errors."""
     store, said = dist.HashStore(), [""] * len(calls)
 
     def wait(rank: int) -> None:
-        stall = StallInspector(store, rank, len(calls), 20, [], {})
+        stall = inspector(store, rank, len(calls))
         for call, seconds in calls[rank]:
             end = time.monotonic() + seconds
 
@@ -167,7 +174,7 @@ def test_a_call_that_failed_on_one_rank_fails_on_ranks_that_would_wait_for_it(se
             return False
 
         try:
-            StallInspector(store, rank, 3, 20, [], {}).poll(done, call)
+            inspector(store, rank, 3).poll(done, call)
         except PeerError as error:
             said[rank] = str(error)
 
@@ -193,3 +200,48 @@ def test_notes_that_were_never_true_at_once_are_no_deadlock() -> None:
     assert notes.together() == {1: two}
     notes.look({0: (one, 4), 1: (two, 2)})
     assert notes.together() == {0: one, 1: two}
+
+
+@tell_failures()
+def reads_and_sums(comm: Communicator, bad: Sequence[int]) -> float:
+    if comm.rank in bad:
+        raise DataError("sample 7 cannot be read")
+    tensor = torch.ones(1)
+    comm.all_reduce(tensor, "sum")
+    return float(tensor)
+
+
+def errors_between_collectives() -> str:
+    comm = Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).world
+    try:
+        reads_and_sums(comm, [0])
+    except (DataError, PeerError) as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_error_of_one_rank_between_collectives_reaches_the_others(size: int) -> None:
+    zero, *others = worlds.run(size, errors_between_collectives)
+    worlds.forget(size)
+    assert zero == "DataError sample 7 cannot be read."
+    for rank, text in enumerate(others, 1):
+        assert "PeerError rank 0 failed, and all_reduce 'sum'" in text and f"(rank {rank})" in text, text
+        assert "DataError: sample 7 cannot be read" in text
+
+
+def errors_of_all_ranks() -> float:
+    comm = Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).world
+    for _ in range(2):
+        with pytest.raises(DataError):
+            reads_and_sums(comm, range(3))
+        if comm.rank == 0:
+            time.sleep(3)
+        total = reads_and_sums(comm, [])
+    if comm.rank == 0:
+        time.sleep(3)
+    return total + reads_and_sums(comm, [])
+
+
+def test_an_error_that_all_ranks_have_keeps_none_from_the_next_collective() -> None:
+    assert worlds.run(3, errors_of_all_ranks) == [6.0] * 3

@@ -105,7 +105,7 @@ class Communicator:
         identity = world.identity
         self._control_group, self._gradient_group = control_group, gradient_group
         self.global_rank, self.node = identity.rank, identity.cross_rank
-        self.stall = StallInspector(world.store, identity.rank, identity.size, world.timeout, world.sent, world.left)
+        self.stall = StallInspector(world, world.timeout)
         self.meetings: FileAllGather | None = None
         self._small: SmallMessages | None = None
         self._control: SmallMessages | None = None

@@ -43,9 +43,7 @@ class FileAllGather:
         self.notes, self._rank, self._ranks = notes, identity.rank, tuple(range(identity.size))
         self.there = self._ranks
         # Two timeouts: the watchdog of a stuck rank ends it within one, after which the rank counts as lost.
-        self._stall = StallInspector(
-            world.store, identity.rank, identity.size, 2 * world.timeout, world.sent, world.left
-        )
+        self._stall = StallInspector(world, 2 * world.timeout)
         self._number = 0
 
     def gather(self, raw: bytes, text: str) -> list[bytes]:

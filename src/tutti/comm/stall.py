@@ -5,8 +5,9 @@ the notes of all ranks. If *every* rank waits and no call has all of its ranks, 
 raised at once, with all calls. A rank that has left a call counts among its ranks: it has sent its data, which are on
 their way, as those of a broadcast are when its source waits in the next call. Otherwise, at the timeout, PeerError
 names the ranks that are waited for and wait for none themselves. A collective that fails on one of its ranks, because
-another has ended, fails on its other ranks, too, within seconds. A collective that completes within 2 s does not access
-the store.
+another has ended, fails on its other ranks, too, within seconds. So does a collective that a rank will not reach,
+because an error has ended the function in which all ranks call it (``tell_failures``). A collective that completes
+within 2 s does not access the store.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-import torch.distributed as dist
-
 from tutti.errors import MismatchError, PeerError
-from tutti.launcher import heartbeat
+from tutti.launcher import context, heartbeat
+from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ _GAVE_UP = -1
 # The beat of a rank whose call failed because another rank of it ended. In a collective over sockets only ranks that
 # exchange data with the ended rank notice it; the others would wait until their timeout while this rank lives on.
 _BROKEN = -2
+# The beat of a rank that has left collective code by an error, which is the text of its note.
+_FAILED = -3
+_MOST_TEXT = 500
 # Completed calls that a rank remembers: more than a source of broadcasts can be ahead of the other ranks.
 _REMEMBERED = 64
 _ELSEWHERE = "another rank ended or the network broke: look for the first error in the other ranks' logs"
@@ -113,6 +116,10 @@ class _Notes:
         """Return the ranks for which ``call`` failed."""
         return [rank for rank, (there, _, beat, _) in self._seen.items() if beat == _BROKEN and there == call]
 
+    def failed(self) -> dict[int, Call]:
+        """Return the ranks that an error keeps from the call, with the error's text and number (``before``)."""
+        return {rank: call for rank, (call, _, beat, _) in self._seen.items() if beat == _FAILED}
+
     def together(self) -> dict[int, Call]:
         """Return the ranks that wait in one call since a moment that is the same for all of them, with their calls.
 
@@ -140,21 +147,18 @@ class StallInspector:
     """Waits for the collectives of one process within a timeout, and explains a timeout by the ranks that are missing.
 
     Args:
-        store: key-value store shared by all ranks.
-        rank: global rank of this process.
-        size: number of ranks in the job.
+        world: rank and store of this process, and what all inspectors of the process share: the transfers that it has
+            started to send, the calls that it has completed last, and its errors.
         timeout: seconds that a call may take.
-        sent: texts of transfers that this process has started to send and not waited for; one list for all inspectors
-            of a process.
-        left: the calls that this process has completed last, by ``Call.key`` → how often; one dictionary for all
-            inspectors of a process.
+
+    Attributes:
+        sent: texts of transfers that this process has started to send and not waited for.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: float, sent: list[str], left: dict[str, int]
-    ) -> None:
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self.sent, self._left = sent, left
+    def __init__(self, world: World, timeout: float) -> None:
+        self._store, self._rank, self._size = world.store, world.identity.rank, world.identity.size
+        self._timeout, self._failure = timeout, world.failure
+        self.sent, self._left = world.sent, world.left
         self._asking: threading.Thread | None = None
 
     def wait(self, work: Work, call: Call) -> None:
@@ -198,6 +202,10 @@ class StallInspector:
             PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         before = heartbeat.training.enter(Phase.WAITING)
+        if self._failure.written:
+            # The script has caught the error, and goes on.
+            self._failure.written = False
+            self._clear()
         try:
             if not self._done(done, _PATIENCE, call):
                 self._explain(done, call)
@@ -207,11 +215,17 @@ class StallInspector:
             heartbeat.training.enter(before)
 
     def _done(self, done: Callable[[timedelta], bool], limit: timedelta, call: Call) -> bool:
-        """Call ``done``; where it raises PeerError, leave a note that ``call`` failed, for the call's other ranks."""
+        """Call ``done``; where it raises PeerError, leave a note that ``call`` failed, for the call's other ranks.
+
+        If another rank's error is the cause, the PeerError states it.
+        """
         try:
             return done(limit)
         except PeerError:
             self._note(call, _BROKEN)
+            seen = _Notes()
+            seen.look(self._notes() or {})
+            self._check_failed(call, seen.failed())
             raise
 
     def _leave(self, call: Call) -> None:
@@ -229,6 +243,7 @@ class StallInspector:
             notes = self._notes()
             if notes is not None:
                 seen.look(notes)
+                self._check_failed(call, seen.failed())
                 self._check_broken(call, seen.broken(call))
                 self._check_deadlock(call, seen.together(), beat)
             if time.monotonic() - start > self._timeout:
@@ -240,6 +255,41 @@ class StallInspector:
                 raise late
             self._note(call, beat)
             heartbeat.training.beat(call.text)
+        self._clear()
+
+    def _check_failed(self, call: Call, failed: dict[int, Call]) -> None:
+        """Raise PeerError if an error of another rank, which this rank has not had as well, keeps it from the call."""
+        for rank, note in failed.items():
+            if note.before > self._failure.count:
+                error = PeerError(
+                    f"rank {rank} failed, and {call.text} waits for it",
+                    where=f"rank {self._rank}",
+                    why=note.text,
+                    remedy=f"mend the error of rank {rank}",
+                )
+                self._failure.count, error.told = note.before, True  # type: ignore[attr-defined]
+                raise error
+
+    def tell_failure(self, error: Exception) -> None:
+        """Leave a note for ranks that wait, now or later, in a collective that an error keeps this rank from. Local.
+
+        The note holds until this rank's next collective. It is not written for a PeerError, which has its cause on
+        another rank. A second call for the same error does nothing.
+
+        Args:
+            error: the error, which ends a function in which all ranks call collectives.
+        """
+        if self._size == 1 or getattr(error, "told", False):
+            return
+        error.told = True  # type: ignore[attr-defined]
+        self._failure.count += 1
+        if not isinstance(error, PeerError):
+            self._failure.written = True
+            text = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+            note = json.dumps([text, [], _FAILED, [], self._failure.count])
+            self._ask(lambda: self._store.set(self._key(self._rank), note))
+
+    def _clear(self) -> None:
         self._ask(lambda: self._store.set(self._key(self._rank), ""))
 
     def _check_broken(self, call: Call, broken: list[int]) -> None:
@@ -352,6 +402,23 @@ class StallInspector:
             self._asking.start()
             self._asking.join(_PATIENCE.total_seconds())
         return answers[0] if answers else None
+
+
+@contextlib.contextmanager
+def tell_failures() -> Iterator[None]:
+    """Return a context manager, or decorator, for code that all ranks run and that calls collectives.
+
+    If the block raises on this rank alone, such as because of a full disk or a bad sample, the other ranks would wait
+    for it in their next collective until the timeout. They raise PeerError with this rank's error instead, once they
+    have waited for two seconds. No communication, but for a note in the job's store where the block raises.
+    """
+    try:
+        yield
+    except Exception as error:
+        if context.is_initialized():
+            world = context.current()
+            StallInspector(world, world.timeout).tell_failure(error)
+        raise
 
 
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:

@@ -34,6 +34,19 @@ from tutti.process_context import Identity
 from tutti.torch_compat import default_store, flight_recorder, forget_process_groups, set_group_timeout
 
 
+@dataclass
+class FailureNote:
+    """Errors with which this rank has left collective code of tutti, as far as other ranks must know of them.
+
+    Attributes:
+        count: number of such errors of this rank, or of the rank that this rank has learnt of, if that is larger.
+        written: whether the job's store holds a note about this rank's last error.
+    """
+
+    count: int = 0
+    written: bool = False
+
+
 @dataclass(frozen=True)
 class World:
     """Membership of this process in a job, as ``init`` returns it: rank, size, device, key-value store and timeout.
@@ -47,6 +60,7 @@ class World:
         sent: descriptions of the asynchronous sends that this process has started and not waited for yet, by which the
             ranks tell a deadlock from data that are on their way.
         left: the collectives that this process has completed last: description → how often, for the same purpose.
+        failure: this rank's errors between two collectives, of which waiting ranks are told.
     """
 
     identity: Identity
@@ -56,6 +70,7 @@ class World:
     owned: bool
     sent: list[str] = field(default_factory=list)
     left: dict[str, int] = field(default_factory=dict)
+    failure: FailureNote = field(default_factory=FailureNote)
 
 
 log = logging.getLogger("tutti.init")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
+from tutti.comm.stall import tell_failures
 from tutti.config.metric_direction import Metric
 from tutti.errors import CheckpointError, UsageError, counted, did_you_mean
 from tutti.train.best_value import BestValue
@@ -100,7 +101,7 @@ class Callbacks:
         """Call ``on_train_begin`` of the run's callbacks, once for each run: later calls of this method do nothing.
 
         Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
-        callback propagates, on its rank alone.
+        callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -113,7 +114,7 @@ class Callbacks:
         """Call ``on_train_end`` of the run's callbacks; each call of this method does so.
 
         Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
-        callback propagates, on its rank alone.
+        callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -124,7 +125,7 @@ class Callbacks:
         """Call ``on_epoch_begin`` of the run's callbacks, and set ``in_epoch``.
 
         Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
-        callback propagates, on its rank alone.
+        callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -138,7 +139,7 @@ class Callbacks:
 
         Collective over all ranks if a callback has the method and an epoch is open: an all-gather of the reasons to
         stop. ``tutti train`` calls this before it saves, because a checkpoint holds the states of callbacks after the
-        events of its step. An exception of a callback propagates, on its rank alone.
+        events of its step. An exception of a callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -159,7 +160,7 @@ class Callbacks:
         nothing and is not collective. If it is due and a callback has the method (a plain function has), the call is
         collective over all ranks: an all-gather of the reasons to stop. ``tutti train`` calls this before it saves,
         because a checkpoint holds the states of callbacks after the events of its step. An exception of a callback
-        propagates, on its rank alone.
+        propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -200,7 +201,7 @@ class Callbacks:
         """Call ``on_checkpoint`` of the run's callbacks, after a checkpoint is on disk.
 
         Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
-        callback propagates, on its rank alone.
+        callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -225,12 +226,14 @@ class Callbacks:
         loss, metrics = decode_json(run.context.comms.world.broadcast_json(mine, 0, "evaluation for the callbacks"))
         self._call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
 
+    @tell_failures()
     def _call(self, event: str, run: Run, *arguments: Any) -> None:
         """Call the method ``event`` of each callback that has it, in order, and agree over ranks whether to stop.
 
         A callback with ``ranks = "first"`` is called on rank 0 alone. If any callback has the method, the call is
         collective over all ranks: an all-gather of the reasons to stop. A callback that returns True or a string stops
-        training; the string is the reason. An exception of a callback propagates, with a note that names the callback.
+        training; the string is the reason. An exception of a callback propagates, with a note that names the callback;
+        other ranks raise PeerError.
 
         Args:
             event: name of the method, one of ``EVENTS``.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.comm.stall import tell_failures
 from tutti.errors import MismatchError, NonFiniteError, UsageError, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
@@ -171,9 +172,10 @@ class CustomLoop:
         self._check_beginning()
         self._open += 1
         try:
-            for batch in self._run.epoch(number, start):
-                with self._replica.model_code():
-                    yield from self._bodies_of(batch)
+            with tell_failures():
+                for batch in self._run.epoch(number, start):
+                    with self._replica.model_code():
+                        yield from self._bodies_of(batch)
         finally:
             self._open -= 1
             self._end_void()
@@ -631,6 +633,7 @@ class CustomLoop:
 
     # --- the update ------------------------------------------------------------------------------------------------
 
+    @tell_failures()
     def step(self, index: int | None) -> bool:
         """Update the parameters where the script calls ``optimizer.step()`` in a custom loop over micro-batches.
 
@@ -837,6 +840,7 @@ class CustomLoop:
 
     # --- an update with a closure ----------------------------------------------------------------------------------
 
+    @tell_failures()
     def step_with(
         self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any], replaced: bool = False
     ) -> Any:

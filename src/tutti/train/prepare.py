@@ -17,6 +17,7 @@ from tutti.comm.communicator import everybody
 from tutti.comm.graph_breaks import end_graphs
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import sharers
+from tutti.comm.stall import tell_failures
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
 from tutti.config.optimizer_config import OptimizerChoice
@@ -209,6 +210,7 @@ def prepare(
     return prepare_run(model, optimizer, dataset, loss_fn, options)
 
 
+@tell_failures()
 def prepare_run(
     model: Models,
     optimizer: Optimizers | OptimizerChoice | str,

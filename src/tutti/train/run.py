@@ -16,6 +16,7 @@ from tutti.checkpoint.fingerprint import tensor_digests, weights_sha256
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
 from tutti.comm.graph_breaks import ends_graph
+from tutti.comm.stall import tell_failures
 from tutti.config.gradient_noise import Multiplicative
 from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
@@ -304,41 +305,42 @@ class Run:
                 with pipeline stages a module.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
-        self.callbacks.end_left(self)
-        self.trainability.check_replaced()
-        self.hooks.check_tree()
-        start = self._start(number) if start is None else start
-        self.callbacks.begin(self)
-        if self.callbacks.ended():
-            return
-        self.callbacks.begin_epoch(self, number)
-        self.within, self.lifecycle.rate = number, self.feed.epochs.phase(number).rate
-        parts = iter(()) if start is None else self.feed.read(number, start)
-        while not self.callbacks.ended() and (part := self._draw(parts)) is not None:
-            self.lifecycle.drawn, taken = part, self.taken
-            try:
-                yield shown(part.batch)
-            except GeneratorExit:
-                # A break, or an exception of one rank alone: what is collective waits for a call of all ranks.
-                if self.lifecycle.drawn is part:
-                    self.lifecycle.drawn = None
-                    self.callbacks.leave_step()
-                raise
-            finally:
-                # Also after an exception or a break in the caller's loop: the step is over.
-                heartbeat.training.enter(Phase.IDLE)
-            if self.taken > taken:
-                self.callbacks.end_step(self)
-        self.lifecycle.drawn = None
-        if self.callbacks.ended() and self.callbacks.in_epoch:
-            # The epoch is not over: a checkpoint saved from here on resumes within it.
-            return
-        # A checkpoint saved from here on resumes after this epoch's loop.
-        self.within = None
-        self.schedulers.after_epoch()
-        self.callbacks.end_epoch(self, number)
-        if seldom(self):
-            check_replicas(self, f"epoch {number + 2}")
+        with tell_failures():
+            self.callbacks.end_left(self)
+            self.trainability.check_replaced()
+            self.hooks.check_tree()
+            start = self._start(number) if start is None else start
+            self.callbacks.begin(self)
+            if self.callbacks.ended():
+                return
+            self.callbacks.begin_epoch(self, number)
+            self.within, self.lifecycle.rate = number, self.feed.epochs.phase(number).rate
+            parts = iter(()) if start is None else self.feed.read(number, start)
+            while not self.callbacks.ended() and (part := self._draw(parts)) is not None:
+                self.lifecycle.drawn, taken = part, self.taken
+                try:
+                    yield shown(part.batch)
+                except GeneratorExit:
+                    # A break, or an exception of one rank alone: what is collective waits for a call of all ranks.
+                    if self.lifecycle.drawn is part:
+                        self.lifecycle.drawn = None
+                        self.callbacks.leave_step()
+                    raise
+                finally:
+                    # Also after an exception or a break in the caller's loop: the step is over.
+                    heartbeat.training.enter(Phase.IDLE)
+                if self.taken > taken:
+                    self.callbacks.end_step(self)
+            self.lifecycle.drawn = None
+            if self.callbacks.ended() and self.callbacks.in_epoch:
+                # The epoch is not over: a checkpoint saved from here on resumes within it.
+                return
+            # A checkpoint saved from here on resumes after this epoch's loop.
+            self.within = None
+            self.schedulers.after_epoch()
+            self.callbacks.end_epoch(self, number)
+            if seldom(self):
+                check_replicas(self, f"epoch {number + 2}")
 
     def _start(self, number: int) -> int | None:
         """Return the first batch of epoch ``number``; None if a restored run has consumed all of them."""
@@ -364,6 +366,7 @@ class Run:
             heartbeat.training.enter(Phase.IDLE)
 
     @ends_graph
+    @tell_failures()
     def step(self, batch: Batch) -> float:
         """Train on one global batch, of which ``batch`` is this rank's share: forward, backward and update.
 
@@ -499,6 +502,7 @@ class Run:
         return self.stats
 
     @ends_graph
+    @tell_failures()
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
         """Compute gradients, in place of ``loss.backward()``, and reduce them in a rank's last micro-batch.
 
@@ -522,6 +526,7 @@ class Run:
         self.custom.backward(loss, retain_graph)
 
     @ends_graph
+    @tell_failures()
     def reduce_gradients(self) -> None:
         """Reduce gradients that the script has assigned to ``.grad`` over the global batch.
 
@@ -612,6 +617,7 @@ class Run:
 
     # --- evaluation, profiling, state ------------------------------------------------------------------------------
 
+    @tell_failures()
     def evaluate(
         self,
         source: Any,
@@ -652,6 +658,7 @@ class Run:
         self.callbacks.evaluated(self, found)
         return found
 
+    @tell_failures()
     def predict(
         self,
         source: Any,
@@ -721,6 +728,7 @@ class Run:
         with traced(self, Path(folder)):
             yield
 
+    @tell_failures()
     def state(self, averaged: bool = False) -> dict[str, Tensor]:
         """Return all parameters and persistent buffers of the plain model on every rank.
 
@@ -747,6 +755,7 @@ class Run:
             self.returned |= set(tensor_digests(found.values()))
         return found
 
+    @tell_failures()
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's state as whole tensors on every rank, as a checkpoint has it.
 
@@ -767,6 +776,7 @@ class Run:
         self.together("reading the optimizer's state")
         return gathered_state(self.gradient_sync.state().get("optim", {}), self.context.comms.world)
 
+    @tell_failures()
     def weights_sha256(self, averaged: bool = False) -> str:
         """Return a SHA-256 hash of the tensors that ``state`` returns, on every rank. Collective over all ranks.
 
@@ -852,6 +862,7 @@ class Run:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
+    @tell_failures()
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint to ``folder/step-N``, and return when it is on disk. Collective over all ranks.
 
@@ -893,6 +904,7 @@ class Run:
         self.callbacks.checkpoint_written(self, path)
         return path
 
+    @tell_failures()
     def restore(self, folder: str | Path, change: str | Sequence[str] = ()) -> dict[str, Any] | None:
         """Restore the newest intact checkpoint of ``folder``. Collective over all ranks.
 
