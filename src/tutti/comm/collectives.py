@@ -123,6 +123,11 @@ def _session() -> CollectiveSession:
 
 
 def _number(process_set: ProcessSet) -> int:
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(
+            f"process_set is of type {type(process_set).__name__}",
+            remedy="give the ProcessSet that add_process_set returned",
+        )
     number = process_set.process_set_id
     if number is None or number not in _session().sets:
         raise UsageError(f"{process_set} is not known", remedy="call add_process_set on every rank first")
@@ -190,9 +195,27 @@ def _submit(
     return session.submit(CollectiveHandle(call, session, inputs, outputs, convert))
 
 
+def _check_tensors(kind: str, values: Sequence[Any], name: str | None) -> None:
+    """Raise UsageError for values that are no tensors."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"this collective takes tensors, and was given a value of type {type(value).__name__}",
+                where=_where(kind, name),
+                remedy="give torch.tensor(…), or use allgather_object or broadcast_object",
+            )
+
+
 def _refuse_sparse(kind: str, tensors: Sequence[Tensor], name: str | None) -> None:
     """Raise UsageError for tensors that are not dense, at which the engine would fail with all later collectives."""
+    _check_tensors(kind, tensors, name)
     for tensor in tensors:
+        if tensor.is_meta:
+            raise UsageError(
+                "a tensor on the meta device has no values",
+                where=_where(kind, name),
+                remedy="move the model to a device by to_empty(), and initialise it",
+            )
         if tensor.layout is not torch.strided:
             raise UsageError(
                 f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} cannot be given to this collective",
@@ -224,6 +247,7 @@ def _allreduce(
 ) -> CollectiveHandle:
     op = ReduceOperation(op)
     if op == ReduceOperation.ADASUM:
+        _number(process_set)
         size = process_set.size()
         if size & (size - 1):
             raise UsageError(
@@ -284,6 +308,7 @@ def allreduce_async(
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
+    _check_tensors("allreduce", [tensor], name)
     outputs = [tensor.detach()] if in_place else None
     convert = (lambda _: tensor) if in_place else _first
     return _allreduce([tensor], op, name, prescale, postscale, process_set, outputs, convert)
@@ -330,6 +355,7 @@ def grouped_allreduce_async(
         DuplicateNameError: a call with this name is still pending on this rank.
     """
     tensors = list(tensors)
+    _check_tensors("allreduce", tensors, name)
     outputs = _without_graph(tensors) if in_place else None
     convert = (lambda _: tensors) if in_place else None
     return _allreduce(tensors, op, name, prescale, postscale, process_set, outputs, convert)
@@ -370,7 +396,7 @@ def allreduce(
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
-    if tensor.is_sparse:
+    if isinstance(tensor, Tensor) and tensor.is_sparse:
         return sparse_allreduce_async(
             tensor, op, name, prescale=prescale, postscale=postscale, process_set=process_set
         )()
@@ -444,8 +470,8 @@ def sparse_allreduce_async(
         raises MismatchError where ranks' calls differ, and PeerError where a rank is lost or late.
 
     Raises:
-        UsageError: ``op`` is another operation or not defined for the dtype; this rank is no member of ``process_set``;
-            or ``tutti.init`` was not called.
+        UsageError: ``op`` is another operation or not defined for the dtype; the tensor is not sparse; this rank is no
+            member of ``process_set``; or ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -454,6 +480,13 @@ def sparse_allreduce_async(
             f"sparse tensors cannot be reduced with {op}",
             where=_where("allreduce", name),
             remedy="use sum or average, or to_dense()",
+        )
+    _check_tensors("allreduce", [tensor], name)
+    if not tensor.is_sparse:
+        raise UsageError(
+            f"the tensor has layout {tensor.layout}, and no sparse COO layout",
+            where=_where("allreduce", name),
+            remedy="use allreduce",
         )
     tensor = tensor.detach().coalesce()
     base = name if name is not None else _session().name(_number(process_set), "sparse")
@@ -508,6 +541,7 @@ def grouped_allgather_async(
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
+    _check_tensors("allgather", tensors, name)
     rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     return _submit(
         "allgather",
@@ -627,17 +661,22 @@ def grouped_broadcast_async(
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
+    _check_root(root, name, process_set)
+    tensors = list(tensors)
+    _refuse_sparse("broadcast", tensors, name)
+    outputs = [t.detach() if in_place else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+    convert = (lambda _: tensors) if in_place else None
+    return _submit("broadcast", tensors, name, process_set, outputs=outputs, convert=convert, root=int(root))
+
+
+def _check_root(root: int, name: str | None, process_set: ProcessSet) -> None:
+    _number(process_set)
     if root not in process_set.ranks:
         raise UsageError(
             f"root rank {root} is not in {process_set}",
             where=_where("broadcast", name),
             remedy="give the global rank of a member",
         )
-    tensors = list(tensors)
-    _refuse_sparse("broadcast", tensors, name)
-    outputs = [t.detach() if in_place else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
-    convert = (lambda _: tensors) if in_place else None
-    return _submit("broadcast", tensors, name, process_set, outputs=outputs, convert=convert, root=int(root))
 
 
 def broadcast_async(
@@ -759,13 +798,14 @@ def alltoall_async(
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
+    _refuse_sparse("alltoall", [tensor], name)
+    _number(process_set)
     rows = _splits(tensor, splits, process_set.size(), _where("alltoall", name))
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
 
     def convert(result: list[Any]) -> tuple[Tensor, Tensor]:
         return result[0], torch.tensor(result[1], dtype=torch.int32, device=device)
 
-    _refuse_sparse("alltoall", [tensor], name)
     sent = tensor[: sum(rows)]
     return _submit("alltoall", [sent], name, process_set, shapes=[tensor.shape[1:]], extents=rows, convert=convert)
 
@@ -844,6 +884,7 @@ def grouped_reducescatter_async(
         raise UsageError(
             f"Reducescatter currently only supports AVERAGE and SUM, not {op}", where=_where("reducescatter", name)
         )
+    _check_tensors("reducescatter", tensors, name)
     if any(tensor.dim() == 0 for tensor in tensors):
         raise UsageError(
             "a reduce-scatter needs tensors with a first dimension",
@@ -1102,12 +1143,7 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
-    if root not in process_set.ranks:
-        raise UsageError(
-            f"root rank {root} is not in {process_set}",
-            where=_where("broadcast", name),
-            remedy="give the global rank of a member",
-        )
+    _check_root(root, name, process_set)
     raw = encode_or_error(value, _where("broadcast_object", name)) if context.rank() == root else b""
     handle = _submit(
         "allgather",
@@ -1191,9 +1227,10 @@ class _AllReduce(torch.autograd.Function):
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Any:
-        ctx.given, ctx.shapes = arguments, [tensor.shape for tensor in tensors]
-        name, process_set = arguments
-        return tuple(grouped_allgather_async(tensors, name, process_set=process_set).wait())
+        name, process_set = ctx.given = arguments
+        handle = grouped_allgather_async(tensors, name, process_set=process_set)
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return tuple(handle.wait())
 
     @staticmethod
     @_translated
@@ -1228,8 +1265,9 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], tensor: Tensor) -> Any:
         splits, ctx.name, ctx.process_set, received = arguments
+        handle = alltoall_async(tensor, splits, ctx.name, process_set=ctx.process_set)
         ctx.rows = len(tensor)
-        result, ctx.received = alltoall_async(tensor, splits, ctx.name, process_set=ctx.process_set).wait()
+        result, ctx.received = handle.wait()
         received.append(ctx.received)
         return (result,)
 

@@ -556,17 +556,23 @@ def DistributedOptimizer(
         it in place of ``optimizer``, whose own ``step`` would reduce no gradients.
 
     Raises:
-        ValueError: ``init`` was not called; ``named_parameters`` lacks a parameter of the optimizer, names two alike,
-            or does not consist of tuples; ``op`` is another operation; ``backward_passes_per_step`` is not positive;
-            ``gradient_predivide_factor`` is given with another ``op`` than ``Average``; ``groups`` is not positive, has
-            a parameter twice, or holds something other than tensors; or a number in ``HOROVOD_AUTOTUNE_…`` variables is
-            not whole.
+        ValueError: ``init`` was not called; ``optimizer`` is wrapped already; ``named_parameters`` lacks a parameter of
+            the optimizer, names two alike, or does not consist of tuples; ``compression`` is none; ``op`` is another
+            operation; ``backward_passes_per_step`` is not positive or not whole; ``gradient_predivide_factor`` is 0, or
+            given with another ``op`` than ``Average``; ``groups`` is not positive, has a parameter twice, or holds
+            something other than tensors; or a number in ``HOROVOD_AUTOTUNE_…`` variables is not whole.
         AssertionError: from backward, ``step``, ``synchronize`` or ``zero_grad`` of the new optimizer: there were more
             backward passes than ``backward_passes_per_step``, gradients were changed or set to zero while they are
             reduced, or backward had ``create_graph=True``.
         HorovodInternalError: from backward, ``step`` or ``synchronize``: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("optimizer is wrapped by DistributedOptimizer already; give it the optimizer of PyTorch")
+    if not hasattr(compression, "compress"):
+        raise ValueError(f"compression must be hvd.Compression.none or hvd.Compression.fp16, not {compression!r}")
+    if gradient_predivide_factor == 0:
+        raise ValueError("gradient_predivide_factor must not be 0")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if op not in (Average, Sum, Adasum):
@@ -578,8 +584,8 @@ def DistributedOptimizer(
             stacklevel=2,
         )
         groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+    if backward_passes_per_step <= 0 or backward_passes_per_step % 1:
+        raise ValueError("backward_passes_per_step must be > 0, and a whole number")
     named = _checked_names(optimizer, named_parameters)
     base = _DistributedDelta if op == Adasum and process_set.size() > 1 else _Distributed
     kind: Any = type(type(optimizer).__name__, (base, type(optimizer)), {})

@@ -1,0 +1,133 @@
+"""Misuses of ``hvd`` are refused at the call with its name, and the job goes on; uneven data, and two models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tutti.horovod.torch as hvd
+from tests.horovod.test_horovod_torch import with_horovod
+from tests.worlds import run
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+ONES = torch.ones(4)
+MISUSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "none": (lambda: hvd.allreduce(None, name="x"), r"of type NoneType \(rank \d, allreduce 'allreduce.x'\)"),
+    "in place": (lambda: hvd.allreduce_(None, name="x"), r"of type NoneType \(rank \d, allreduce"),
+    "number": (lambda: hvd.allgather(3.0, name="x"), r"of type float \(rank \d, allgather 'allgather.x'\)"),
+    "array": (lambda: hvd.broadcast(np.ones(2), 0, "x"), r"of type ndarray \(rank \d, broadcast 'broadcast.x'\)"),
+    "list": (lambda: hvd.alltoall([1, 2], name="x"), r"of type list \(rank \d, alltoall 'alltoall.x'\)"),
+    "scattered": (lambda: hvd.reducescatter(2, name="x"), r"of type int \(rank \d, reducescatter"),
+    "group": (lambda: hvd.grouped_allreduce([ONES, 1], name="x"), r"of type int \(rank \d, allreduce"),
+    "group in place": (lambda: hvd.grouped_allreduce_([ONES, 1], name="x"), r"of type int \(rank \d, allreduce"),
+    "gathered group": (lambda: hvd.grouped_allgather([1], name="x"), r"of type int \(rank \d, allgather"),
+    "dense": (lambda: hvd.sparse_allreduce_async(ONES, "x", hvd.Sum), "no sparse COO layout"),
+    "meta": (lambda: hvd.allreduce(ONES.to("meta"), name="x"), "on the meta device has no values"),
+    "number of a set": (lambda: hvd.allreduce(ONES, process_set=0), "process_set is of type int"),
+    "ranks of a set": (lambda: hvd.alltoall(ONES, process_set=[0]), "process_set is of type list"),
+    "no set": (lambda: hvd.broadcast_object(1, process_set=None), "process_set is of type NoneType"),
+    "other set": (lambda: hvd.allreduce(ONES, process_set=hvd.ProcessSet([0])), "is not known"),
+    "wrapped": (lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd())), "is wrapped .* already"),
+    "compression": (lambda: hvd.DistributedOptimizer(sgd(), compression="fp16"), "compression must be .* not 'fp16'"),
+    "passes": (lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=1.5), "a whole number"),  # type: ignore[arg-type]
+    "factor": (lambda: hvd.DistributedOptimizer(sgd(), gradient_predivide_factor=0.0), "must not be 0"),
+}
+
+
+def misuse() -> None:
+    """Misuse every call on one rank alone; the others make the right calls after it."""
+    for call, text in MISUSES.values():
+        if hvd.rank() == hvd.size() - 1:
+            with pytest.raises(ValueError, match=text):
+                call()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x").item() == hvd.size()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_misuses_of_one_rank_are_refused_at_the_call(size: int) -> None:
+    run(size, with_horovod, inside=misuse)
+
+
+EPOCHS = 2
+
+
+def samples(size: int) -> torch.Tensor:
+    return torch.randn(EPOCHS, size, size + 1, 5, 4, generator=torch.Generator().manual_seed(3))
+
+
+def with_fewer_batches() -> list[Any]:
+    """Rank r has r + 1 batches an epoch, and joins."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    last = []
+    for epoch in samples(hvd.size()):
+        for batch in epoch[hvd.rank(), : hvd.rank() + 1]:
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+        last.append(hvd.join())
+        hvd.broadcast_parameters(net.state_dict(), root_rank=last[-1])
+    return [last, [p.detach() for p in net.parameters()]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_fewer_batches_send_zeros(size: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for epoch in samples(size):
+        for step in range(size):
+            optimizer.zero_grad()
+            for rank in range(step, size):
+                (net(epoch[rank, step]).square().mean() / size).backward()
+            optimizer.step()
+    for last, parameters in run(size, with_horovod, inside=with_fewer_batches):
+        assert last == [size - 1] * EPOCHS
+        for mine, expected in zip(parameters, net.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected.detach())
+
+
+def two_models(named: bool) -> Any:
+    """Two models of one loss, whose parameters have equal names unless the script makes them different."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            [(f"{index if named else ''}.{name}", parameter) for name, parameter in net.named_parameters()],
+        )
+        for index, net in enumerate(nets)
+    ]
+    loss = nets[1](nets[0](torch.full((2, 3), hvd.rank() + 1.0))).square().mean()
+    if not named:
+        with pytest.raises(ValueError, match="with the same name as another tensor"):
+            loss.backward()
+        return None
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return [p.detach() for net in nets for p in net.parameters()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_models_need_different_names(size: int) -> None:
+    torch.manual_seed(0)
+    nets = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(nets.parameters(), lr=0.1)
+    for rank in range(size):
+        (nets(torch.full((2, 3), rank + 1.0)).square().mean() / size).backward()
+    optimizer.step()
+    for found in run(size, with_horovod, inside=two_models, named=True):
+        for mine, expected in zip(found, nets.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected.detach())
+    run(size, with_horovod, inside=two_models, named=False)
