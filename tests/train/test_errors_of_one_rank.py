@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 import tutti
 from tests import worlds
 from tests.train.test_callbacks import INPUTS, TARGETS, prepared
+from tutti.checkpoint import manager
 
 
 class Broken(RuntimeError):
@@ -58,7 +59,7 @@ def train_on_samples() -> None:
         run.reduce_gradients()
 
 
-def fails(run: Any, *_: Any) -> None:
+def fails(run: Any, *_: Any, **__: Any) -> None:
     raise Broken("unreadable")
 
 
@@ -130,6 +131,29 @@ def test_state_that_one_rank_cannot_save(tmp_path: Path) -> None:
     worlds.forget(2)
     assert zero.startswith("UsageError"), zero
     assert one.startswith("PeerError: rank 0 failed, and "), one
+
+
+def save_with(broken: str, folder: str) -> str:
+    """Save while one function of the saving thread raises, on rank 0 or for ``write_part`` on the last rank."""
+    run, kept = prepared([]), getattr(manager, broken)
+    if last() if broken == "write_part" else tutti.rank() == 0:
+        setattr(manager, broken, fails)
+    try:
+        run.save(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(manager, broken, kept)
+    return ""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("broken", ["begin", "write_part", "commit"])
+def test_an_unexpected_error_of_one_saving_thread_fails_the_save_everywhere(
+    broken: str, size: int, tmp_path: Path
+) -> None:
+    for text in worlds.run(size, save_with, broken=broken, folder=str(tmp_path)):
+        assert text.startswith("DiskError: the save failed") and "Broken: unreadable" in text, text
 
 
 def after_errors() -> list[float]:

@@ -219,8 +219,8 @@ class CheckpointManager:
                 try:
                     opened = begin(self.folder, step, identity.attempt)
                     store.set(f"{key}/open", json.dumps([str(opened), ""]))
-                except TuttiError as error:
-                    store.set(f"{key}/open", json.dumps(["", str(error)]))
+                except Exception as error:
+                    store.set(f"{key}/open", json.dumps(["", _reason(error)]))
             temporary, refused = json.loads(self._await(key, "open"))
             if refused:
                 self._outcome = refused
@@ -231,7 +231,7 @@ class CheckpointManager:
                 store.set(f"{key}/done", self._finish(Path(temporary), key, step, facts))
             self._outcome = self._await(key, "done")
         except Exception as error:
-            self._outcome = str(error) or type(error).__name__
+            self._outcome = _reason(error)
         finally:
             self._written.set()
             heartbeat.saving.enter(Phase.IDLE)
@@ -244,8 +244,8 @@ class CheckpointManager:
                 for group, slices in groups.items()
                 for record in write_part(temporary, group, self._world.identity.rank, slices, progress)
             ]
-        except TuttiError as error:
-            return {"error": str(error)}
+        except Exception as error:
+            return {"error": _reason(error)}
         return {"records": records}
 
     def _finish(self, temporary: Path, key: str, step: int, facts: Mapping[str, Any]) -> str:
@@ -268,8 +268,8 @@ class CheckpointManager:
                 verified=self._verified,
                 progress=self._progress(key),
             )
-        except TuttiError as error:
-            return str(error)
+        except Exception as error:
+            return _reason(error)
         return ""
 
     def _limit(self) -> float:
@@ -349,6 +349,10 @@ class CheckpointManager:
             "%s in %s", f"{Path(path).name} is the newest valid checkpoint" if path else "no checkpoint", self.folder
         )
         return load_manifest(Path(path)) if path else None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, TuttiError) else f"{type(error).__name__}: {error}"
 
 
 def share_folder(comm: Communicator, folder: Path) -> None:
