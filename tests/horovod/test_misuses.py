@@ -97,6 +97,50 @@ def test_ranks_with_fewer_batches_send_zeros(size: int) -> None:
             torch.testing.assert_close(mine, expected.detach())
 
 
+PASSES = ((3, 1, 2), (2, 1, 3), (1, 3, 3))
+
+
+def pass_inputs(rank: int) -> list[torch.Tensor]:
+    """The inputs of a rank's backward passes, which are fewer than three in some steps and differ between ranks."""
+    drawn = torch.randn(3, 3, 5, 4, generator=torch.Generator().manual_seed(rank))
+    return [drawn[step, :count] for step, count in enumerate(PASSES[rank])]
+
+
+def with_fewer_passes(compression: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net.named_parameters(),
+        compression=getattr(hvd.Compression, compression),
+        backward_passes_per_step=3,
+        gradient_predivide_factor=2.0,
+    )
+    for inputs in pass_inputs(hvd.rank()):
+        optimizer.zero_grad()
+        for batch in inputs:
+            net(batch).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("compression", "tolerance"), [("none", 1e-6), ("fp16", 1e-3)])
+def test_steps_with_fewer_passes_reduce_what_there_is(compression: str, tolerance: float, size: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for ranks in zip(*map(pass_inputs, range(size)), strict=True):
+        optimizer.zero_grad()
+        for inputs in ranks:
+            for batch in inputs:
+                (net(batch).square().mean() / size).backward()
+        optimizer.step()
+    for found in run(size, with_horovod, inside=with_fewer_passes, compression=compression):
+        for mine, expected in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected.detach(), rtol=tolerance, atol=tolerance)
+
+
 def two_models(named: bool) -> Any:
     """Two models of one loss, whose parameters have equal names unless the script makes them different."""
     torch.manual_seed(0)
