@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import worlds
 from tests.faults.commands import tutti
 from tutti.cli.app import main
 from tutti.cli.landscape_command import show_landscape
+from tutti.config.train_config import TrainConfig
+from tutti.errors import NonFiniteError
+from tutti.planning.landscape import landscape_rank
+from tutti.planning.landscape_options import LandscapeOptions
 
 TASK = """
 import torch
@@ -117,6 +122,25 @@ def test_a_loss_that_is_not_finite_ends_with_code_6_and_a_stream_with_2(folder: 
     assert diverged.code == 6 and "loss at the checkpoint is not finite" in diverged.err
     assert stream.code == 2 and "are a stream" in stream.err
     assert not (folder / "one" / "landscape.json").exists()
+
+
+def landscape_on_a_rank(task: str, checkpoint: str) -> str:
+    options = LandscapeOptions(checkpoint=Path(checkpoint), samples=24, block=8)
+    try:
+        landscape_rank(task, TrainConfig(device="cpu"), options, Path())
+    except NonFiniteError as error:
+        return error.what
+    return "returned"
+
+
+def test_the_other_ranks_return_where_the_loss_is_not_finite(folder: Path) -> None:
+    checkpoint = max((folder / "one" / "checkpoints").glob("step-*"))
+    write_task(folder, scale=" * float('nan')")
+    try:
+        told = worlds.run(2, landscape_on_a_rank, task=f"{folder / 'task.py'}:own", checkpoint=str(checkpoint))
+    finally:
+        write_task(folder)
+    assert told == ["the loss at the checkpoint is not finite", "returned"]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def landscape_rank(
             script does not give its loss to ``tutti.prepare``.
         DataError: the task's data are missing or malformed.
         CheckpointError: a checkpoint is of another model, or damaged.
-        NonFiniteError: the loss at the checkpoint is NaN or infinite; raised on rank 0 alone.
+        NonFiniteError: the loss at the checkpoint is NaN or infinite; raised on rank 0, while the other ranks return.
         DiskError: rank 0 cannot write the file.
     """
     world = context.init(config.device)
@@ -97,10 +97,15 @@ def landscape_rank(
     if rank:
         surface.serve()
     else:
-        found = _measure(surface, model, other, options, progress)
+        try:
+            found = _measure(surface, model, other, options, progress)
+        except NonFiniteError:
+            # Raised here alone: the other ranks would wait for the next pass.
+            surface.close()
+            raise
+        surface.close()
         found["devices"] = ranks
         found["weights_sha256"] = weights_hash(SavedWeights(load_manifest(options.checkpoint), options.ema))
-        surface.close()
         found["passes"] = dict(progress.passes)
         write_json(folder / LANDSCAPE_FILE, found)
     context.shutdown()
