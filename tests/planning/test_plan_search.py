@@ -10,6 +10,7 @@ import pytest
 
 from tests.planning.test_step_prediction import TASK, costs
 from tutti.comm.collective_schedules import LinkCost
+from tutti.errors import UsageError
 from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData, best_by_devices, device_plans
 from tutti.planning.machine_costs import StepCosts, open_machine
 from tutti.planning.memory_plan import model_facts
@@ -93,6 +94,21 @@ def test_memory_refuses_plans_and_makes_micro_batches_worth_it() -> None:
     assert all("GiB short at the least" in text for text in tight.refusals()) and tight.refusals()
     again = [step for step in tight.steps if "blocks" in step.label]
     assert again and all(step.terms["recomputation"] > 0 for step in again)
+
+
+def test_a_plan_whose_memory_cannot_be_predicted_is_refused_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pricer = pricer_of(own, costs(between=SLOW))
+    known = StepPricer.short
+
+    def short(self: StepPricer, step: PlannedStep, memory: float) -> float:
+        if step.family == "sharded":
+            raise UsageError("the memory cannot be predicted")
+        return known(self, step, memory)
+
+    monkeypatch.setattr(StepPricer, "short", short)
+    found = searched(pricer, (2,), memory=1e12)
+    assert any("the memory cannot be predicted" in text for text in found.refusals())
+    assert any(step.family == "mirrored" for step in found.steps)
 
 
 def searched_text(pricer: StepPricer, memory: float | None) -> PlanCandidates:

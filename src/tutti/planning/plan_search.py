@@ -356,9 +356,8 @@ def search_plans(
             the numbers of plans that were looked at and simulated.
 
     Raises:
-        UsageError: ``memory`` is given, and ``StepPricer.short`` cannot predict the memory of a plan to simulate; or
-            the data to the target are unknown at the batch of a measured step. A plan that cannot be simulated raises
-            nothing and is counted in ``refused``.
+        UsageError: the data to the target are unknown at the batch of a measured step. A plan whose seconds or memory
+            cannot be predicted raises nothing and is counted in ``refused``.
     """
     known = {step_key(step) for step in measured}
     rows: dict[int, list[DevicePlan]] = defaultdict(list)
@@ -380,10 +379,10 @@ def search_plans(
                 if evaluated >= _RUNNERS_UP and not near:
                     steps.append(plan.step)
                     continue
-            if memory is not None and (lacking := pricer.short(plan.step, memory)) > 0:
-                found.lack(plan.step.family, lacking)
-                continue
             try:
+                if memory is not None and (lacking := pricer.short(plan.step, memory)) > 0:
+                    found.lack(plan.step.family, lacking)
+                    continue
                 (exact,) = device_plans([pricer.evaluate(plan.step)], data, None)
             except UsageError as error:
                 found.refuse(plan.step.family, error.what)
