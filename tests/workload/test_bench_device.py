@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tutti.workload import bench_device
-from tutti.workload.bench_timing import Findings
+from tutti.workload.bench_timing import Findings, curve_point, fastest
 from tutti.workload.machine_file import peak_name
 
 
@@ -22,6 +22,17 @@ def test_no_larger_call_follows_a_long_one(seconds: float, sizes: int, monkeypat
     bench_device.bench_device(torch.device("cpu"), found)
     assert len(found.curves["device/matmul/fp32"].points) == sizes
     assert found.figures[peak_name("fp32", 1)].value > 0
+
+
+def test_of_several_rounds_the_fastest_counts_at_each_size() -> None:
+    rounds = [Findings(show=False) for _ in range(2)]
+    for each, seconds in zip(rounds, ((1.0, 9.0), (5.0, 2.0)), strict=True):
+        each.draw("device/copy", "byte", [curve_point(size, [s] * 3) for size, s in zip((1, 4), seconds, strict=True)])
+        each.add("device/operation/seconds", "s", [seconds[0]])
+    found = Findings(show=False)
+    fastest(rounds, lambda name: f"shared/{name}/2", found)
+    assert [point.seconds for point in found.curves["shared/device/copy/2"].points] == [1.0, 2.0]
+    assert found.figures["shared/device/operation/seconds/2"].value == 1.0
 
 
 def test_a_device_with_little_memory_is_measured_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

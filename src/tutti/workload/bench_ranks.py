@@ -8,19 +8,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from tutti.comm.communicator import Communicator
 from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
-from tutti.device import is_accelerator, synchronize, usable_cores
+from tutti.device import is_accelerator, synchronize
 from tutti.launcher.context import World
-from tutti.workload.bench_timing import Findings, curve_point, time_calls
+from tutti.workload.bench_device import ROUNDS, bench_operators, bench_optimizer
+from tutti.workload.bench_timing import Findings, curve_point, fastest
 from tutti.workload.machine_file import CurvePoint
 
 _SIZES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 _OVERLAPPED = 2**24
 _STEPS = 60
-_SHARED, _SHARED_ROUNDS = 768, 5
+_UNRELATED = 1 << 26
+"""Bytes of memory that ranks write between two messages: a guess at what a step's other tensors take."""
+_SHARED = 0.03
+"""Seconds to spend on each size of a call in all ranks at once."""
 
 
 def bench_links(world: World, found: Findings) -> None:
@@ -74,39 +79,31 @@ def bench_collectives(
 
 
 def bench_shared(world: World, found: Findings) -> None:
-    """Measure how much longer computing takes when all ranks of a node compute at once. Collective over all ranks.
+    """Measure operators and optimizers in all ranks of a node at once, each with the threads it has in training.
 
-    First rank 0 computes alone while the other ranks wait; on a CPU it uses all cores. Then all ranks compute at the
-    same time, each with the threads it has in training. The ratio of the seconds includes the division of the cores
-    among ranks and the contention between ranks.
+    What ranks share slows each of them down: cores, caches and the bandwidth of memory, by class of operator and size.
+    Collective over all ranks.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are on one node.
-        found: receives the ratios ``shared/matmul/RANKS`` and ``shared/elementwise/RANKS``, of seconds together (mean
-            over ranks) over seconds alone, which are measured on rank 0: on the other ranks the values have no meaning.
+        found: receives the curves of ``bench_operators`` and ``bench_optimizer`` and their single numbers, as measured
+            on this rank, under the names ``shared/CLASS/RANKS``, such as ``shared/matmul/fp32/2``.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
-    left = torch.randn(_SHARED, _SHARED, device=world.device)
-    calls: dict[str, Callable[[], object]] = {
-        "matmul": lambda: left @ left,
-        "elementwise": lambda: left + left,
-    }
-    own = torch.get_num_threads()
-    for name, call in calls.items():
-        ratios = []
-        for _ in range(_SHARED_ROUNDS):
-            alone = 1.0
-            group.all_gather(torch.zeros(1), "before computing alone")
-            if world.identity.rank == 0:
-                torch.set_num_threads(own if is_accelerator(world.device) else usable_cores())
-                alone = statistics.median(time_calls(call, world.device, 0.05))
-                torch.set_num_threads(own)
-            group.all_gather(torch.zeros(1), "before computing together")
-            mine = torch.tensor([statistics.median(time_calls(call, world.device, 0.05))], dtype=torch.float64)
-            together = [float(each) for each in group.all_gather(mine, "seconds of computing together")]
-            ratios.append(statistics.fmean(together) / alone)
-        found.add(f"shared/{name}/{ranks}", "ratio", ratios)
+
+    def begin() -> None:
+        group.all_gather(torch.zeros(1), "before computing together")
+
+    def name(alone: str) -> str:
+        return f"shared/{alone.removeprefix('device/')}/{ranks}"
+
+    rounds, updates = [Findings(show=False) for _ in range(ROUNDS)], Findings(show=False)
+    for each in rounds:
+        bench_operators(world.device, each, _SHARED, begin)
+    fastest(rounds, name, found)
+    bench_optimizer(world.device, updates, _SHARED, begin)
+    fastest([updates], name, found)
 
 
 def bench_overlap(world: World, found: Findings) -> None:
@@ -204,11 +201,15 @@ def _message(line: Communicator, sender: int, size: int, device: torch.device) -
     """Time messages of ``size`` bytes between two ranks, one each way; other ranks return a point without meaning."""
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     rounds = 30 if size < 2**20 else 8
-    seconds = []
+    seconds, memory = [], _unrelated(device)
     line.all_gather(torch.zeros(1), "before messages")
     here = line.rank == sender
     other, (out, back) = (sender + 1, ("there", "back")) if here else (sender, ("back", "there"))
-    for _ in range(rounds if line.rank in (sender, sender + 1) else 0):
+    for _ in range(rounds):
+        memory.add_(1.0)
+        line.all_gather(torch.zeros(1), "before a message")
+        if line.rank not in (sender, sender + 1):
+            continue
         begin = time.perf_counter()
         pending = line.start_send(sent, other, out)
         line.receive(received, other, back)
@@ -219,15 +220,26 @@ def _message(line: Communicator, sender: int, size: int, device: torch.device) -
 
 
 def _together(group: Communicator, call: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
-    """Return the seconds of each call, equally often on each rank, after two that do not count."""
-    found = []
+    """Return the seconds of each call, equally often on each rank, after two that do not count.
+
+    Between two calls a rank on a CPU writes memory of its own, as it computes between two messages in training: what a
+    call reads and writes is not in caches then.
+    """
+    found, memory = [], _unrelated(device)
     group.all_gather(torch.zeros(1), "before timing")
     for _ in range(rounds + 2):
+        memory.add_(1.0)
+        group.all_gather(torch.zeros(1), "before a call")
         begin = time.perf_counter()
         call()
         synchronize(device)
         found.append(time.perf_counter() - begin)
     return found[2:]
+
+
+def _unrelated(device: torch.device) -> Tensor:
+    """Return more memory than a CPU's caches hold; on accelerators, whose messages leave them, nothing."""
+    return torch.zeros(0 if is_accelerator(device) else _UNRELATED // 4, device=device)
 
 
 def _all_reduce(group: Communicator, elements: int) -> Callable[[], object]:

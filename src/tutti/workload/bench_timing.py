@@ -89,6 +89,25 @@ class Findings:
         }
 
 
+def fastest(rounds: Sequence[Findings], name: Callable[[str], str], found: Findings) -> None:
+    """Add the curves and figures of several rounds of a measurement, each point and figure from its fastest round.
+
+    Another process disturbs all sizes of one round for seconds, and not those of a later one.
+
+    Args:
+        rounds: findings of seconds with equal names.
+        name: returns the name to add a curve or figure under.
+        found: receives the curves and figures.
+    """
+    for curve, first in rounds[0].curves.items():
+        points = [point for each in rounds for point in each.curves[curve].points]
+        sizes = dict.fromkeys(point.size for point in points)
+        best = [min((p for p in points if p.size == size), key=lambda point: point.seconds) for size in sizes]
+        found.draw(name(curve), first.unit, best)
+    for figure in rounds[0].figures:
+        found.figures[name(figure)] = min((each.figures[figure] for each in rounds), key=lambda one: one.value)
+
+
 def time_calls(call: Callable[[], object], device: torch.device, seconds: float = 0.15, calls: int = 1) -> list[float]:
     """Measure how long a call takes, repeatedly, after two calls that do not count.
 

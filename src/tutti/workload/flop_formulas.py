@@ -26,7 +26,7 @@ _TRANSCENDENTAL = re.compile(
     r"_?(gelu|tanh|sigmoid|silu|mish|elu|softplus|exp2?|expm1|log2?|log10|log1p|erfc?|sin|cos|pow)(_backward)?_?$"
 )
 
-_CAUSAL = 0.5
+CAUSAL = 0.5
 """Part of the scores that causal attention computes, as Dao et al. 2022 (arXiv 2205.14135) count it; (T + 1)/2T for T
 positions."""
 
@@ -157,7 +157,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], back
         lengths, rows = (query[-3], key[-3]), math.prod(query[:-3]) * query[-2]
     scores, mixed = (2.0 * rows * math.prod(lengths) * size for size in (query[-1], value[-1]))
     causal = bool(given.get("is_causal") or given.get("custom_mask_type"))
-    part = _CAUSAL if causal else 1.0
+    part = CAUSAL if causal else 1.0
     whole = 2 * (scores + mixed) if backward else scores + mixed
     return OperatorFlop("attention", part * whole, part * scores if backward else 0.0, (1 - part) * whole)
 
