@@ -20,6 +20,8 @@ from tutti.workload.machine_figure import write_machine_figure
 from tutti.workload.machine_file import machine_json, write_machine
 
 if TYPE_CHECKING:
+    from tutti.launcher.context import World
+    from tutti.workload.bench_timing import Findings
     from tutti.workload.machine_file import Figure, Machine
 
 
@@ -38,9 +40,9 @@ def bench(
     Example: tutti bench scaling digits --ranks 1,2 -- --batch-size 512
 
     Takes one or several parts: device, links, collectives, data, disk,
-    optimizer; all of them without. The last part may be scaling TASK, the
-    samples a second of a task on 1, 2 and more devices, with flags of tutti
-    train after --. Nothing else should run meanwhile.
+    optimizer, strategies; all of them without. The last part may be scaling
+    TASK, the samples a second of a task on 1, 2 and more devices, with flags
+    of tutti train after --. Nothing else should run meanwhile.
 
     Parameters
     ----------
@@ -78,7 +80,7 @@ def bench(
             why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise UsageError("the result cannot be written", where=f"{flag} {path}", why=why, remedy="give a file")
     several = [count for count in counts if count > 1]
-    found = bench_machine(chosen, several, device, disk, scaling, counts if ranks else [1, *counts])
+    found = bench_machine(chosen, several, device, disk, scaling, counts if ranks else [1, *counts], _strategies)
     write_machine(found, output)
     if svg is not None:
         write_machine_figure(found, svg)
@@ -88,6 +90,13 @@ def bench(
         show_machine(found)
         print(f"written to {output}")
     return ExitCode.DONE
+
+
+def _strategies(world: World, found: Findings) -> None:
+    """Measure the Python work of the strategies, as one of the launched ranks, which alone import what they train."""
+    from tutti.planning.bench_strategies import bench_strategies
+
+    bench_strategies(world, found)
 
 
 def _cut(parts: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,10 +8,10 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tutti.config.verbosity import is_quiet
 from tutti.device import cpu_model, usable_cores
@@ -21,8 +21,14 @@ from tutti.launcher.launch import launch
 from tutti.workload.bench_scaling import bench_scaling
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine
 
-PARTS = ("device", "links", "collectives", "data", "disk", "optimizer")
-_ALONE = ("device", "optimizer", "data", "disk")
+if TYPE_CHECKING:
+    from tutti.launcher.context import World
+    from tutti.workload.bench_timing import Findings
+
+Measure = Callable[["World", "Findings"], None]
+"""Measures something as one of the ranks of a launch, and adds it to the findings."""
+PARTS = ("device", "links", "collectives", "data", "disk", "optimizer", "strategies")
+_ALONE, _TOGETHER = ("device", "optimizer", "data", "disk"), ("links", "collectives")
 _FACTS = "facts.json"
 _BUSY = 0.3
 """Load a core above which other processes disturb the measurement: a guess."""
@@ -35,16 +41,18 @@ def bench_machine(
     folder: Path,
     scaling: Sequence[str] = (),
     counts: Sequence[int] = (),
+    strategies: Measure | None = None,
 ) -> Machine:
     """Measure parts of this machine, in processes that the launcher starts; blocks until all are measured.
 
     Args:
-        parts: some of ``device``, ``links``, ``collectives``, ``data``, ``disk`` and ``optimizer``.
+        parts: some of ``device``, ``links``, ``collectives``, ``data``, ``disk``, ``optimizer`` and ``strategies``.
         ranks: numbers of ranks to measure links and collectives with, one after the other.
         device: ``auto``, ``cpu`` or the name of an accelerator.
         folder: a folder on the disk to measure.
         scaling: a task and further flags of ``tutti train``, whose throughput is measured; empty for none.
         counts: numbers of devices to measure that throughput on.
+        strategies: measures the part ``strategies``, with one rank and with two.
 
     Returns:
         A ``Machine``: ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``,
@@ -67,9 +75,10 @@ def bench_machine(
     facts: Mapping[str, Any] = {}
     if scaling:
         figures |= bench_scaling(scaling[0], scaling[1:], counts, device)
-    together = [part for part in parts if part not in _ALONE]
+    together = [part for part in parts if part in _TOGETHER]
     jobs: list[tuple[tuple[str, ...], int]] = [((part,), 1) for part in parts if part in _ALONE]
     jobs += [(tuple(together), count) for count in ranks if together]
+    jobs += [(("strategies",), count) for count in (1, 2) if "strategies" in parts]
     # A rank that measures nothing tells which device it has.
     jobs = jobs or [((), 1)]
     for number, (names, count) in enumerate(jobs, 1):
@@ -78,7 +87,9 @@ def bench_machine(
             print(f"[{number}/{len(jobs)}] {' and '.join(names)}{where}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="tutti-bench-") as scratch:
             directory = Path(scratch)
-            arguments = (names, device, time.monotonic(), directory, folder.absolute())
+            # Python works on the host, whatever the device.
+            kind = "cpu" if names == ("strategies",) else device
+            arguments = (names, kind, time.monotonic(), directory, folder.absolute(), strategies)
             code = launch(bench_rank, arguments, processes=count, logs=directory / "logs")
             if code:
                 raise _Failed(names, code)
@@ -108,18 +119,22 @@ class _Failed(TuttiError):
         self.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.UNEXPECTED
 
 
-def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path, folder: Path) -> None:
+def bench_rank(
+    parts: Sequence[str], device: str, begin: float, directory: Path, folder: Path, strategies: Measure | None
+) -> None:
     """Measure parts of the machine as one of the ranks that the launcher has started.
 
     Collective over all ranks of the launch, which call it with equal arguments; it initialises the process group, and
     ends it on return. Rank 0 writes figures and curves as JSON into ``directory``.
 
     Args:
-        parts: what to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk`` and ``optimizer``.
+        parts: what to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk``, ``optimizer`` and
+            ``strategies``.
         device: ``auto``, ``cpu`` or the name of an accelerator.
         begin: ``time.monotonic`` when the launcher was called.
         directory: folder for the JSON file.
         folder: a folder on the disk to measure.
+        strategies: measures the part ``strategies``.
 
     Raises:
         DiskError: a file in ``folder`` cannot be written.
@@ -143,13 +158,17 @@ def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path,
         bench_storage.bench_data(found)
     if "disk" in parts:
         bench_storage.bench_disk(folder, found)
+    if "collectives" in parts:
+        # Before messages, whose large buffers an allocator would keep.
+        bench_ranks.bench_shared(world, found)
     if "links" in parts:
         bench_ranks.bench_links(world, found)
     if "collectives" in parts:
         bench_ranks.bench_collectives(world, found)
-        bench_ranks.bench_shared(world, found)
         bench_ranks.bench_overlap(world, found)
         bench_ranks.bench_jitter(world, found)
+    if "strategies" in parts and strategies is not None:
+        strategies(world, found)
     if world.identity.rank == 0:
         accelerator = is_accelerator(world.device)
         facts = {
