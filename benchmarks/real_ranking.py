@@ -1,7 +1,11 @@
-"""Whether ``tutti plan`` ranks plans of real computing as real runs do: one small model on this machine's cores.
+"""Whether ``tutti plan`` ranks plans of real computing as real runs do: small models on this machine's cores.
 
     python benchmarks/real_ranking.py            # some five minutes; nothing else should run
     python benchmarks/real_ranking.py --save     # also keep results/DATE-real-ranking.json
+    python benchmarks/real_ranking.py --case deep --save     # another model and other plans
+    python benchmarks/real_ranking.py --record FILE --rounds 1     # adds a round to those that FILE has
+
+The plans of ``gpt`` were known while the prices were made; those of the other cases were measured afterwards.
 
 ``tutti bench`` measures the machine, every plan is predicted from its file alone, as ``tutti plan`` does before it has
 measured steps, and then all plans are trained in turn, several rounds of them. A plan's measured step is the median
@@ -21,6 +25,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,8 +44,10 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_prediction import TaskSizes
 
 ROOT = Path(__file__).parents[1]
-TASK, MODEL, OPTIMIZER, BATCH = "text", "gpt:layers=2", "adam:lr=0.001", 32
-PLANS: Sequence[tuple[str, int, int | None]] = (
+OPTIMIZER = "adam:lr=0.001"
+Plan = tuple[str, int, int | None]
+"""Strategy, devices, and largest micro-batch in samples."""
+GPT: Sequence[Plan] = (
     ("single", 1, None),
     ("single", 1, 4),
     ("mirrored:algorithm=native", 2, None),
@@ -58,37 +65,94 @@ PLANS: Sequence[tuple[str, int, int | None]] = (
     ("central_storage", 2, None),
     ("parameter_server", 2, None),
 )
-"""Strategy, devices, and largest micro-batch in samples."""
+DEEP: Sequence[Plan] = (
+    ("single", 1, None),
+    ("single", 1, 12),
+    ("single", 1, 6),
+    ("mirrored:algorithm=native", 2, None),
+    ("mirrored:algorithm=native", 2, 6),
+    ("mirrored:algorithm=halving", 2, None),
+    ("sharded:stage=1", 2, 12),
+    ("sharded:stage=2", 2, 12),
+    ("sharded:stage=3", 2, None),
+    ("sharded:stage=3", 2, 6),
+    ("pipeline:stages=2,micro_batches=4", 2, None),
+    ("pipeline:stages=2,micro_batches=4,schedule=interleaved", 2, None),
+    ("tensor:tensor=2", 2, 24),
+    ("central_storage", 2, 12),
+    ("local_sgd:period=4", 2, None),
+    ("parameter_server:servers=2", 2, None),
+)
+IMAGES: Sequence[Plan] = (
+    ("single", 1, None),
+    ("single", 1, 64),
+    ("single", 1, 32),
+    ("mirrored:algorithm=native", 2, None),
+    ("mirrored:algorithm=native", 2, 16),
+    ("mirrored:algorithm=ring", 2, 32),
+    ("sharded:stage=1", 2, None),
+    ("sharded:stage=2", 2, 32),
+    ("sharded:stage=3", 2, None),
+    ("pipeline:stages=2,micro_batches=4", 2, None),
+    ("central_storage", 2, None),
+    ("central_storage", 2, 16),
+    ("parameter_server", 2, None),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the plans that are ranked for it.
+
+    Attributes:
+        task, model: as ``tutti train`` takes them.
+        batch: samples of a global batch.
+        plans: the plans.
+    """
+
+    task: str
+    model: str
+    batch: int
+    plans: Sequence[Plan]
+
+
+CASES = {
+    "gpt": Case("text", "gpt:layers=2", 32, GPT),
+    "deep": Case("text", "gpt:layers=6,width=96,heads=4", 48, DEEP),
+    "images": Case("digits", "cnn", 128, IMAGES),
+}
+BENCH = ("device", "links", "collectives", "optimizer", "strategies")
 _SKIPPED = 4
 """First steps of a run, which also allocate memory."""
 
 
-def label(plan: tuple[str, int, int | None]) -> str:
+def label(plan: Plan) -> str:
     """Return a plan in words."""
     strategy, devices, micro_batch = plan
     count = f"{devices} device" + "s" * (devices > 1)
     return f"{strategy}, {count}" + (f", micro-batch {micro_batch}" if micro_batch else "")
 
 
-def predictions(machine: Path, plans: Sequence[tuple[str, int, int | None]]) -> dict[str, dict[str, Any]]:
+def predictions(machine: Path, case: Case) -> dict[str, dict[str, Any]]:
     """Return the predicted seconds of every plan's step, and these by cause."""
-    base = PlannedRun(model=MODEL, optimizer=OPTIMIZER)
-    pricer = StepPricer(TaskSizes(TASK, base), base, open_machine(str(machine), "fp32", None, None))
+    base = PlannedRun(model=case.model, optimizer=OPTIMIZER)
+    pricer = StepPricer(TaskSizes(case.task, base), base, open_machine(str(machine), "fp32", None, None))
     found = {}
-    for strategy, devices, micro_batch in plans:
+    for strategy, devices, micro_batch in case.plans:
         options = () if micro_batch is None else (("micro_batch", micro_batch),)
-        step = PlannedStep(devices, BATCH, strategy, 0.0, np.zeros(0), {}, "", options=options)
+        step = PlannedStep(devices, case.batch, strategy, 0.0, np.zeros(0), {}, "", options=options)
         priced = pricer.evaluate(step)
         found[label((strategy, devices, micro_batch))] = {"seconds": priced.seconds, "terms": dict(priced.terms)}
     return found
 
 
-def trained(plan: tuple[str, int, int | None], steps: int, folder: Path) -> float:
+def trained(case: Case, plan: Plan, steps: int, folder: Path) -> float:
     """Train a plan, and return the median seconds of its steps by the clock of rank 0."""
     strategy, devices, micro_batch = plan
-    words = ["train", TASK, "--model", MODEL, "--strategy", strategy, "--devices", str(devices), "--device", "cpu"]
-    words += ["--batch-size", str(BATCH), "--optimizer", OPTIMIZER, "--steps", str(steps + _SKIPPED + 1)]
-    words += ["--checkpoint-every", "none", "--eval-every", "none", "--out", str(folder), "--overwrite"]
+    words = ["train", case.task, "--model", case.model, "--strategy", strategy, "--devices", str(devices)]
+    words += ["--device", "cpu", "--batch-size", str(case.batch), "--optimizer", OPTIMIZER]
+    words += ["--steps", str(steps + _SKIPPED + 1), "--checkpoint-every", "none", "--eval-every", "none"]
+    words += ["--out", str(folder), "--overwrite"]
     command([*words, *(["--micro-batch", str(micro_batch)] if micro_batch else [])])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     clock = [line["seconds"] for line in lines if line["group"] == "train"][_SKIPPED:]
@@ -127,22 +191,27 @@ def rows_of(predicted: Mapping[str, Mapping[str, Any]], rounds: Mapping[str, Seq
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and rank the plans, and return the exit code: 9 where a bar is missed."""
     parser = argparse.ArgumentParser(description="Compare the ranking of plans by tutti plan with real runs.")
+    parser.add_argument("--case", choices=CASES, default="gpt", help="model and plans [gpt]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each run")
-    parser.add_argument("--plans", type=int, default=len(PLANS), help="the first plans only")
     parser.add_argument("--machine", type=Path, help="a machine.json of tutti bench in place of a new one")
+    parser.add_argument("--record", type=Path, help="file of rounds, which are added to those that it has")
     parser.add_argument("--note", help="words to keep with the result, such as on other work of the machine")
     parser.add_argument("--save", action="store_true", help="keep results/DATE-real-ranking.json")
     given = parser.parse_args(argv)
-    plans, rounds = PLANS[: given.plans], defaultdict[str, list[float]](list)
+    case, rounds = CASES[given.case], defaultdict[str, list[float]](list)
+    if given.record is not None and given.record.exists():
+        rounds.update(json.loads(given.record.read_text(encoding="utf-8")))
     with tempfile.TemporaryDirectory() as scratch:
         machine = given.machine or Path(scratch) / "machine.json"
-        if given.machine is None:
-            command(["bench", "device", "links", "collectives", "optimizer", "--ranks", "2", "-o", str(machine)])
-        predicted = predictions(machine, plans)
+        if not machine.exists():
+            command(["bench", *BENCH, "--ranks", "2", "-o", str(machine)])
         for _ in range(given.rounds):
-            for plan in plans:
-                rounds[label(plan)].append(trained(plan, given.steps, Path(scratch) / "run"))
+            for plan in case.plans:
+                rounds[label(plan)].append(trained(case, plan, given.steps, Path(scratch) / "run"))
+                if given.record is not None:
+                    given.record.write_text(json.dumps(rounds, indent=1) + "\n", encoding="utf-8")
+        predicted = predictions(machine, case)
     rows = rows_of(predicted, rounds)
     for row in rows:
         print(f"{row['plan']:62} measured {1e3 * row['measured']:7.1f} ms, predicted {1e3 * row['predicted']:7.1f} ms")
@@ -157,7 +226,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "date": datetime.now(UTC).date().isoformat(),
             "host": {"cpu": cpu_model(), "cores": usable_cores(), "python": platform.python_version()},
             "versions": {"tutti": VERSION, "torch": torch.__version__},
-            "settings": {"task": TASK, "model": MODEL, "batch": BATCH, "rounds": given.rounds, "steps": given.steps},
+            "settings": {
+                "task": case.task,
+                "model": case.model,
+                "batch": case.batch,
+                "rounds": len(rows[0]["rounds"]),
+                "steps": given.steps,
+            },
             "note": given.note,
             "plans": len(rows),
             "tau": tau,
@@ -172,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             },
             "rows": rows,
         }
-        path = ROOT / "benchmarks" / "results" / f"{content['date']}-real-ranking.json"
+        suffix = "" if given.case == "gpt" else f"-{given.case}"
+        path = ROOT / "benchmarks" / "results" / f"{content['date']}-real-ranking{suffix}.json"
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"kept {path.name}")
     return int(ExitCode.THRESHOLD if tau < LEAST_TAU or lost > MOST_REGRET else ExitCode.DONE)

@@ -490,6 +490,108 @@ def test_ranks_of_a_node_slow_each_other_down_as_measured() -> None:
     assert found == [pytest.approx(row) for row in ([0.008, 0.008], [0.02, 0.032], [0.02, 0.032])]
 
 
+def test_ranks_at_once_have_curves_of_their_own() -> None:
+    curves = {
+        "device/elementwise": line(1e9),
+        "shared/matmul/fp32/2": line(2.5e8, unit="FLOP"),
+        "shared/elementwise/2": line(1e8),
+        "shared/copy/2": line(1e15),
+        "shared/optimizer/sgd/2": line(1e6, unit="parameter"),
+    }
+    lab = replace(machine(), curves={**machine().curves, **curves})
+    prices = MeasuredCosts(lab, "fp32", Network(2))
+    product = {"matmul": OperatorWork(Affine(0, 1e6), Affine(), Affine(1))}
+    moved = {"other": OperatorWork(Affine(), Affine(0, 1e6), Affine(1))}
+    found = []
+    for devices in (1, 2):
+        prices.share_node(devices)
+        works = [float(prices.compute([work], 8)[0]) for work in (product, moved)]
+        found.append([*works, float(prices.update("sgd:lr=1", 1e6)[0])])
+    assert found == [pytest.approx([0.008, 0.008, 0.001]), pytest.approx([0.032, 0.08, 1.0])]
+    assert not prices.guesses
+
+
+def test_an_operation_in_training_costs_more_than_its_kernel() -> None:
+    figures = {
+        "device/operation/seconds": Figure(1e-6, "s", 5, 0.0),
+        "device/operation/training": Figure(9e-6, "s", 5, 0.0),
+        "shared/operation/training/2": Figure(11e-6, "s", 5, 0.0),
+    }
+    prices = MeasuredCosts(replace(machine(), figures={**machine().figures, **figures}), "fp32", Network(2))
+    work = {
+        "matmul": OperatorWork(Affine(), Affine(), Affine(100)),
+        "other": OperatorWork(Affine(), Affine(), Affine()),
+    }
+    work["matmul"] = OperatorWork(Affine(1.0), Affine(), Affine(100))
+    found = []
+    for devices in (1, 2):
+        prices.share_node(devices)
+        found.append(float(prices.compute([work], 8)[0]))
+    assert found == pytest.approx([8e-4, 1e-3], rel=1e-4)
+
+
+def test_a_backward_takes_the_curve_of_backwards() -> None:
+    curves = {**machine().curves, "device/attention/fp32": line(1e9, unit="FLOP")}
+    work = {"attention": OperatorWork(Affine(0, 1e6), Affine(), Affine(1))}
+    older = MeasuredCosts(replace(machine(), curves=curves), "fp32", Network(2))
+    newer = replace(machine(), curves={**curves, "device/attention/fp32/backward": line(1e8, unit="FLOP")})
+    prices = MeasuredCosts(newer, "fp32", Network(2))
+    found = [float(each.compute([work, work], 1, backward=b)[0]) for each in (older, prices) for b in (False, True)]
+    assert found == pytest.approx([0.002, 0.002, 0.002, 0.011])
+
+
+def test_each_further_tensor_costs_an_update_its_seconds() -> None:
+    figures = {**machine().figures, "optimizer/sgd/tensor": Figure(1e-3, "s", 5, 0.0)}
+    prices = MeasuredCosts(replace(machine(), figures=figures), "fp32", Network(2))
+    assert [float(prices.update("sgd:lr=1", 1e6, n)[0]) for n in (1, 4)] == pytest.approx([0.001, 0.004])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "key", "units"),
+    [
+        ("single", 1, "single", 3),
+        ("mirrored:algorithm=native", 2, "mirrored", 3),
+        ("mirrored:algorithm=ring", 2, "schedule", 3),
+        ("sharded:stage=1", 2, "sharded-1", 3),
+        ("sharded:stage=3", 2, "sharded-3", 3),
+        ("central_storage", 2, "central_storage", 3),
+        ("parameter_server", 2, "parameter_server", 3),
+        ("local_sgd:period=4", 2, "local_sgd", 3),
+        ("pipeline:stages=3,micro_batches=2", 3, "pipeline", 1),
+    ],
+)
+def test_python_work_of_the_strategy_is_part_of_a_step(strategy: str, devices: int, key: str, units: int) -> None:
+    parts = {"step": 1.0, "tensor": 0.1, "micro_batch": 10.0, "unit": 1000.0}
+    figures = {f"strategy/{key}/{part}": Figure(value, "s", 1, None) for part, value in parts.items()}
+    cpu, gpu = ({"type": kind, "name": "lab", "threads": None} for kind in ("cpu", "cuda"))
+    curves = {**machine().curves, "device/elementwise": line(1e15)}
+    before, after, hidden = (
+        MeasuredCosts(
+            replace(machine(), device=d, curves=curves, figures={**machine().figures, **m}), "fp32", Network(3)
+        )
+        for d, m in ((cpu, {}), (cpu, figures), (gpu, figures))
+    )
+    values = {} if "pipeline" in strategy else {"micro_batch": 4}
+    config = run(strategy, devices, **values)
+    one, other = (seconds_of(facts(3), config, prices) for prices in (before, after))
+    expected = 1.0 + 0.1 * units + 2 * (10.0 + 1000.0 * units)
+    # A pipeline's last stage begins its micro-batches after those of the stages before.
+    least = expected if key != "pipeline" else expected + 2 * 1011.1
+    assert other - one == pytest.approx(least, rel=1e-6)
+    assert [any("tutti bench strategies" in text for text in each.guesses) for each in (before, after)] == [True, False]
+    # The kernels of accelerators hide the work of the host.
+    assert seconds_of(facts(3), config, hidden) < 1.0
+
+
+def test_later_micro_batches_add_their_gradients_to_those_before() -> None:
+    curves = {**machine().curves, "device/elementwise": line(1e9)}
+    figures = {**machine().figures, "device/operation/seconds": Figure(1e-3, "s", 5, 0.0)}
+    prices = MeasuredCosts(replace(machine(), curves=curves, figures=figures), "fp32", Network(2))
+    plain = [seconds_of(facts(2, elements), run("single", micro_batch=2), prices) for elements in (0, 10**6)]
+    # Two tensors, three further micro-batches, twelve bytes an element; and SGD's update of each.
+    assert plain[1] - plain[0] == pytest.approx(3 * 2 * 12e-3 + 2e-3)
+
+
 def test_curves_are_read_between_their_points() -> None:
     curve = Curve("FLOP", (CurvePoint(1e3, 1e-5, 0, 5), CurvePoint(1e5, 1e-3, 0, 5)), 1.0, 0.0, 1.0)
     assert curve_seconds(curve, 1e4) == pytest.approx(1e-4)

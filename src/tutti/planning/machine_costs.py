@@ -29,6 +29,7 @@ from tutti.planning.hardware_anchor import (
     usual_links,
 )
 from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.strategy_work import StrategyWork
 from tutti.workload.machine_file import Curve, Machine, peak_name, read_machine
 from tutti.workload.workload_file import PassWork
 
@@ -138,13 +139,14 @@ class StepCosts(Protocol):
             devices: number of devices of the run, on all nodes.
         """
 
-    def compute(self, works: Sequence[PassWork], samples: float) -> Array:
+    def compute(self, works: Sequence[PassWork], samples: float, *, backward: bool = False) -> Array:
         """Return the seconds of forward or backward work on one device of the machine.
 
         Args:
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
                 class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
             samples: number of samples in the micro-batch, for which these functions are evaluated.
+            backward: whether the first of ``works`` is a backward, whose operators are others than a forward's.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
@@ -154,12 +156,24 @@ class StepCosts(Protocol):
             UsageError: the data on the machine lack a class of operators.
         """
 
-    def update(self, optimizer: str, parameters: float) -> Array:
+    def strategy_work(self, key: str) -> StrategyWork:
+        """Return the seconds of a strategy's Python work on the machine, besides the model's operators and the update.
+
+        Args:
+            key: name of the strategy, from ``strategy_key``.
+
+        Returns:
+            A ``StrategyWork``: seconds a step, parameter tensor, micro-batch, and tensor or wrapped module of a
+            micro-batch; all 0 where nothing is known.
+        """
+
+    def update(self, optimizer: str, parameters: float, tensors: int = 1) -> Array:
         """Return the seconds of an optimizer step on one device of the machine.
 
         Args:
             optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
             parameters: number of parameters that the step updates.
+            tensors: number of tensors that hold them.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
@@ -321,19 +335,20 @@ class MeasuredCosts:
         self.name = f"{self.machine.device.get('name', host)}"
         self.rests.append(f"measured on {host}, {date or 'undated'}: {', '.join(self.machine.parts)}")
         self.overlaps = self.machine.device.get("type") != "cpu"
-        self._threads = self._memory = 1.0
+        self._threads, self._memory, self._local = 1.0, 1.0, 1
         self._drawn: dict[str, Array] = {}
 
-    def compute(self, works: Sequence[PassWork], samples: float) -> Array:
+    def compute(self, works: Sequence[PassWork], samples: float, *, backward: bool = False) -> Array:
         """Return the seconds of forward or backward work on one device, from the machine's measured curves.
 
         Operators with FLOP take the longer of computing and of moving their bytes, all others the seconds of their
-        bytes; each call adds the fixed seconds of an operator.
+        bytes; each call adds the seconds of an operation, in training where they were measured.
 
         Args:
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
                 class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
             samples: number of samples in the micro-batch, for which these functions are evaluated.
+            backward: whether the first of ``works`` is a backward, which has curves of its own for some operators.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
@@ -343,24 +358,61 @@ class MeasuredCosts:
                 of copies, or no seconds of an operator.
         """
         total = np.zeros(DRAWS)
-        operation = self.machine.figure("device/operation/seconds").value
-        for work in works:
+        operation = self._operation()
+        for number, work in enumerate(works):
             for kind, each in work.items():
                 flop, moved = max(each.flop.at(samples), 0.0), max(each.bytes.at(samples), 0.0)
                 calls = max(each.calls.at(samples), 0.0)
                 if not calls:
                     continue
-                moving = self._moving_curve(kind if not flop else "copy")
-                memory = calls * curve_seconds(self.machine.curve(moving), moved / calls) * self._memory
+                moving, slower = self._here(self._moving_curve(kind if not flop else "copy"), self._memory)
+                memory = calls * curve_seconds(self.machine.curve(moving), moved / calls) * slower
                 if not flop:
                     total += memory * self._draw(moving) + calls * operation
                     continue
-                name = self._curve_of(kind)
-                kernels = calls * curve_seconds(self.machine.curve(name), flop / calls) * self._threads
+                name, slower = self._here(
+                    self._curve_of(kind, each.masked_flop.at(samples) > 0, backward and not number), self._threads
+                )
+                kernels = calls * curve_seconds(self.machine.curve(name), flop / calls) * slower
                 total += np.maximum(kernels * self._draw(name), memory) + calls * operation
         return total
 
-    def update(self, optimizer: str, parameters: float) -> Array:
+    def _here(self, name: str, slower: float) -> tuple[str, float]:
+        """Return the curve of as many ranks at once as compute on a node, or else the one and by how much it slows."""
+        together = f"shared/{name.removeprefix('device/')}/{self._local}"
+        return (together, 1.0) if together in self.machine.curves else (name, slower)
+
+    def _operation(self) -> float:
+        """Return the seconds that each operator adds to those of its kernel."""
+        kernel = self.machine.figure("device/operation/seconds").value
+        for name in (f"shared/operation/training/{self._local}", "device/operation/training"):
+            if name in self.machine.figures:
+                # A kernel's curve has the seconds of its call.
+                return max(self.machine.figures[name].value - kernel, 0.0)
+        return kernel
+
+    def strategy_work(self, key: str) -> StrategyWork:
+        """Return the measured seconds of a strategy's Python work; ``guesses`` says where they were not measured.
+
+        Args:
+            key: name of the strategy, from ``strategy_key``.
+
+        Returns:
+            A ``StrategyWork``: seconds a step, parameter tensor, micro-batch, and tensor or wrapped module of a
+            micro-batch; all 0 where they were not measured, and on accelerators, which compute meanwhile.
+        """
+        if self.overlaps:
+            return StrategyWork()
+        found = {
+            part: self.machine.figures[f"strategy/{key}/{part}"].value
+            for part in StrategyWork.__dataclass_fields__
+            if f"strategy/{key}/{part}" in self.machine.figures
+        }
+        if not found:
+            self.note("the Python work of the strategies takes no time: tutti bench strategies measures it")
+        return StrategyWork(**found)
+
+    def update(self, optimizer: str, parameters: float, tensors: int = 1) -> Array:
         """Return the seconds of an optimizer step on one device, from its measured curve of seconds over parameters.
 
         If AdamW, LAMB, LARS, Muon or NovoGrad is asked for and was not measured, the curve of Adam is taken, and a line
@@ -369,6 +421,7 @@ class MeasuredCosts:
         Args:
             optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
             parameters: number of parameters that the step updates.
+            tensors: number of tensors that hold them; each but one adds its measured seconds.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
@@ -381,7 +434,10 @@ class MeasuredCosts:
         if name not in self.machine.curves and kind in ("adamw", "lamb", "lars", "muon", "novograd"):
             self.note(f"a step of {kind} takes as long as one of adam")
             name = "optimizer/adam"
-        return curve_seconds(self.machine.curve(name), parameters) * self._memory * self._draw(name)
+        curve, slower = self._here(name, self._memory)
+        further = self.machine.figures.get(f"{name}/tensor")
+        more = 0.0 if further is None else max(tensors - 1, 0) * further.value
+        return curve_seconds(self.machine.curve(curve), parameters) * slower * self._draw(curve) + more
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
         """Return the seconds of a collective, from measured curves within a node and between nodes.
@@ -559,11 +615,16 @@ class MeasuredCosts:
         prefix = f"collectives/{kind}/"
         return sorted(int(name.removeprefix(prefix)) for name in self.machine.curves if name.startswith(prefix))
 
-    def _curve_of(self, kind: str) -> str:
+    def _curve_of(self, kind: str, causal: bool, backward: bool) -> str:
+        """Return the curve of an operator with FLOP; an older file knows no causal attention, and no backward."""
         if kind == "recurrent":
             self.note("recurrent layers compute at the rate of matrix products")
             kind = "matmul"
-        return f"device/{kind}/{self.precision}"
+        name = f"device/{kind}/{self.precision}"
+        for ending, asked in (("/causal", causal), ("/backward", backward)):
+            if asked and f"{name}{ending}" in self.machine.curves:
+                name += ending
+        return name
 
     def _known(self, precision: str) -> str:
         return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
@@ -571,14 +632,17 @@ class MeasuredCosts:
     def share_node(self, devices: int) -> None:
         """Set by how much the devices of one node slow each other's computing down, for all durations asked for later.
 
-        The factors of matrix products and of memory traffic come from the measurement of ranks that compute at once on
-        this machine, otherwise from the division of CPU threads, which ``guesses`` says. A further call replaces them.
+        Curves of as many ranks that compute at once on this machine hold it. Where there are none, factors of matrix
+        products and of memory traffic come from the measurement of ranks at once, or from the division of CPU threads,
+        which ``guesses`` says. A further call replaces all this.
 
         Args:
             devices: number of devices of the run, on all nodes.
         """
-        local = min(devices, self.network.per_node)
+        local = self._local = min(devices, self.network.per_node)
         self._threads, self._memory = 1.0, 1.0
+        if f"shared/matmul/{self.precision}/{local}" in self.machine.curves:
+            return
         names = [f"shared/{kind}/{local}" for kind in ("matmul", "elementwise")]
         if local > 1 and all(name in self.machine.figures for name in names):
             # Ranks cannot compute faster together than each alone with all threads of the node.
@@ -696,7 +760,7 @@ class PublishedCosts:
             devices: ignored.
         """
 
-    def compute(self, works: Sequence[PassWork], samples: float) -> Array:
+    def compute(self, works: Sequence[PassWork], samples: float, *, backward: bool = False) -> Array:
         """Return the seconds of forward or backward work on one device: FLOP ÷ the rate that published jobs reached.
 
         The seconds are at least the number of operator calls times 5 µs, a guess at the launch of one; bytes are not
@@ -706,6 +770,7 @@ class PublishedCosts:
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
                 class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
             samples: number of samples in the micro-batch, for which these functions are evaluated.
+            backward: ignored.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the uncertain rate.
@@ -716,12 +781,21 @@ class PublishedCosts:
         self.note(f"launching an operator takes {_LAUNCH * 1e6:g} µs, which computing hides where it takes longer")
         return np.maximum(flop / self._rate * self._factor, launching)
 
-    def update(self, optimizer: str, parameters: float) -> Array:
+    def strategy_work(self, key: str) -> StrategyWork:
+        """Return zeros: the rates of published jobs include the Python work of their frameworks.
+
+        Args:
+            key: ignored.
+        """
+        return StrategyWork()
+
+    def update(self, optimizer: str, parameters: float, tensors: int = 1) -> Array:
         """Return zeros as the seconds of an optimizer step: the rates of published jobs include their updates.
 
         Args:
             optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
             parameters: ignored.
+            tensors: ignored.
 
         Returns:
             Zeros, array of shape (256,), one value for each of the Monte Carlo draws.

@@ -55,7 +55,7 @@ class PassPrices:
 
         def price() -> Array:
             works = [group.forward] if passed == "forward" else backward_work(group, checkpointing)
-            return self.costs.compute(works, samples)
+            return self.costs.compute(works, samples, backward=passed == "backward")
 
         return self.once((group.name, passed, samples, checkpointing if passed == "backward" else ""), price)
 

@@ -161,7 +161,7 @@ class PipelineBuilder(ReplicaBuilder):
         for device, (_, elements) in enumerate(ends):
             # The gradient norm is one number of the whole replica: its slowest stage holds all updates up.
             agreed = self.message(program, norm, everywhere, "gradient norm", device)
-            self.update(program, elements, [agreed], device)
+            self.update(program, elements, [agreed], device, len(rows[device]))
         self.count_norm(program)
         return program
 
@@ -219,6 +219,7 @@ class PipelineBuilder(ReplicaBuilder):
         sizes = dict[tuple[int, int], float]()
         checkpointing, passes = self.config.activation_checkpointing, dict[tuple[Pass, int], Array]()
         arrivals: dict[Action, int] = {}
+        between = self._between(facts, ranks, begun=bool(program.actions))
         # Collectives block their device: those of tensor ranks, and those between two workers' micro-batches.
         blocked = {rank: self._last(program, rank) for rank in range(ranks)} if program.actions else {}
         for rank, action, needed in _played(schedule, ranks, len(samples), order.chunks):
@@ -230,6 +231,8 @@ class PipelineBuilder(ReplicaBuilder):
             if (passed, count) not in passes:
                 passes[passed, count] = stage_passes(self.prices, facts, passed, count, checkpointing) * self.slow
             seconds = passes[passed, count][action.stage]
+            if action.kind == "F" and action.stage < ranks:
+                seconds = seconds + between[rank, action.micro > 0]
             if action.kind in ("I", "W"):
                 # Input and weight backward each take half of a backward: a guess.
                 seconds = seconds / 2
@@ -254,6 +257,21 @@ class PipelineBuilder(ReplicaBuilder):
             if size not in prices:
                 prices[size] = self.costs.message(size, self.config.device_count)
             arrivals[action] = self.message(program, prices[size], (places[action],), text, rank)
+
+    def _between(self, facts: StageFacts, ranks: int, begun: bool) -> dict[tuple[int, bool], Array]:
+        """Return the seconds beside the passes by rank, and whether its micro-batch is not the worker's first.
+
+        Args:
+            facts: parameters of each virtual stage.
+            ranks: number of pipeline ranks.
+            begun: whether gradients of an earlier worker are there.
+        """
+        held = [[self.facts.tensors[place] for place in facts.held(rank, ranks)] for rank in range(ranks)]
+        return {
+            (rank, later): self.between_passes(held[rank], not (begun or later))
+            for rank in range(ranks)
+            for later in (False, True)
+        }
 
 
 @lru_cache(maxsize=64)

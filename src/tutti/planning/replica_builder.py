@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -25,13 +26,18 @@ from tutti.planning.step_facts import (
     module_bytes,
     rank_row_bytes,
     row_bytes,
+    row_tensors,
     totals_bytes,
     unwrapped_tensors,
     whole_gradient_bytes,
+    wrapped_module_count,
 )
 from tutti.planning.step_program import COMMUNICATION, IDLE, UPDATE, PeriodicCollective, StepAction, StepProgram
+from tutti.planning.strategy_work import StrategyWork, strategy_key
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork
 
+READ_WRITE = 3
+"""Bytes that adding one tensor to another moves, over the bytes of one: two reads and a write."""
 _SHOWN = 64
 """Micro-batches that a program has one by one; more are one action, because nothing happens between them."""
 
@@ -111,6 +117,33 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
         constants.
     """
     return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
+
+
+def beside_passes(
+    costs: StepCosts, work: StrategyWork, tensors: Sequence[TensorFacts], first: bool, units: float | None = None
+) -> Array:
+    """Predict the seconds of a micro-batch on a device beside its passes: Python work, and sums of its gradients.
+
+    The first micro-batch has the Python work of the step besides. Autograd adds the gradients of each other micro-batch
+    to those of the micro-batches before.
+
+    Args:
+        costs: predicts the seconds of computing and communication on the machine.
+        work: seconds of the strategy's Python work.
+        tensors: trainable parameters of the device, each with the elements of its gradient there.
+        first: whether the micro-batch is the first of the step.
+        units: number of tensors, or wrapped modules, that the Python work grows with; None: of ``tensors``.
+
+    Returns:
+        Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
+        constants.
+    """
+    seconds = np.full(DRAWS, work.of_micro_batch(len(tensors) if units is None else units))
+    if first:
+        return seconds + work.of_step(len(tensors))
+    if not tensors:
+        return seconds
+    return seconds + copy_seconds(costs, READ_WRITE * sum(t.bytes for t in tensors), len(tensors), "other")
 
 
 def pass_messages(
@@ -341,15 +374,18 @@ class ReplicaBuilder:
         names = [name for name in groups if name not in (REST, LOSS)]
         *earlier, after = self.delays(parts)
         last = self.delay(program, earlier)
-        for samples in (count for worker in parts for count in worker):
+        modules, rows = wrapped_module_count(gathered), row_tensors(self.facts.tensors, shards)
+        for micro, samples in enumerate(count for worker in parts for count in worker):
             order = [REST, *names, LOSS]
+            between = self.between_passes(rows, micro == 0, modules)
+            last = program.add(StepAction(0, "forward", between, known(last), text="hooks"))
             computed = [last]
             for number, name in enumerate(order):
                 needs = [computed[-1]]
                 if gathered[name]:
                     # One module ahead: its all-gather begins as the module before the previous one has ended.
                     ahead = computed[-1] if not self.costs.overlaps else computed[max(0, number - 1)]
-                    needs.append(self._rows(program, "all_gather", gathered[name], known(ahead), name))
+                    needs.append(self._module_rows(program, "all_gather", gathered[name], known(ahead), name))
                 seconds = self._group(groups[name], "forward", samples)
                 computed.append(program.add(StepAction(0, "forward", seconds, known(*needs), text=name)))
             last, sent = computed[-1], -1
@@ -358,12 +394,12 @@ class ReplicaBuilder:
                 needs = [last]
                 if stage == 3 and name in names and gathered[name]:
                     ahead = before if self.costs.overlaps else last
-                    needs.append(self._rows(program, "all_gather", gathered[name], known(ahead), name))
+                    needs.append(self._module_rows(program, "all_gather", gathered[name], known(ahead), name))
                 seconds = self._group(groups[name], "backward", samples)
                 before = last
                 last = program.add(StepAction(0, "backward", seconds, known(*needs), text=name))
                 if reduced[name]:
-                    sent = self._rows(program, "reduce_scatter", reduced[name], (last,), name)
+                    sent = self._module_rows(program, "reduce_scatter", reduced[name], (last,), name)
                     last = last if self.costs.overlaps else sent
             last = max(last, sent)
         last = self.delay(program, [after])
@@ -402,21 +438,23 @@ class ReplicaBuilder:
         # What overlaps the last worker's backward cannot overlap the delays of the workers before it.
         self.delay(program, earlier)
         order = self._backward_order()
+        earliest, later = (self.between_passes(self.facts.tensors, first) for first in (True, False))
         ends: dict[str, int] = {}
         shown = samples
         if len(samples) > _SHOWN:
             # Many accumulated micro-batches, which nothing interrupts, are one forward and one backward.
             before, shown, last = Counter(samples[:-1]), samples[-1:], len(program.actions) - 1
             for phase in PASSES:
-                seconds = np.zeros(DRAWS)
+                seconds = (len(samples) - 2) * later + earliest if phase == "forward" else np.zeros(DRAWS)
                 for (count, number), group in product(before.items(), groups.values()):
                     seconds += number * self._group(group, phase, count)
                 text = f"{len(samples) - 1} micro-batches"
                 last = program.add(StepAction(0, phase, seconds, known(last), text=text))
                 for count, number in before.items():
                     last = self.tensor_messages(program, phase, count, None, (last,), times=number)
-        for count in shown:
-            forward = sum((self._group(group, "forward", count) for group in groups.values()), np.zeros(DRAWS))
+        for number, count in enumerate(shown, len(samples) - len(shown)):
+            between = later if number else earliest
+            forward = sum((self._group(group, "forward", count) for group in groups.values()), between)
             last = program.add(StepAction(0, "forward", forward, known(len(program.actions) - 1)))
             last = self.tensor_messages(program, "forward", count, None, (last,))
             for name in order:
@@ -681,6 +719,17 @@ class ReplicaBuilder:
         each = self._carried(kind, shards, size, "shard", shared=self._one_node(shards * self.shape["replica"]))
         return self._send(program, each, shards, needs, text, 1)
 
+    def _module_rows(self, program: StepProgram, kind: str, size: float, needs: tuple[int, ...], text: str) -> int:
+        """Append a collective of FSDP, which copies a module's tensors into one buffer before it, or out of one after.
+
+        Nothing hides these copies on CPUs.
+        """
+        place = self._rows(program, kind, size, needs, text)
+        if self.costs.overlaps:
+            return place
+        copies = copy_seconds(self.costs, 2 * size, 1)
+        return self.message(program, copies, (place,), f"copies of {text}")
+
     def _carried(self, kind: str, ranks: int, size: float, axis: str, *, shared: bool) -> PeriodicCollective:
         return carried(kind, ranks, size, cpu=not self.costs.overlaps, shared=shared, axis=axis)
 
@@ -709,7 +758,14 @@ class ReplicaBuilder:
         """
         return program.add(StepAction(device, COMMUNICATION, seconds, needs, link=True, text=text))
 
-    def update(self, program: StepProgram, parameters: float, needs: Sequence[int], device: int = 0) -> int:
+    def update(
+        self,
+        program: StepProgram,
+        parameters: float,
+        needs: Sequence[int],
+        device: int = 0,
+        tensors: int | None = None,
+    ) -> int:
         """Append an optimizer step to a simulated training step, and return its index in ``program.actions``.
 
         Args:
@@ -718,9 +774,30 @@ class ReplicaBuilder:
             needs: indices in ``program.actions`` of the actions that have to end before the optimizer step begins;
                 negative ones stand for no action.
             device: index of the device in the program.
+            tensors: number of trainable parameter tensors of the device; None: all of the model's.
         """
-        seconds = self.costs.update(self.config.optimizer, parameters)
+        number = len(self.facts.tensors) if tensors is None else tensors
+        seconds = self.costs.update(self.config.optimizer, parameters, number)
         return program.add(StepAction(device, UPDATE, seconds, known(*needs), text=self.config.optimizer))
+
+    @cached_property
+    def work(self) -> StrategyWork:
+        """Seconds of the strategy's Python work on the machine."""
+        return self.costs.strategy_work(strategy_key(self.config, self.shape))
+
+    def between_passes(self, tensors: Sequence[TensorFacts], first: bool, units: float | None = None) -> Array:
+        """Predict the seconds of a micro-batch on a device beside its passes, as the function ``beside_passes`` does.
+
+        Args:
+            tensors: trainable parameters of the device, each with the elements of its gradient there.
+            first: whether the micro-batch is the first of the step.
+            units: number of tensors, or wrapped modules, that the Python work grows with; None: of ``tensors``.
+
+        Returns:
+            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
+            constants.
+        """
+        return beside_passes(self.costs, self.work, tensors, first, units)
 
     def _group(self, group: GroupWork, phase: Pass, samples: int) -> Array:
         """Price a group's forward or backward on the slowest device."""

@@ -25,13 +25,10 @@ from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.server_flows import ServerFlow, async_step_flows, server_bytes, sync_step_flows
 from tutti.parallel.parameter_server.server_partition import ServerPlan, Size, plan_servers
 from tutti.planning.host_prices import HostPrices
-from tutti.planning.replica_builder import ReplicaBuilder
+from tutti.planning.replica_builder import READ_WRITE, ReplicaBuilder
 from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_facts import TensorFacts
 from tutti.planning.step_program import COMMUNICATION, StepAction, StepProgram
-
-_READ_WRITE = 3
-"""Bytes that adding one tensor to another moves, over the bytes of one: two reads and a write."""
 
 
 def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int, int], LinkTraffic]:
@@ -182,7 +179,7 @@ class ServerBuilder(ReplicaBuilder):
             )
         self.passes(program, parts)
         last, elements = len(program.actions) - 1, sum(t.elements for t in tensors)
-        host, whole = HostPrices(self.costs), sum(t.bytes for t in tensors)
+        host, whole, held = HostPrices(self.costs), sum(t.bytes for t in tensors), len(tensors)
         if host.apart:
             last = self.message(program, host.moved(whole), (last,), "gradients to the host")
         if ranks > 1:
@@ -192,12 +189,13 @@ class ServerBuilder(ReplicaBuilder):
             owned = [[t for t, rank in zip(tensors, owner, strict=True) if rank == own] for own in range(ranks)]
             most = max(sum(t.bytes for t in own) for own in owned)
             elements = max(sum(t.elements for t in own) for own in owned)
+            held = max(map(len, owned))
             if not host.apart:
                 last = self.message(program, host.copied(whole, len(tensors)), (last,), "gradients packed")
-            added = (ranks - 1) * host.copied(_READ_WRITE * most, 1, "other")
+            added = (ranks - 1) * host.copied(READ_WRITE * most, 1, "other")
             last = self.message(program, added, (last,), "gradients added up by their owners")
         if not host.apart:
-            self.update(program, elements, [last])
+            self.update(program, elements, [last], tensors=held)
             return program
         last = self.message(program, host.updated(self.config.optimizer, elements), (last,), "update on the host")
         self.message(program, host.moved(whole), (last,), "parameters to the device")
@@ -313,7 +311,7 @@ class _Service:
         self.senders = ranks if nodes == 1 else max(1, ranks - costs.network.per_node)
         elements = max(sum(piece.end - piece.begin for piece in plan.pieces(server)) for server in range(servers))
         self.written = host.moved(whole) if host.apart else host.copied(whole)
-        self.added = host.copied(_READ_WRITE * most, 1, "other")
+        self.added = host.copied(READ_WRITE * most, 1, "other")
         self.looked_at = host.copied(most, 1, "other")
         self.updated = host.updated(builder.config.optimizer, elements)
         if shared:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from tutti.parallel.ddp.buckets import Tail, plan_buckets
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.planning.step_program import GradientVector, PeriodicCollective
 from tutti.workload.message_log import GroupMessage
-from tutti.workload.workload_file import Workload
+from tutti.workload.workload_file import LOSS, REST, Workload
 
 _MEGABYTE = 1 << 20
 _BUCKET_MB = 25.0
@@ -282,6 +282,16 @@ def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]
     return dict(sorted(sizes.items()))
 
 
+def row_tensors(tensors: Sequence[TensorFacts], ranks: int) -> list[TensorFacts]:
+    """Return the rows of parameters that a rank holds, padded as on the rank that has most, as flat tensors.
+
+    Args:
+        tensors: trainable parameters.
+        ranks: number of ranks over which the rows are sharded.
+    """
+    return [replace(tensor, shape=(tensor.padded(ranks) // ranks,)) for tensor in tensors]
+
+
 def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
     """Return the trainable parameters that FSDP2 does not shard: scalars, and parameters of another dtype than most.
 
@@ -321,6 +331,15 @@ def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[
         if tensor not in rest and tensor.shape:
             sizes[tensor.group] += tensor.padded(ranks) * tensor.dtype.itemsize
     return sizes
+
+
+def wrapped_module_count(gathered: Mapping[str, int]) -> int:
+    """Return the number of FSDP-wrapped modules with parameters, the model around them not counted.
+
+    Args:
+        gathered: bytes by name of the module group, from ``module_bytes``.
+    """
+    return sum(bool(size) for name, size in gathered.items() if name not in (REST, LOSS))
 
 
 def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis: str = "data") -> PeriodicCollective:

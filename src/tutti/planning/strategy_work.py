@@ -1,0 +1,74 @@
+"""Seconds in which a strategy's Python code keeps a rank busy, besides the model's operators, messages and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tutti.config.sync_config import (
+    AllReduceConfig,
+    CentralConfig,
+    LocalSGDConfig,
+    ParameterServerConfig,
+    RowsConfig,
+    ShardedConfig,
+)
+from tutti.planning.planned_run import PlannedRun
+
+
+@dataclass(frozen=True)
+class StrategyWork:
+    """Seconds in which a rank computes neither operators nor updates, as ``tutti bench strategies`` measures them.
+
+    Attributes:
+        step: of a step.
+        tensor: more for each of the rank's trainable parameter tensors.
+        micro_batch: of a micro-batch.
+        unit: more for each of the rank's parameter tensors, with FSDP each wrapped module, in a micro-batch.
+    """
+
+    step: float = 0.0
+    tensor: float = 0.0
+    micro_batch: float = 0.0
+    unit: float = 0.0
+
+    def of_step(self, tensors: int) -> float:
+        """Return the seconds of a step, besides those of its micro-batches.
+
+        Args:
+            tensors: number of the rank's trainable parameter tensors.
+        """
+        return self.step + tensors * self.tensor
+
+    def of_micro_batch(self, units: float) -> float:
+        """Return the seconds of a micro-batch.
+
+        Args:
+            units: number of the rank's parameter tensors, with FSDP of wrapped modules.
+        """
+        return self.micro_batch + units * self.unit
+
+
+def strategy_key(config: PlannedRun, shape: Mapping[str, int]) -> str:
+    """Return the name under which ``tutti bench strategies`` measures the Python work of a run's strategy.
+
+    Args:
+        config: configuration of the run, with a number of devices.
+        shape: extents of the device mesh, by axis.
+    """
+    exchange = config.choice.exchange
+    if shape["stage"] > 1:
+        return "pipeline"
+    if shape["tensor"] > 1:
+        return "tensor"
+    if isinstance(exchange, ShardedConfig) or (isinstance(exchange, RowsConfig) and shape["shard"] > 1):
+        return f"sharded-{exchange.stage}" if shape["shard"] > 1 else "sharded-1"
+    if isinstance(exchange, LocalSGDConfig):
+        return "local_sgd"
+    if isinstance(exchange, CentralConfig):
+        return "central_storage"
+    if isinstance(exchange, ParameterServerConfig):
+        return "parameter_server"
+    if config.data_ranks == 1:
+        return "single"
+    return "schedule" if isinstance(exchange, AllReduceConfig) and exchange.schedule is not None else "mirrored"
