@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row['plan']:62} measured {1e3 * row['measured']:7.1f} ms, predicted {1e3 * row['predicted']:7.1f} ms")
     tau, lost = kendall_tau(rows), regret(rows)
     every = kendall_tau([{**row, "low": row["measured"], "high": row["measured"]} for row in rows])
+    apart = sum(one["high"] < two["low"] or two["high"] < one["low"] for one, two in combinations(rows, 2))
     errors = statistics.median(abs(row["error"]) for row in rows)
     print(f"{len(rows)} plans: tau {tau:.2f} (bar {LEAST_TAU}; all pairs {every:.2f}), regret {lost:.1f} %", end="")
     print(f" (bar {MOST_REGRET:g} %), median error of a step {errors:.1f} %")
@@ -235,6 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             },
             "note": given.note,
             "plans": len(rows),
+            "pairs": len(rows) * (len(rows) - 1) // 2,
+            "pairs_told_apart": apart,
             "tau": tau,
             "tau_of_all_pairs": every,
             "regret_percent": lost,
