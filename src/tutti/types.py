@@ -585,6 +585,8 @@ class ReplicaRunner(Protocol):
             ``backward``, right after its forward; False where a pipeline schedule interleaves the micro-batches.
         edits: records of the script's edits of parameters and gradients of which each rank has a part; None without
             such parameters.
+        passes: for each model that is cut into pipeline stages, the calls of the model through its stages; otherwise
+            empty.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
             otherwise empty.
     """
@@ -606,6 +608,7 @@ class ReplicaRunner(Protocol):
     script_code: Callable[[], AbstractContextManager[None]]
     model_code: Callable[[], AbstractContextManager[None]]
     edits: EditRecords | None
+    passes: Sequence[Any]
     split_backwards: Sequence[Any]
 
     @property

@@ -51,13 +51,16 @@ class HybridLayout:
         if run_context.grid.stage == 1:
             return TensorLayout(config, run_context).build(plain)
         pipeline, division = PipelineLayout(config, run_context), TensorParallelizer(plain, run_context, config)
-        virtual_stages, holding = pipeline.cut_stages(plain, division.closed)
-        if holding is not None:
-            division.check([name for nodes in holding.cuts.stages for name in read_directly(nodes, plain)])
+        holding = pipeline.cut_stages(plain, division.closed)
+        models = () if holding is None else holding.models
+        for each in models:
+            read = [name for nodes in each.cuts.stages for name in read_directly(nodes, each.model)]
+            division.check([f"{each.name}.{name}".lstrip(".") for name in read])
         division.apply()
-        replica = pipeline.replica(plain, virtual_stages, holding)
-        for virtual_stage in virtual_stages if division.parted else ():
-            # Only the last virtual_stage's output, which the loss function takes, may stay split between tensor ranks.
-            Outputs(virtual_stage.module, keep=not virtual_stage.outgoing)
+        replica = pipeline.replica(plain, holding)
+        for each in models if division.parted else ():
+            for virtual_stage in each.virtual_stages:
+                # Only the last stage's output, which the loss function takes, may stay split between tensor ranks.
+                Outputs(virtual_stage.module, keep=not virtual_stage.outgoing and not each.cuts.several_calls)
         division.mark(replica)
         return replica

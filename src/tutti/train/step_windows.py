@@ -76,11 +76,11 @@ def phases(run: Run, region: Region = record_function) -> Iterator[None]:
         region: function that returns the context manager of a region, given the phase's name; by default a record of
             PyTorch's profiler.
     """
-    called = (run.model, "forward") if run.context.grid.stage == 1 else (run.replica, "pass_forward")
-    forward = called if run.loss_fn is None else (run, "loss_fn")
+    called = [(passes, "pass_forward") for passes in run.replica.passes] or [(run.model, "forward")]
+    forwards = called if run.loss_fn is None else [(run, "loss_fn")]
     named: list[tuple[Any, str, str]] = [
         (run, "_draw", "data"),
-        (*forward, "forward"),
+        *((*forward, "forward") for forward in forwards),
         # Every model layout and every custom training loop calls this function.
         (torch.autograd, "backward", "backward"),
         *((split, "inputs", "backward") for split in run.replica.split_backwards),

@@ -181,6 +181,20 @@ def attacked(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, s
     optimizer.step()
 
 
+def penalised(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
+    """The loss contains gradients of two calls, one of which gives a part of the loss, too."""
+    optimizer.zero_grad()
+    inputs = batch[0].clone().requires_grad_()
+    scores = scores_of(model(inputs))
+    loss = functional.cross_entropy(scores, batch[1])
+    [slope] = torch.autograd.grad(loss, inputs, create_graph=True)
+    more = (0.5 * batch[0]).requires_grad_()
+    [steep] = torch.autograd.grad(scores_of(model(more)).square().sum(), more, create_graph=True)
+    backward(loss + 0.1 * slope.square().sum() + 0.1 * (steep.norm(dim=1) - 1).square().mean())
+    seen.append(steep.detach())
+    optimizer.step()
+
+
 def accumulated(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
     scores = scores_of(model(batch[0]))
     backward(functional.cross_entropy(scores, batch[1]), retain_graph=True)
@@ -211,7 +225,8 @@ def drawn(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen
 
 
 BODIES: dict[str, Body] = {
-    each.__name__: each for each in (usual, clipped, added, assigned, drawn, twice, attacked, accumulated, watched)
+    each.__name__: each
+    for each in (usual, clipped, added, assigned, drawn, twice, attacked, penalised, accumulated, watched)
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -364,10 +379,11 @@ def reading(model: nn.Module, inputs: Tensor) -> Any:
     return sum(p.square().sum() for p in model.parameters())
 
 
-def twice_differentiated(model: nn.Module, inputs: Tensor) -> Any:
+def three_times_differentiated(model: nn.Module, inputs: Tensor) -> Any:
     inputs = inputs.clone().requires_grad_()
-    [slope] = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-    return slope.square().sum()
+    [slope] = torch.autograd.grad(model(inputs).tanh().sum(), inputs, create_graph=True)
+    [curve] = torch.autograd.grad(slope.square().sum(), inputs, create_graph=True)
+    return curve.square().sum()
 
 
 def hooked(model: nn.Module, inputs: Tensor) -> Any:
@@ -393,7 +409,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
     "reads": (reading, "which this rank does not have"),
     "writes": (called, "writes an argument of its call in place"),
     "returns": (called, "returns a set"),
-    "twice": (twice_differentiated, "a gradient of a gradient"),
+    "three times": (three_times_differentiated, "a third derivative"),
     "hooked": (hooked, "several calls of the model in a loss"),
     "functional": (functional_called, "its parameters are not its own"),
     "locally": (locally, "which run.backward did not make"),

@@ -43,6 +43,8 @@ class ReplicaPart:
         adapt_hooks: makes hooks on the gradients of parameters of which this rank has a part receive whole gradients;
             returns the names of the parameters whose hooks received partial gradients before the call.
         is_dummy: whether the micro-batch of the most recent ``enter`` is a dummy, without samples.
+        passes: for each model that is cut into pipeline stages, the calls of the model through its stages; otherwise
+            empty.
         split_backwards: input backward and weight backward of each virtual stage of a zero-bubble pipeline schedule;
             empty for all other layouts.
         draws: the RNG streams of these modules.
@@ -94,6 +96,7 @@ class ReplicaPart:
         self.replaced_name: Callable[[], str | None] = lambda: None
         self.slice_name: Callable[[Tensor], str | None] = lambda tensor: None
         self.adapt_hooks: Callable[[], Sequence[str]] = lambda: ()
+        self.passes: Sequence[Any] = ()
         self.split_backwards: Sequence[Any] = ()
         here = {inner for part in self.parts for inner in part.modules()}
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}

@@ -18,98 +18,164 @@ from tutti.types import RunContext
 
 
 @dataclass(frozen=True)
-class StageOwnership:
-    """Which ranks hold which tensors of a model that is cut into pipeline stages.
+class CutModel:
+    """One model that is cut into pipeline stages, and this rank's virtual stages of it.
+
+    A script may train several models together, such as a generator and a discriminator. Each is then cut into stages of
+    its own over the same ranks.
 
     Attributes:
+        name: name of the model among the prepared module's submodules; "" for the prepared module itself.
+        model: the whole model.
         cuts: the graph of the model's forward, and the bounds of the stages among its nodes.
+        virtual_stages: this rank's virtual stages, in the model's order.
+        calls: for each virtual stage of the whole model, how often earlier stages call each module that has an RNG
+            stream of its own, by the module's name in the prepared module.
+        keyed: whether such modules are among the model's.
+        draws: whether functions outside of modules with RNG streams may draw random numbers. The RNG state then travels
+            from stage to stage with the activations.
+    """
+
+    name: str
+    model: nn.Module
+    cuts: stage_partition.StagePartition
+    virtual_stages: Sequence[VirtualStage]
+    calls: Sequence[Mapping[str, int]]
+    keyed: bool
+    draws: bool
+
+
+@dataclass(frozen=True)
+class StageOwnership:
+    """Which ranks hold which tensors of models that are cut into pipeline stages.
+
+    Attributes:
+        models: the models, with this rank's stages of each; a single one where the prepared module is a model.
         not_owned: names of tensors that this rank holds, but whose first stage is on another rank. That rank saves them
             and counts them in norms.
         groups: for parameters that several virtual stages use, pairs of the ranks of the stage axis that hold them, in
             ascending order, and the parameters.
-        calls: for each virtual stage of the whole model, how often earlier stages call each module that has an RNG
-            stream of its own, by the module's name.
         stages: for each parameter and persistent buffer, by its name, the indices of the virtual stages that hold it.
-        draws: whether functions outside of modules with RNG streams may draw random numbers. The RNG state then travels
-            from stage to stage with the activations.
-        drawn_apart: names of modules with an RNG stream of their own that stages of several ranks call.
+        drawn_apart: modules with an RNG stream of their own that stages of several ranks call, by name.
     """
 
-    cuts: stage_partition.StagePartition
+    models: Sequence[CutModel]
     not_owned: frozenset[str]
     groups: list[tuple[tuple[int, ...], list[nn.Parameter]]]
-    calls: list[Mapping[str, int]]
     stages: Mapping[str, Sequence[int]]
-    draws: bool
-    drawn_apart: Sequence[str]
+    drawn_apart: Mapping[str, nn.Module]
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """This rank's stages as modules, whose tensors have their names in the prepared module: one a virtual stage.
+
+        With several models each part is a container of one stage of each.
+        """
+        if [each.name for each in self.models] == [""]:
+            return [stage.module for stage in self.models[0].virtual_stages]
+        parts = list[nn.Module]()
+        for stages in zip(*(each.virtual_stages for each in self.models), strict=True):
+            part = nn.ModuleDict()
+            for each, stage in zip(self.models, stages, strict=True):
+                part.add_module(each.name, stage.holder)
+            parts.append(part)
+        return parts
 
 
 def stages_here(
-    plain: nn.Module, found: stage_partition.StagePartition, run_context: RunContext
-) -> tuple[list[VirtualStage], StageOwnership]:
-    """Cut the model into virtual pipeline stages, and return those that this rank computes. Not collective.
+    plain: nn.Module, found: Mapping[str, stage_partition.StagePartition], run_context: RunContext
+) -> StageOwnership:
+    """Cut models into virtual pipeline stages, and return which of them, and of their tensors, this rank has.
 
-    A virtual stage is a run of consecutive modules of the model; a pipeline rank computes one or several of them.
+    A virtual stage is a run of consecutive modules of a model; a pipeline rank computes one or several of them. Not
+    collective.
 
     Args:
-        plain: the whole model; the stages share its modules and parameters.
-        found: partition of the model into stages: the graph of its forward, and the stages' bounds among the nodes.
+        plain: the prepared module, a model or a container of several; the stages share its modules and parameters.
+        found: partition of each model into equally many stages, by the model's name in ``plain``, "" for ``plain``
+            itself: the graph of its forward, and the stages' bounds among the nodes.
         run_context: the run, of which the mesh is read; rank r of p on its stage axis has the stages r, r + p,
             r + 2p, ….
 
     Returns:
-        A pair. First a list of this rank's virtual stages in the model's order, each with its ``module`` and the names
-        of the values that the stage receives (``incoming``) and sends (``outgoing``). Second a ``StageOwnership``,
-        which is about all stages of the model: ``stages`` has for each parameter and persistent buffer, by name, the
-        indices of the virtual stages that hold it; ``not_owned`` the names of this rank's tensors that another rank
-        saves and counts in norms; and ``groups`` the parameters that several stages share, with their ranks.
+        A ``StageOwnership``: ``models`` with this rank's virtual stages; ``stages`` has for each parameter and
+        persistent buffer, by name, the indices of the virtual stages that hold it; ``not_owned`` the names of this
+        rank's tensors that another rank saves and counts in norms; and ``groups`` the parameters that several stages
+        share, with their ranks.
     """
     ranks, here = run_context.grid.stage, run_context.grid.at("stage")
-    held = found.held(plain)
-    names = {id(slot.get()): slot.name for slot in buffers([plain])}
-    everywhere = found.record.buffers if found.record is not None else frozenset[str]()
-    direct = [
-        {names[id(t)] for t in read_directly(n, plain).values() if id(t) in names} | everywhere for n in found.stages
-    ]
-    used = [tensors_of(nodes, plain) for nodes in found.stages]
-    idle = {slot.name for slot in buffers([plain])} - {names[i] for each in used for i in each if i in names}
-    idle -= everywhere
-    direct[0] |= idle
-    holders: dict[str, list[int]] = {}
-    for stage, row in enumerate(zip(held, direct, strict=True)):
-        for name in (*row[0], *row[1]):
-            holders.setdefault(name, []).append(stage)
-    mine = range(here, len(held), ranks)
-    also = [_aliases(row.keys(), plain, nodes) | everywhere for row, nodes in zip(held, found.stages, strict=True)]
-    also[0] |= idle
-    virtual_stages = cut_into_stages(plain, found.graph, found.bounds, also, found.record)
-    borrowed = {n for n, s in holders.items() if here in {i % ranks for i in s} and s[0] % ranks != here}
+    names = {id(p): name for name, p in parameters([plain])}
+    names |= {id(slot.get()): slot.name for slot in buffers([plain])}
+    streams = {id(module): name for name, module in keyed_modules(plain).items()}
+    holders: dict[str, set[int]] = {}
+    used: dict[str, set[int]] = {}
+    callers: dict[str, set[int]] = {}
+    models = []
+    for name, cuts in found.items():
+        model = plain.get_submodule(name)
+        rows = _calls_before(cuts, model, streams)
+        for stage, (nodes, held) in enumerate(zip(cuts.stages, _held(cuts, model), strict=True)):
+            for tensor in held:
+                holders.setdefault(names[tensor], set()).add(stage)
+            for tensor in tensors_of(nodes, model) & names.keys():
+                used.setdefault(names[tensor], set()).add(stage)
+            for drawing, count in rows[stage + 1].items():
+                if count != rows[stage].get(drawing):
+                    callers.setdefault(drawing, set()).add(stage % ranks)
+        virtual_stages = cut_into_stages(model, cuts.graph, cuts.bounds, _also(cuts, model), cuts.record)
+        own = {m for nodes in cuts.stages for _, m in modules_of(nodes, model) if id(m) not in streams}
+        *calls, last = rows
+        # Draws of the loss function continue where the model's last draw has ended, which may be on an earlier stage.
+        draws = any(map(draws_by_functions, own)) or graph_draws(cuts.graph) or (bool(calls[-1]) and calls[-1] == last)
+        keyed = any(id(module) in streams for module in model.modules())
+        models.append(CutModel(name, model, cuts, virtual_stages[here::ranks], calls, keyed, draws))
+    where = {name: sorted(used.get(name, {0})) for name in names.values()}
+    where |= {name: sorted(stages) for name, stages in holders.items()}
+    borrowed = {n for n in holders if here in {i % ranks for i in where[n]} and where[n][0] % ranks != here}
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for name, parameter in parameters([plain]):
         if len(holders.get(name, ())) > 1:
             groups.setdefault(tuple(sorted({i % ranks for i in holders[name]})), []).append(parameter)
-    streams = keyed_modules(plain)
-    own = {m for nodes in found.stages for name, m in modules_of(nodes, plain) if name not in streams}
-    rows = _calls_before(found, streams)
-    *calls, last = rows
-    callers = {n: {i % ranks for i in range(len(calls)) if rows[i + 1].get(n) != rows[i].get(n)} for n in last}
-    # Draws of the loss function continue where the model's last draw has ended, which may be on an earlier stage.
-    draws = any(map(draws_by_functions, own)) or graph_draws(found.graph) or (bool(calls[-1]) and calls[-1] == last)
-    where = {names[i]: [stage for stage, each in enumerate(used) if i in each] or [0] for i in names} | holders
-    return [virtual_stages[i] for i in mine], StageOwnership(
-        found,
-        frozenset(borrowed),
-        list(groups.items()),
-        calls,
-        where,
-        draws,
-        [name for name in callers if len(callers[name]) > 1],
+    apart = [name for name, stages in callers.items() if len(stages) > 1]
+    return StageOwnership(
+        models, frozenset(borrowed), list(groups.items()), where, {name: plain.get_submodule(name) for name in apart}
     )
+
+
+def _held(cuts: stage_partition.StagePartition, model: nn.Module) -> list[set[int]]:
+    """Return for each stage the ``id()`` of its parameters, and of buffers that the model's own forward reads there."""
+    slots = buffers([model])
+    everywhere = cuts.record.buffers if cuts.record is not None else frozenset[str]()
+    known = {id(slot.get()) for slot in slots}
+    rows = [
+        {id(p) for p in row.values()}
+        | ({id(t) for t in read_directly(nodes, model).values()} & known)
+        | {id(slot.get()) for slot in slots if slot.name in everywhere}
+        for row, nodes in zip(cuts.held(model), cuts.stages, strict=True)
+    ]
+    rows[0] |= {id(slot.get()) for slot in slots if slot.name in _idle(cuts, model)}
+    return rows
+
+
+def _idle(cuts: stage_partition.StagePartition, model: nn.Module) -> set[str]:
+    """Return the names of buffers that no stage uses; the first one holds them."""
+    used = set().union(*(tensors_of(nodes, model) for nodes in cuts.stages))
+    everywhere = cuts.record.buffers if cuts.record is not None else frozenset[str]()
+    return {slot.name for slot in buffers([model]) if id(slot.get()) not in used} - everywhere
+
+
+def _also(cuts: stage_partition.StagePartition, model: nn.Module) -> list[frozenset[str]]:
+    """Return for each stage the names of tensors that it holds beside those of the modules that it calls."""
+    everywhere = cuts.record.buffers if cuts.record is not None else frozenset[str]()
+    held = cuts.held(model)
+    also = [_aliases(row.keys(), model, nodes) | everywhere for row, nodes in zip(held, cuts.stages, strict=True)]
+    also[0] |= _idle(cuts, model)
+    return also
 
 
 def _aliases(held: Collection[str], plain: nn.Module, nodes: Sequence[Node]) -> frozenset[str]:
     """Return the first names of parameters that a stage uses under another name only."""
-    called = {f"{at}.{name}" for at, m in modules_of(nodes, plain) for name, _ in _all_named(m)}
+    called = {f"{at}.{name}".lstrip(".") for at, m in modules_of(nodes, plain) for name, _ in _all_named(m)}
     return frozenset(set(held) - called - read_directly(nodes, plain).keys())
 
 
@@ -147,14 +213,22 @@ def groups_of(
     return groups
 
 
-def _calls_before(found: stage_partition.StagePartition, chosen: Mapping[str, nn.Module]) -> list[Mapping[str, int]]:
-    """Return for each stage, and for the end, how often each module in ``chosen`` has been called before."""
+def _calls_before(
+    found: stage_partition.StagePartition, model: nn.Module, names: Mapping[int, str]
+) -> list[Mapping[str, int]]:
+    """Return for each stage, and for the end, how often each of some modules has been called before, by its name.
+
+    Args:
+        found: partition of the model into stages.
+        model: the model.
+        names: names of the modules that count, by their ``id()``.
+    """
     counts: dict[str, int] = {}
     rows: list[Mapping[str, int]] = [{}]
     for nodes in found.stages:
-        for node in nodes:
-            for name in chosen:
-                if node.op == "call_module" and (name == node.target or name.startswith(f"{node.target}.")):
-                    counts[name] = counts.get(name, 0) + 1
+        for _, called in modules_of(nodes, model):
+            for inner in called.modules():
+                if id(inner) in names:
+                    counts[names[id(inner)]] = counts.get(names[id(inner)], 0) + 1
         rows.append(dict(counts))
     return rows

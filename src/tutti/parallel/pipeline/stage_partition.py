@@ -18,6 +18,7 @@ from tutti.parallel.pipeline.balance import balance
 from tutti.parallel.pipeline.graph_trace import UntraceableError, openable, trace
 from tutti.parallel.pipeline.recorded_forward import ForwardRecord, ReadOutsideError
 from tutti.parallel.pipeline.virtual_stage import body, check_buffers, modules_of, tensors_of, writes
+from tutti.parallel.pipeline.whole_forward import WholeForward
 
 _EVEN = 1.25
 """A module is traced into where the largest stage is more than this many times the mean."""
@@ -49,7 +50,7 @@ class StagePartition:
     shares: tuple[float, ...]
     measured: bool
     opened: frozenset[str] = frozenset()
-    record: ForwardRecord | None = None
+    record: ForwardRecord | WholeForward | None = None
     written: tuple[str, ...] = ()
     several_calls: bool = False
 
@@ -149,6 +150,19 @@ def find_stage_partition(
         # Blocks read values of their inputs, which fake tensors do not have.
         raise untraceable from error
     return _with_members(replace(found, written=tuple(written)), plain, members)
+
+
+def whole_on_the_last_stage(model: nn.Module, stages: int, written: Sequence[str] = ()) -> StagePartition:
+    """Return the partition of one of several models that cannot be cut: the last stage computes all of it.
+
+    Args:
+        model: the model.
+        stages: number of virtual stages; the others are empty.
+        written: names of attributes that the forward writes.
+    """
+    record = WholeForward(model)
+    bounds, shares = (0,) * stages + (1,), (0.0,) * (stages - 1) + (1.0,)
+    return StagePartition(record.graph(), bounds, (), shares, False, record=record, written=tuple(written))
 
 
 def _with_members(found: StagePartition, plain: nn.Module, members: Sequence[Sequence[str]]) -> StagePartition:

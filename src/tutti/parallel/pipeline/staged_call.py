@@ -9,16 +9,17 @@ outputs, which are the same on all ranks, back through the stages. The stages co
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tutti.comm.communicator import Communicator
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
+from tutti.parallel.pipeline.second_backward import SecondBackward
 from tutti.parallel.pipeline.stage_messages import MEMORY_FORMATS, MessageForm, message_form, tuples
 from tutti.torch_compat import (
     functorch_level,
@@ -32,7 +33,7 @@ from tutti.torch_compat import (
 )
 
 if TYPE_CHECKING:
-    from tutti.parallel.pipeline.pipeline_runner import MicroBatchState, PipelineRunner
+    from tutti.parallel.pipeline.stage_passes import MicroBatchState, StagePasses
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -52,22 +53,13 @@ class StagedModel:
     parameters of each and to the inputs.
 
     Args:
-        runner: runs this rank's stages.
-        plain: the whole model, with placeholders for what other ranks hold.
+        passes: passes calls of the model through its stages.
         comm: communicator over the ranks of the stages.
-        bind: maps the arguments of a call, positional and by keyword, to what the stages are given.
     """
 
-    def __init__(
-        self,
-        runner: PipelineRunner,
-        plain: nn.Module,
-        comm: Communicator,
-        bind: Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[str, Any]],
-    ) -> None:
-        self.runner, self.comm, self.bind = runner, comm, bind
-        self._plain = plain
-        self._parameters = [id(p) for p in plain.parameters()]
+    def __init__(self, passes: StagePasses, comm: Communicator) -> None:
+        self.passes, self.comm = passes, comm
+        self._parameters = [id(p) for p in passes.model.parameters()]
         self._anchor = torch.zeros((), device=comm.device)
         self._known: dict[tuple[Any, ...], _Outputs] = {}
         self._calls = 0
@@ -84,7 +76,7 @@ class StagedModel:
             UsageError: an argument is an object whose tensors are not known; the call is within a transform of
                 ``torch.func``, or with other parameters than the model's own; the model writes an argument in place; or
                 the output is no structure of tensors and numbers, or of another form than for equal arguments before.
-                In backward: with ``create_graph=True``.
+                In backward: ``create_graph=True`` for the parameters' gradients, or a third derivative.
         """
         leaves, structure = tree_flatten((args, kwargs))
         self._check(leaves)
@@ -95,8 +87,8 @@ class StagedModel:
             numbers = [torch.tensor(float(leaf)) for leaf in leaves if isinstance(leaf, int | float)]
             self.compare([*inputs, *numbers], "the script calls the model with")
         asked = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        with self.runner.model_code():
-            learns = self.runner.look_what_learns(asked)
+        with self.passes.replica.model_code():
+            learns = self.passes.look_what_learns(asked)
             trains = torch.is_grad_enabled() and learns[-1]
             key = (trains, learns, structure, *(_form_of_argument(leaf, self.comm.device) for leaf in leaves))
             call = _Call(self, key, leaves, structure, trains, compared)
@@ -108,15 +100,15 @@ class StagedModel:
 
     def _check(self, leaves: Sequence[Any]) -> None:
         """Raise UsageError for a call that the stages cannot make."""
-        why, cuts = "", self.runner.cuts
+        why, record = "", self.passes.cuts.record
         unknown = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
         if unknown is not None:
             why = f"one of its arguments is a {type(unknown).__name__}, whose tensors are not known"
         elif functorch_level():
             why = "torch.func cannot transform the messages between stages"
-        elif [id(p) for p in self._plain.parameters()] != self._parameters:
+        elif [id(p) for p in self.passes.model.parameters()] != self._parameters:
             why = "its parameters are not its own (torch.func.functional_call), and each stage has a part of them"
-        elif cuts is not None and cuts.record is not None and cuts.record.writes_inputs:
+        elif record is not None and record.writes_inputs:
             why = "its forward writes its arguments in place, and every rank has its own copy"
         if why:
             raise UsageError(
@@ -244,7 +236,7 @@ class _Call:
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Pass the inputs through all stages, and return the tensors of the model's output. Collective."""
-        runner = self._model.runner
+        passes = self._model.passes
         before = [tensor_version(t) for t in inputs if not t.is_inference()]
         with torch.set_grad_enabled(self._trains):
             self._inputs = [t.detach().requires_grad_(self._trains and t.requires_grad) for t in inputs]
@@ -254,8 +246,8 @@ class _Call:
             given = iter(self._inputs)
             leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
             self._leaves = []
-            arguments = self._model.bind(*tree_unflatten(leaves, self._structure))
-            self._flights, result = runner.pass_forward(self._key, arguments, self._trains)
+            arguments = passes.bind(*tree_unflatten(leaves, self._structure))
+            self._flights, result = passes.pass_forward(self._key, arguments, self._trains)
         if before != [tensor_version(t) for t in inputs if not t.is_inference()]:
             raise UsageError(
                 "the model's forward writes an argument of its call in place",
@@ -263,8 +255,8 @@ class _Call:
                 why="every rank has its own copy of the argument, which is not written",
                 remedy="make a new tensor, such as x + 1 in place of x.add_(1), or take --strategy mirrored",
             )
-        self.outputs, tensors = self._model.share(self._key, result, runner.has_last)
-        if runner.has_last and self._trains:
+        self.outputs, tensors = self._model.share(self._key, result, passes.has_last)
+        if passes.has_last and self._trains:
             self._results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         return tensors
 
@@ -282,14 +274,59 @@ class _Call:
         """Whether each tensor of the output depends on a parameter or an input that requires a gradient."""
         return [form.learns for form in self.outputs.forms if form.shape is not None]
 
-    def backward(self, gradients: Sequence[Tensor | None], accumulate: bool, keep: bool) -> list[Tensor | None]:
-        """Pass the gradients of the outputs back through all stages, and return those of the inputs. Collective.
+    def backward_with_graph(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[SecondBackward, list[Tensor], list[Tensor | None]]:
+        """Pass the gradients of the outputs back through all stages, for a loss that contains the result. Collective.
 
         Args:
             gradients: gradient of each tensor of the output, equal on all ranks; None where the loss ignores it.
-            accumulate: whether to add the parameters' gradients to ``.grad``.
-            keep: keep the graph for another backward.
+
+        Returns:
+            The backward, to be differentiated; the inputs that require a gradient; and their gradients.
         """
+        self._check(gradients)
+        back = SecondBackward(self._model.passes, self._flights, self._asked, (*self._key, *_reached(gradients)))
+        with self._model.passes.replica.model_code():
+            found = back.first(self._roots(gradients))
+            summed = self._model.sum_over_stages([None if g is None else g.detach() for g in found], self._asked)
+        self._gradients = {}
+        return back, self._asked, summed
+
+    def second_backward(
+        self, back: SecondBackward, gradients: Sequence[Tensor | None], given: Sequence[Tensor], accumulate: bool
+    ) -> list[Tensor | None]:
+        """Differentiate a backward through all stages. Collective.
+
+        Args:
+            back: first result of ``backward_with_graph``.
+            gradients: gradient of each of its last results, equal on all ranks.
+            given: the gradients of the outputs with which it was made, except for None.
+            accumulate: whether to add the parameters' gradients to ``.grad``.
+
+        Returns:
+            The gradients of the inputs that require one, and of ``given``.
+        """
+        model = self._model
+        with model.passes.replica.model_code():
+            of_given, own = back.second(gradients, accumulate)
+            inputs = model.sum_over_stages(own, self._asked)
+            known = of_given or [None] * len(given)
+            outer = [torch.zeros_like(g) if k is None else k.clone() for g, k in zip(given, known, strict=True)]
+            for tensor in outer:
+                model.comm.broadcast_unchecked(tensor, model.comm.size - 1, "the gradient of a gradient")
+        self._gradients = {}
+        return [*inputs, *outer]
+
+    @property
+    def _asked(self) -> list[Tensor]:
+        return [leaf for leaf in self._inputs if leaf.requires_grad]
+
+    def _roots(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        return [(t, g) for t, g in zip(self._results, gradients, strict=False) if t.requires_grad and g is not None]
+
+    def _check(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raise an error where the graph is freed, or where stages have other gradients of the outputs. Collective."""
         if self._freed:
             # As PyTorch says it of a graph of its own; on all ranks.
             raise RuntimeError(
@@ -298,14 +335,22 @@ class _Call:
             )
         if self._compared:
             self._model.compare(gradients, "the script's loss gives the output of the model")
-        runner, self._gradients = self._model.runner, {}
-        reached = tuple(gradient is not None for gradient in gradients)
-        roots = [(t, g) for t, g in zip(self._results, gradients, strict=False) if t.requires_grad and g is not None]
-        with runner.model_code():
-            runner.pass_backward(self._flights, roots, self._inputs, (*self._key, reached), accumulate, keep)
+
+    def backward(self, gradients: Sequence[Tensor | None], accumulate: bool, keep: bool) -> list[Tensor | None]:
+        """Pass the gradients of the outputs back through all stages, and return those of the inputs. Collective.
+
+        Args:
+            gradients: gradient of each tensor of the output, equal on all ranks; None where the loss ignores it.
+            accumulate: whether to add the parameters' gradients to ``.grad``.
+            keep: keep the graph for another backward.
+        """
+        self._check(gradients)
+        passes, self._gradients = self._model.passes, {}
+        with passes.replica.model_code():
+            key = (*self._key, *_reached(gradients))
+            passes.pass_backward(self._flights, self._roots(gradients), self._inputs, key, accumulate, keep)
             asked = [number for number, leaf in enumerate(self._inputs) if leaf.requires_grad]
-            inputs = [self._inputs[number] for number in asked]
-            summed = self._model.sum_over_stages([self._gradients.get(number) for number in asked], inputs)
+            summed = self._model.sum_over_stages([self._gradients.get(number) for number in asked], self._asked)
         self._gradients = {}
         if not keep:
             self._flights, self._results, self._freed = [], [], True
@@ -322,21 +367,57 @@ class _Through(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(t for t in inputs if t.requires_grad))
+        ctx.asked = [t.requires_grad for t in inputs]
         tensors = call.forward(inputs)
         ctx.mark_non_differentiable(*(t for t, learns in zip(tensors, call.learns, strict=True) if not learns))
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        accumulate = is_reached(ctx.next_functions[0][0])
+        if not torch.is_grad_enabled():
+            return None, None, *ctx.call.backward(gradients, accumulate, keeps_graph())
+        if accumulate:
+            raise UsageError(
+                "backward(create_graph=True) cannot be combined with a model that is cut into stages",
+                where=script_line(),
+                why="the gradients in .grad would have a graph on the ranks of their stage alone",
+                remedy="ask for the gradients of the inputs, by torch.autograd.grad(…, create_graph=True), or take"
+                " --strategy mirrored",
+            )
+        given = [gradient for gradient in gradients if gradient is not None]
+        anchor = torch.zeros_like(given[0].detach()).requires_grad_()
+        found = iter(_ThroughTwice.apply(ctx.call, gradients, anchor, *ctx.saved_tensors, *given))  # type: ignore[no-untyped-call]
+        return None, None, *(next(found) if asked else None for asked in ctx.asked)
+
+
+class _ThroughTwice(torch.autograd.Function):
+    """The backward of a call of the model on all stages, as a function of its inputs and of its outputs' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, gradients: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.back, inputs, found = call.backward_with_graph(gradients)
+        ctx.given = [torch.empty_like(each) for each in tensors[len(inputs) :]]
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise UsageError(
-                "a gradient of a gradient cannot be combined with a model that is cut into stages",
+                "a third derivative cannot be combined with a model that is cut into stages",
                 where=script_line(),
-                why="the backward through the stages (create_graph=True) leaves no graph",
+                why="the second backward through the stages leaves no graph",
                 remedy="take --strategy mirrored",
             )
         accumulate = is_reached(ctx.next_functions[0][0])
-        return None, None, *ctx.call.backward(gradients, accumulate, keeps_graph())
+        return None, None, None, *ctx.call.second_backward(ctx.back, gradients, ctx.given, accumulate)
+
+
+def _reached(gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:
+    return tuple(gradient is not None for gradient in gradients)
 
 
 def _describe(result: Any) -> tuple[_Outputs, list[Tensor]]:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.recorded_forward import ForwardRecord
+from tutti.parallel.pipeline.whole_forward import WholeForward, WholeStage
 from tutti.torch_compat import module_buffers, order_members
 
 _LOCAL = {getattr, operator.getitem, operator.floordiv, operator.mul, operator.add, operator.sub}
@@ -38,6 +39,12 @@ class VirtualStage:
     incoming: tuple[str, ...] = ()
     outgoing: tuple[str, ...] = ()
     alone: bool = False
+
+    @property
+    def holder(self) -> nn.Module:
+        """The module that has the stage's submodules and tensors under their names in the whole model."""
+        whole = self.module.whole if isinstance(self.module, WholeStage) else None
+        return self.module if whole is None else whole
 
 
 def body(graph: fx.Graph) -> list[fx.Node]:
@@ -106,7 +113,7 @@ def cut_into_stages(
     graph: fx.Graph,
     bounds: Sequence[int],
     also: Sequence[Collection[str]],
-    record: ForwardRecord | None = None,
+    record: ForwardRecord | WholeForward | None = None,
 ) -> list[VirtualStage]:
     """Build all virtual pipeline stages of a model, which share their modules and parameters with it. Not collective.
 

@@ -1,0 +1,80 @@
+"""Put a whole model on the last stage: one of several models that cannot be cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from tutti.torch_compat import uncompiled_call
+
+
+class WholeForward:
+    """The forward of a model that one pipeline stage computes alone, in the form of a ``ForwardRecord``.
+
+    Args:
+        plain: the whole model.
+
+    Attributes:
+        buffers: empty: no buffer is read on several stages.
+        writes_inputs: False: each call looks by itself for writes to its arguments.
+    """
+
+    buffers: frozenset[str] = frozenset()
+    writes_inputs = False
+
+    def __init__(self, plain: nn.Module) -> None:
+        self._plain = plain
+
+    def graph(self) -> fx.Graph:
+        """Return a graph of one node, a call of the whole model, whose name is ""."""
+        graph = fx.Graph()
+        inputs = graph.placeholder("inputs")
+        graph.output(graph.create_node("call_module", "", (inputs,), name="whole"))
+        return graph
+
+    def stage(self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]) -> WholeStage:
+        """Return the module of a virtual stage, which computes the whole model or nothing.
+
+        Args:
+            nodes: nodes of ``graph()``: the only one, or none.
+            incoming: unused; an empty stage sends nothing to the next one.
+            outgoing: unused, like ``incoming``.
+        """
+        return WholeStage(self._plain if nodes else None)
+
+
+class WholeStage(nn.Module):
+    """Module of a virtual pipeline stage that computes a whole model, or nothing.
+
+    Args:
+        plain: the whole model; None for a stage that computes nothing.
+    """
+
+    def __init__(self, plain: nn.Module | None) -> None:
+        super().__init__()
+        self._plain = (plain,)  # in a tuple: the model keeps its place in the prepared module
+
+    @property
+    def whole(self) -> nn.Module | None:
+        """The whole model; None on a stage that computes nothing."""
+        return self._plain[0]
+
+    def hold(self, names: Iterable[str], plain: nn.Module) -> None:
+        """Do nothing: the stage has all tensors of the model.
+
+        Args:
+            names: unused.
+            plain: unused.
+        """
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Any) -> Any:
+        """Return the model's output, or an empty tuple on a stage that computes nothing.
+
+        Args:
+            args: positional arguments of the model's call.
+            kwargs: keyword arguments of the model's call.
+            values: empty.
+        """
+        return () if self.whole is None else uncompiled_call(self.whole)(*args, **kwargs)
