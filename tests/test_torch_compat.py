@@ -55,6 +55,7 @@ from tutti.torch_compat import (
     all_gather_single,
     assert_async,
     chunk_cat,
+    compiled_module,
     convert_module,
     cross_entropy_of,
     current_autograd_node,
@@ -706,7 +707,9 @@ def calls_of_modules_are_replaced() -> None:
     assert (before, layer(1)) == (None, "replaced") and uncompiled_call(layer)(torch.ones(2)).shape == (2,)
     assert is_compiled(layer)
     replace_call(layer, before)
-    assert not is_compiled(layer) and is_compiled(cast(nn.Module, torch.compile(layer)))
+    wrapper = cast(nn.Module, torch.compile(layer))
+    assert not is_compiled(layer) and is_compiled(wrapper)
+    assert compiled_module(wrapper) is layer and compiled_module(layer) is None
     assert torch.equal(layer(torch.ones(2)), uncompiled_call(layer)(torch.ones(2)))
     with FakeTensorMode():
         assert is_fake(torch.ones(1))
@@ -796,7 +799,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",
-    calls_of_modules_are_replaced: "replace_call uncompiled_call is_compiled is_fake",
+    calls_of_modules_are_replaced: "replace_call uncompiled_call compiled_module is_compiled is_fake",
     conversions_go_through_one_method: "CONVERSION convert_module",
     modes_are_left_and_entered_again: "without_dispatch_modes",
     events_are_written_at_once: "write_event",

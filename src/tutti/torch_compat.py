@@ -65,6 +65,7 @@ __all__ = [
     "all_gather_single",
     "assert_async",
     "chunk_cat",
+    "compiled_module",
     "convert_module",
     "cross_entropy_of",
     "current_autograd_node",
@@ -665,6 +666,15 @@ def is_compiled(module: nn.Module) -> bool:
         module: the module, or the wrapper that ``torch.compile`` has returned.
     """
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile`` has wrapped; None for a module that is no such wrapper.
+
+    Args:
+        module: a module, or the wrapper that ``torch.compile(module)`` returns.
+    """
+    return module._modules.get("_orig_mod")
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:

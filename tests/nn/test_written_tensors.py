@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.nn.written_tensors import parameters_unwritten
-from tutti.parallel.pipeline.stage_writes import StageWrites
+from tutti.parallel.pipeline.stage_parameters import StageParameters
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "row": lambda p: p[0].zero_(),
@@ -29,7 +29,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 def test_writes_through_views(write: Callable[[Tensor], Any]) -> None:
     layer = nn.Linear(2, 2, bias=False)
     before = layer.weight.detach().clone()
-    writes = StageWrites({"weight": layer.weight})
+    writes = StageParameters({layer.weight: ("weight", 0)}, None)
     with torch.no_grad(), writes:
         write(layer.weight)
     assert not torch.equal(layer.weight, before)
@@ -44,7 +44,7 @@ def test_reads_and_other_tensors_are_no_writes() -> None:
     both = torch.ones(4)
     layer = nn.Linear(2, 1, bias=False)
     layer.weight = nn.Parameter(both[:2].view(1, 2))
-    writes = StageWrites({"weight": layer.weight})
+    writes = StageParameters({layer.weight: ("weight", 0)}, None)
     with torch.no_grad(), writes, parameters_unwritten([layer]):
         (layer.weight * 2).add_(1)
         both[2:].add_(1)

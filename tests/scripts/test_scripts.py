@@ -24,7 +24,7 @@ FLOORS = {
     "sharded, stage 2": 0.80,
     "sharded": 0.80,
     "tensor": 0.90,
-    **dict.fromkeys(("pipeline", "model_parallel", "hybrid, stages"), 0.75),
+    **dict.fromkeys(("pipeline", "model_parallel", "hybrid, stages"), 0.85),
 }
 
 

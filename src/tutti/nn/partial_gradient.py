@@ -64,6 +64,7 @@ class GradientParts:
     def __init__(self, comm: Communicator) -> None:
         # Without the placeholders, so that an old gradient is freed with the last one that the script has.
         self._comm, self._parts = comm, list[tuple[Callable[[], Tensor | None], Tensor, bool]]()
+        self._shapes: list[torch.Size] = []
         self._norms: dict[float, Tensor] = {}
 
     def conceal(
@@ -101,6 +102,7 @@ class GradientParts:
             made.elsewhere, made.whole, made.added_to = elsewhere, whole, []
             parameter.grad = made
         self._parts.append((own, probe, counted))
+        self._shapes.append(parameters[0].shape)
 
     def norm(self, index: int, order: float) -> Tensor:
         """Return the norm of one whole gradient, from the parts of all ranks of the group.
@@ -137,6 +139,25 @@ class GradientParts:
         comm = self._comm
         rows = comm.gather_slices(mine.to(comm.device), "norms of gradients of which this rank has a part")
         return rows.view(comm.size, -1).to(mine.device)
+
+    def total(self, index: int) -> Tensor:
+        """Return a gradient that some ranks of the group have whole, on all ranks.
+
+        Collective over the group: an all-reduce.
+
+        Args:
+            index: position of the gradient among the calls of ``conceal``.
+
+        Returns:
+            A new tensor on the group's device, equal on all ranks.
+        """
+        part, _, counted = self._parts[index]
+        own = part() if counted else None
+        gradient = torch.zeros(self._shapes[index], dtype=self._parts[index][1].dtype, device=self._comm.device)
+        if own is not None:
+            gradient.copy_(own)
+        self._comm.start_all_reduce(gradient, "all_reduce of a gradient that the script reads").wait()
+        return gradient
 
     def largest(self, flag: Tensor) -> Tensor:
         """Return the largest value of a one-element tensor over the ranks of the group. Collective: an all-gather.
@@ -201,7 +222,11 @@ class PartGradient(IncompleteGradient):
         if not in_backward() and all(each.elsewhere or each.own() is not None for each in found):
             if _acts_on_parts(name, args, kwargs):
                 return _norm_or_scale(name, func, args, kwargs, found)
-            if name not in CLEARING and all(each.how_split is not None for each in found):
+            if name not in CLEARING and all(each.whole for each in found):
+                result = _on_whole(name, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            elif name not in CLEARING and all(each.how_split is not None for each in found):
                 first = args[0] if args and isinstance(args[0], PartGradient) else found[0]
                 result = first._compute(name, func, args, kwargs)
                 if result is not NotImplemented:
@@ -395,6 +420,25 @@ def _norm_or_scale(
     for each in once.values():
         each.note_edit()
     return args[0] if isinstance(args[0], Tensor) else None
+
+
+def _on_whole(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function that reads gradients that some rank has whole; NotImplemented where it writes or views them."""
+    written = args[0] if name.endswith("_") else None
+    if "out" in kwargs or any(isinstance(leaf, PartGradient) for leaf in tree_leaves(written)):
+        return NotImplemented
+    wholes: dict[int, Tensor] = {}
+
+    def whole(gradient: PartGradient) -> Tensor:
+        if id(gradient) not in wholes:
+            wholes[id(gradient)] = gradient.parts.total(gradient.place_in_parts)
+        return wholes[id(gradient)]
+
+    whole_args, whole_kwargs = tree_map_only(PartGradient, whole, (args, kwargs))
+    result = func(*whole_args, **whole_kwargs)
+    made = [each for each in tree_leaves(result) if _is_tensor(each)]
+    shared = written is None and share_memory(made, wholes.values())
+    return NotImplemented if shared else result
 
 
 def _is_tensor(value: Any) -> bool:

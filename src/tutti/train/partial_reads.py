@@ -33,8 +33,10 @@ class PartialReads:
     def __init__(self, model: nn.Module, run_context: RunContext) -> None:
         grid, rows = run_context.grid, run_context.rows
         self._partial = rows or grid.tensor > 1 or grid.stage > 1
-        # An average reads parameters element by element: rows and slices are gathered for it.
-        unread = grid.stage > 1 or (rows and (grid.tensor > 1 or run_context.compile is not None))
+        # An average reads parameters element by element: stages' parameters, rows and slices are gathered for it.
+        several = (grid.stage > 1) + rows + (grid.tensor > 1)
+        buffers = grid.stage > 1 and next(model.buffers(), None) is not None
+        unread = several > 1 or buffers or (several > 0 and grid.tensor == 1 and run_context.compile is not None)
         self._modules = list(model.modules())
         for module in self._modules:
             _allow(module)

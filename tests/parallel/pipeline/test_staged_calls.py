@@ -195,6 +195,53 @@ def penalised(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, 
     optimizer.step()
 
 
+def shrunk(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
+    """The script writes the parameters of all stages, by numbers and by tensors."""
+    usual(model, optimizer, batch, backward, seen)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            if parameter.dim() > 1:
+                parameter.mul_(0.99)
+            parameter.add_(torch.full(parameter.shape, 1e-3 * number, dtype=parameter.dtype, device=parameter.device))
+            parameter.data.clamp_(-1, 1)
+
+
+def followed(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
+    """The script reads the parameters of all stages, and writes them by what it has computed."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    usual(model, optimizer, batch, backward, seen)
+    with torch.no_grad():
+        for slow, parameter in zip(before, model.parameters(), strict=True):
+            seen.append(parameter.sub(slow).norm() + torch.stack([parameter.sum(), 2 * parameter.abs().max()]).sum())
+            slow.lerp_(parameter, 0.9)
+            parameter.copy_(slow)
+    torch._foreach_lerp_(before, [parameter.detach() for parameter in model.parameters()], 0.5)
+    seen += before
+
+
+def updated(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
+    """The script computes with gradients of all stages, and makes updates of its own."""
+    optimizer.zero_grad()
+    backward(functional.cross_entropy(scores_of(model(batch[0])), batch[1]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                seen.append(parameter.grad.abs().max() + (parameter * parameter.grad).sum())
+                parameter -= 0.1 * parameter.grad
+                parameter.add_(parameter.grad, alpha=-0.05)
+    optimizer.step()
+
+
+def regularised(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
+    """The loss contains the parameters of all stages."""
+    optimizer.zero_grad()
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    loss = functional.cross_entropy(scores_of(model(batch[0])), batch[1])
+    backward(loss + 0.01 * penalty)
+    seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    optimizer.step()
+
+
 def accumulated(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen: list[Tensor]) -> None:
     scores = scores_of(model(batch[0]))
     backward(functional.cross_entropy(scores, batch[1]), retain_graph=True)
@@ -226,7 +273,10 @@ def drawn(model: nn.Module, optimizer: Any, batch: Any, backward: Backward, seen
 
 BODIES: dict[str, Body] = {
     each.__name__: each
-    for each in (usual, clipped, added, assigned, drawn, twice, attacked, penalised, accumulated, watched)
+    for each in (
+        *(usual, clipped, added, assigned, drawn, twice, attacked, penalised, accumulated, watched),
+        *(shrunk, followed, updated, regularised),
+    )
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -376,7 +426,7 @@ class Returning(nn.Module):
 
 
 def reading(model: nn.Module, inputs: Tensor) -> Any:
-    return sum(p.square().sum() for p in model.parameters())
+    return sum(p.view(-1).square().sum() for p in model.parameters())
 
 
 def three_times_differentiated(model: nn.Module, inputs: Tensor) -> Any:
@@ -406,7 +456,7 @@ def locally(model: nn.Module, inputs: Tensor) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
-    "reads": (reading, "which this rank does not have"),
+    "reads": (reading, "takes a view of the model's layers.0.0.weight"),
     "writes": (called, "writes an argument of its call in place"),
     "returns": (called, "returns a set"),
     "three times": (three_times_differentiated, "a third derivative"),
@@ -441,6 +491,58 @@ def test_a_loop_that_stages_cannot_follow_is_refused(kind: str) -> None:
     assert all(text.startswith("0 updates") for text in found)
     assert any(REFUSED[kind][1] in text for text in found)
     assert all(REFUSED[kind][1] in text or "rank" in text for text in found)
+
+
+def written_apart() -> str:
+    """What a script is told that writes a parameter by random numbers of each rank's own."""
+    torch.manual_seed(0)
+    model = layers(*[nn.Identity() for _ in range(3)]).double()
+    run = tutti.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data(), batch_size=BATCH, strategy="pipeline")
+    draw = torch.Generator().manual_seed(tutti.rank())
+    try:
+        for inputs, targets in run.microbatches(0):
+            run.backward(functional.cross_entropy(model(inputs), targets))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64))
+    except tutti.errors.MismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_write_of_other_values_on_each_stage_is_refused() -> None:
+    for said in worlds.run(2, written_apart):
+        assert "the script writes a parameter by a tensor that is another one on each rank" in said
+
+
+class Scaled(nn.Module):
+    """Multiplies by a Python number among its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor, factor: float) -> Tensor:
+        scores: Tensor = self.last(torch.tanh(self.first(inputs) * factor))
+        return scores
+
+
+def numbered() -> int:
+    """How many kinds of messages a rank remembers after calls with ever new numbers."""
+    torch.manual_seed(0)
+    model = Scaled().double()
+    run = tutti.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data(), batch_size=BATCH, strategy="pipeline")
+    for inputs, _ in run.microbatches(0):
+        first = model(inputs, 0.5)
+        for number in range(140):
+            model(inputs, 1 + number / 140)
+        run.backward((first + model(inputs, 0.5)).square().mean())
+    return max(len(passes.messages._forms) for passes in run.replica.passes)
+
+
+def test_calls_with_ever_new_numbers_do_not_fill_the_memory() -> None:
+    for remembered in worlds.run(2, numbered):
+        assert remembered < 300
 
 
 def own_values(place: str) -> str:

@@ -36,13 +36,13 @@ from tutti.parallel.pipeline.module_timing import module_seconds
 from tutti.parallel.pipeline.pipeline_schedule import Action, bubble_fraction, forwards, make_order
 from tutti.parallel.pipeline.split_backward import BackwardRoots, SplitBackward
 from tutti.parallel.pipeline.stage_messages import KINDS, shapes
-from tutti.parallel.pipeline.stage_ownership import CutModel, StageOwnership, groups_of, stages_here
+from tutti.parallel.pipeline.stage_ownership import StageOwnership, groups_of, stages_here
+from tutti.parallel.pipeline.stage_parameters import StageParameters
 from tutti.parallel.pipeline.stage_passes import MicroBatchState, StagePasses, StageReached
-from tutti.parallel.pipeline.stage_writes import StageWrites
 from tutti.parallel.pipeline.staged_call import StagedModel
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import is_compiled, is_fake, replace_call, tree_leaves, uncompiled_call
+from tutti.torch_compat import compiled_module, is_compiled, is_fake, replace_call, tree_leaves, uncompiled_call
 from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
 
 
@@ -132,8 +132,14 @@ class PipelineLayout:
         restore_forwards(plain)
         if ranks == 1:
             return None
-        models = _models_of(plain)
-        found = self._cut_model(plain, closed) if models is None else self._cut_models(plain, models, closed)
+        models, compiled = _models_of(plain), compiled_module(plain)
+        if models is not None:
+            found = self._cut_models(plain, models, closed)
+        elif compiled is not None:
+            [name] = (name for name, _ in plain.named_children())
+            found = {name: self._cut_model(compiled, _names_in(name, closed))}
+        else:
+            found = {"": self._cut_model(plain, closed)}
         run_context.comms.world.agree(
             [f"a stage of {name or 'the model'} begins with {begin}" for name in found for begin in found[name].names]
             + [f"a forward writes {attribute}" for name in found for attribute in found[name].written]
@@ -143,7 +149,7 @@ class PipelineLayout:
         )
         return stages_here(plain, found, run_context)
 
-    def _cut_model(self, plain: nn.Module, closed: Collection[str]) -> Mapping[str, stage_partition.StagePartition]:
+    def _cut_model(self, plain: nn.Module, closed: Collection[str]) -> stage_partition.StagePartition:
         config, run_context = self._config, self._run_context
         # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
         timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.begins
@@ -161,7 +167,7 @@ class PipelineLayout:
             config.modules,
         )
         # The output of the last stage may be split over tensor ranks.
-        return {"": replace(found, several_calls=trial.several_calls and run_context.grid.tensor == 1)}
+        return replace(found, several_calls=trial.several_calls and run_context.grid.tensor == 1)
 
     def _cut_models(
         self, plain: nn.Module, models: Mapping[str, nn.Module], closed: Collection[str]
@@ -247,6 +253,7 @@ class PipelineRunner(ReplicaPart):
         plain: the prepared module, with placeholders for what other ranks hold.
         passes: for each model that is cut, the calls of the model through its stages.
         shared: sums the gradients of parameters that several stages use.
+        script_parameters: function mode that gives the script the parameters of all stages.
         calls_in_body: number of calls of models since ``begin``.
         split_backwards: one ``SplitBackward`` a virtual stage for the schedule ``zero_bubble``, otherwise empty.
     """
@@ -277,21 +284,29 @@ class PipelineRunner(ReplicaPart):
         self.not_owned = holding.not_owned
         for model in holding.models:
             self.passes.append(StagePasses(self, model, self._comm, holding.drawn_apart))
-            self.summary = {**self.summary, **_said(model, config, self._ranks)}
+            label = f"stages of {model.name}" if len(holding.models) > 1 else "stages"
+            self.summary = {**self.summary, **_said(label, model.cuts, config, self._ranks)}
         if config.schedule == "zero_bubble" and len(self.passes) == 1:
             self.split_backwards = [SplitBackward(stage.module) for stage in self.passes[0].virtual_stages]
         if not self.own_backward:
             self._relay = _Relay(self.passes[0])
-        writes = StageWrites(dict(parameters(self.parts)))
-        if run_context.compile is None and not any(map(is_compiled, plain.modules())):
+        owners = {p: (name, holding.stages[name][0] % self._ranks) for name, p in parameters([plain])}
+        whole = run_context.grid.tensor == 1 and not run_context.rows
+        self.script_parameters = StageParameters(owners, self._comm if whole else None)
+        inner = [module for each in self.passes for stage in each.virtual_stages for module in stage.holder.modules()]
+        if run_context.compile is None and not any(map(is_compiled, inner)):
             # Compiled code takes no function mode.
-            script = ScriptMode(writes)
+            script = ScriptMode(self.script_parameters)
             self.script_code, self.model_code = script.script_code, script.model_code
-        self._forget_writes = writes.forget
+        self._forget_writes = self.script_parameters.forget
         places = {name: f"on stage {rows[0]} of the model" for name, rows in holding.stages.items()}
-        put_away(plain, places, self.parts, writes.undo, self._comm.device)
+        put_away(plain, places, self.parts, self.script_parameters.undo, self._comm.device)
         for each in self.passes:
-            replace_call(each.model, StagedModel(each, self._comm))
+            staged = StagedModel(each, self._comm)
+            replace_call(each.model, staged)
+            if each.model is compiled_module(plain):
+                replace_call(plain, staged)
+                self.summary = {**self.summary, "compiled": "no, stages run eagerly; compile=… compiles each of them"}
             put_attributes_away(each.model, dict.fromkeys(each.cuts.written, "on another stage"), self.parts)
 
     @property
@@ -689,7 +704,10 @@ class _Relay:
                 ``TuttiError``, else a ``UsageError``.
             Exception: any error that the loss function lets through.
         """
+        reads = self._passes.replica.script_parameters
         try:
+            # The loss function goes on after its call of the model on the last stage alone.
+            reads.apart = True
             result = loss(self, batch)
         except KeyboardInterrupt:
             raise
@@ -702,6 +720,8 @@ class _Relay:
                     _refuse_attribute(raised)
                 raise
             result = None
+        finally:
+            reads.apart = False
         if self._failure is not None:
             error, place = self._failure
             if isinstance(error, TuttiError):
@@ -775,12 +795,13 @@ def _refuse_attribute(error: AttributeError) -> NoReturn:
     ) from error
 
 
-def _said(cut: CutModel, config: PipelineConfig | LayersConfig, ranks: int) -> dict[str, str]:
+def _said(
+    label: str, found: stage_partition.StagePartition, config: PipelineConfig | LayersConfig, ranks: int
+) -> dict[str, str]:
     """Return lines for the run's header: where the model is cut, and how long devices are idle."""
-    found = cut.cuts
     where = f"{len(found.shares)}, cut before {', '.join(found.names)}" if found.names else "whole on the last one"
     shares = " | ".join(f"{share:.0%}" for share in found.shares)
-    if config.schedule == "one_by_one" or cut.name:
+    if config.schedule == "one_by_one" or found.several_calls:
         waits = f"devices work in turn, each is idle {1 - 1 / ranks:.0%} of the time"
     else:
         known = [
@@ -788,4 +809,4 @@ def _said(cut: CutModel, config: PipelineConfig | LayersConfig, ranks: int) -> d
         ]
         waits = f"{config.schedule}, idle " + ", ".join(f"{part:.0%} with {m}" for m, part in known) + " micro-batches"
     text = f"{where} ({shares} of the {'time' if found.measured else 'parameters'})"
-    return {f"stages of {cut.name}" if cut.name else "stages": text, "schedule": waits}
+    return {label: text, "schedule": waits}

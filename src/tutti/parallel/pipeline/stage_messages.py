@@ -232,6 +232,14 @@ class StageMessages:
                 remedy="freeze them with requires_grad_(False) before tutti.prepare, or take --strategy mirrored",
             )
 
+    def forget(self, key: tuple[Any, ...]) -> None:
+        """Forget the forms of messages; the neighbours, which forget them too, tell each other anew.
+
+        Args:
+            key: what the keys of these messages begin with, after the index of the stage.
+        """
+        self._forms = {known: forms for known, forms in self._forms.items() if known[2 : 2 + len(key)] != key}
+
     def _neighbour(self, way: int) -> int:
         return (self._comm.rank + way) % self._comm.size
 

@@ -35,6 +35,9 @@ from tutti.torch_compat import (
 if TYPE_CHECKING:
     from tutti.parallel.pipeline.stage_passes import MicroBatchState, StagePasses
 
+_REMEMBERED = 128
+"""For how many kinds of calls a model remembers the forms of its messages and outputs."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -62,6 +65,7 @@ class StagedModel:
         self._parameters = [id(p) for p in passes.model.parameters()]
         self._anchor = torch.zeros((), device=comm.device)
         self._known: dict[tuple[Any, ...], _Outputs] = {}
+        self._recent: dict[tuple[Any, ...], None] = {}
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,12 +95,26 @@ class StagedModel:
             learns = self.passes.look_what_learns(asked)
             trains = torch.is_grad_enabled() and learns[-1]
             key = (trains, learns, structure, *(_form_of_argument(leaf, self.comm.device) for leaf in leaves))
+            self._forget_oldest(key)
             call = _Call(self, key, leaves, structure, trains, compared)
             if not trains:
                 values = call.forward(inputs)
             else:
                 values = _Through.apply(call, self._anchor.clone().requires_grad_(), *inputs)  # type: ignore[no-untyped-call]
         return tree_unflatten(call.with_values(values), treespec_loads(call.outputs.structure))
+
+    def _forget_oldest(self, key: tuple[Any, ...]) -> None:
+        """Note a call with ``key``, and forget the forms of the oldest: a number among the arguments may never repeat.
+
+        Every rank of the stages forgets the same, because all make the same calls.
+        """
+        self._recent.pop(key, None)
+        self._recent[key] = None
+        if len(self._recent) > _REMEMBERED:
+            oldest = next(iter(self._recent))
+            del self._recent[oldest]
+            self._known.pop(oldest, None)
+            self.passes.messages.forget(oldest)
 
     def _check(self, leaves: Sequence[Any]) -> None:
         """Raise UsageError for a call that the stages cannot make."""
