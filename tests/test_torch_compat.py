@@ -124,6 +124,7 @@ from tutti.torch_compat import (
     sparse_indices,
     sparse_values,
     storage_key,
+    storage_uses,
     tensor_version,
     tree_flatten,
     tree_leaves,
@@ -203,6 +204,11 @@ def memory_is_told_apart() -> None:
     for device in ("cpu", "meta"):
         tensor = torch.empty(4, device=device)
         assert storage_key(tensor) == storage_key(tensor[2:]) != storage_key(torch.empty(4, device=device))
+    alone = storage_uses(tensor)
+    view = tensor[2:]
+    assert storage_uses(tensor) == alone + 1
+    del view
+    assert storage_uses(tensor) == alone
 
 
 def indices_need_no_coalescing() -> None:
@@ -754,7 +760,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     rows_are_written_in_the_order_of_ranks: "chunk_cat",
     a_false_condition_stops: "assert_async",
     writes_are_counted: "tensor_version VERSION_ATTRIBUTE IS_VIEW",
-    memory_is_told_apart: "storage_key",
+    memory_is_told_apart: "storage_key storage_uses",
     dtensors_have_a_local_part: "is_dtensor local_tensor",
     indices_need_no_coalescing: "sparse_indices sparse_values",
     subclasses_have_no_memory: "FunctionModesDisabled make_wrapper_subclass TorchFunctionDisabled",

@@ -136,6 +136,7 @@ __all__ = [
     "sparse_indices",
     "sparse_values",
     "storage_key",
+    "storage_uses",
     "tensor_version",
     "tree_flatten",
     "tree_leaves",
@@ -255,6 +256,18 @@ def storage_key(tensor: Tensor) -> int:
     """
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """Return the number of references to a tensor's storage: the tensor itself, its views, and Python's own objects.
+
+    No public function tells whether a script keeps a view. Numbers of the same storage can be compared.
+
+    Args:
+        tensor: the tensor.
+    """
+    uses: int = torch._C._storage_Use_Count(storage_key(tensor))
+    return uses
 
 
 def view_base(tensor: Tensor) -> Tensor | None:

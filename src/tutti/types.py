@@ -1289,17 +1289,18 @@ class CustomLoopSync(GradientSync, Protocol):
         servers the sums stay on the servers, and the result is empty.
 
         Returns:
-            Copies of the gradients, which the caller owns, by parameter object of the optimizer (with shards this
-            rank's rows); parameters without a gradient are left out.
+            The gradients, copies with FSDP2, by parameter object of the optimizer (with shards this rank's rows);
+            parameters without a gradient are left out.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of earlier reductions to those just reduced, and put the sums into ``.grad``.
+        """Add gradients of earlier reductions and those just reduced, and put the sums into ``.grad``.
 
-        Sets ``accumulated``. Not collective. Where the script must not read a gradient, its ``.grad`` is afterwards a
-        placeholder that raises UsageError when it is read, and the update uses the true gradient: with ZeRO stage 1 on
-        several shards and with parameter servers. For slices (tensor parallelism) and stages, the placeholder allows
-        what gives the same result on the whole gradient, such as scaling by a number.
+        As in PyTorch the earlier tensors have the sums, but not with FSDP2. Sets ``accumulated``. Not collective. Where
+        the script must not read a gradient, its ``.grad`` is afterwards a placeholder that raises UsageError when it is
+        read, and the update uses the true gradient: with ZeRO stage 1 on several shards and with parameter servers. For
+        slices (tensor parallelism) and stages, the placeholder allows what gives the same result on the whole gradient,
+        such as scaling by a number.
 
         Args:
             held: result of ``pop_gradients``: gradients by parameter object of the optimizer; may be empty.

@@ -37,7 +37,7 @@ from tutti.nn.swap import buffers, parameters
 from tutti.optim.mixing import needs_closure
 from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
 from tutti.parallel.ddp.host_parameters import HostParameters
-from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer, scale_all
+from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import SharedReducer, attach_shared
 from tutti.parallel.ddp.sync_module_states import agree_on_state
 from tutti.parallel.ddp.write_guard import WriteGuard
@@ -78,7 +78,6 @@ class CentralStorageSync(AllReduceSync):
         self._guard = WriteGuard(
             "all ranks compute from one copy of the parameters, and each of them has made the script's change to it"
         )
-        self._custom = False
         self._received: dict[nn.Parameter, Tensor] | None = None
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
@@ -159,6 +158,11 @@ class CentralStorageSync(AllReduceSync):
             self._guard.check(self._guarded, f"step {step_context.taken + 1}")
         return stats
 
+    def _release(self) -> None:
+        if self._host is None:
+            # Of sums on the host each rank makes copies on its device.
+            super()._release()
+
     def _complete(
         self, optimizer: Optimizer | None, replica: ReplicaRunner, named: NamedParameters
     ) -> WholeTensors | None:
@@ -238,13 +242,6 @@ class CentralStorageSync(AllReduceSync):
         super().clear()
         self._received = None
 
-    def _scale(self, factor: float) -> None:
-        if self._host is not None and self._custom and self._acting_on is None:
-            # ``.grad`` is a copy of the reducer's sums.
-            scale_all([p.grad for p in self._parameters if p.grad is not None], factor)
-        else:
-            super()._scale(factor)
-
     def adopt(self, optimizer: Optimizer) -> None:
         """Raise UsageError in a run of several ranks: the script has changed which parameters ``optimizer`` has.
 
@@ -291,9 +288,9 @@ class CentralStorageSync(AllReduceSync):
         Raises:
             UsageError: the shared memory has no room.
         """
+        begun = self._custom
         super().begin_custom_loop()
-        if not self._custom:
-            self._custom = True
+        if not begun:
             self._reducer = self._new_reducer()
             self.gradient_ready = self._reducer.gradient_ready
             if self._reducer.listens:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,14 @@ from tutti.optim.several import acting, members_of, slots, stepping
 from tutti.parallel.ddp.buckets import largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
-from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer, scale_all, squares_of
+from tutti.parallel.ddp.reducers import (
+    OverlappedReducer,
+    Reducer,
+    TreeReducer,
+    accumulated,
+    scale_all,
+    squares_of,
+)
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
@@ -107,7 +113,7 @@ class AllReduceSync:
         grid = run_context.grid
         self.gradient_at: GradientPlace = "stages" if grid.stage > 1 else "slices" if grid.tensor > 1 else "rank"
         self._concealed = ConcealedGradients(run_context, self.gradient_at)
-        self._shown: list[ReferenceType[Tensor]] = []
+        self._custom = False
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, plan the buckets of the gradient all-reduce and build the optimizer.
@@ -215,8 +221,9 @@ class AllReduceSync:
         buckets over the data ranks (in reproducible mode all-to-alls and all-gathers), broadcasts of the gradients of
         parameters that several stages (tied weights) or tensor ranks hold in full, and an all-reduce of the gradient
         norm over the pipeline stages and tensor ranks of a replica. Blocks until all data ranks have sent. Afterwards
-        every ``.grad`` is the gradient of the mean loss over the global batch, without loss scale and not yet clipped.
-        It may be a view of a bucket that the next reduction overwrites, and is None where no rank had a gradient.
+        every ``.grad`` is the gradient of the mean loss over the global batch, without loss scale and not yet clipped,
+        and None where no rank had a gradient. Outside of custom training loops it may be a view of a bucket that the next
+        reduction overwrites.
 
         Args:
             step_context: the step under way, with the loss scale that the gradients contain and whether this rank asks
@@ -247,6 +254,8 @@ class AllReduceSync:
         spread = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
         finite = math.isfinite(norm) or self._all_finite()
+        if self._custom:
+            self._release()
         return self._counting.stats(sums, norm, finite, stop, spread)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
@@ -412,8 +421,10 @@ class AllReduceSync:
 
         A data rank computes one or more logical workers (shares of the global batch, each with its own buffers). From
         now on, what the script writes to buffers after an update, within the loop, is meant for the last logical worker
-        of this rank alone, and not for all its workers. Gradients need no preparation. Not collective.
+        of this rank alone, and not for all its workers. Gradients of later steps have memory that the script may keep.
+        Not collective.
         """
+        self._custom = True
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
@@ -457,50 +468,44 @@ class AllReduceSync:
         return [p for p in self.script_parameters() if p in own]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies of the gradients that previous reductions left in ``.grad``, and set every ``.grad`` to None.
+        """Return the gradients that previous reductions left in ``.grad``, and set every ``.grad`` to None.
 
         To accumulate gradients over several reductions, a custom training loop calls ``pop_gradients`` before the next
         backward, and gives the result to ``add_gradients`` after its reduction. Not collective.
 
         Returns:
-            Clones of the gradients by parameter; parameters with ``.grad`` None, also where the script has cleared it,
-            are left out.
+            The gradients by parameter, not copied; parameters with ``.grad`` None, also where the script has cleared
+            it, are left out.
         """
-        # Clones, because ``.grad`` may be a view of a bucket that the next reduction overwrites.
         self._concealed.reveal()
-        there = {p: p.grad for p in self._parameters if p.grad is not None}
-        kept, now = [gradient() for gradient in self._shown], set(map(id, there.values()))
-        for gradient in kept:
-            if gradient is not None and id(gradient) not in now:
-                # The script has cleared ``.grad`` and kept the tensor, whose bucket the next reduction overwrites.
-                gradient.data = gradient.data.clone()
-        held = {p: gradient.clone() for p, gradient in there.items()}
+        held = {p: p.grad for p in self._parameters if p.grad is not None}
         self.clear()
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add the gradients of earlier reductions to the just reduced ones in ``.grad`` (gradient accumulation).
+        """Add the just reduced gradients in ``.grad`` to those of earlier reductions (gradient accumulation), in place.
 
-        Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
-        replaced by placeholders, because they differ between ranks: what the script computes with one, it computes with
-        the whole gradient, by all-gathers over the tensor ranks. With pipeline stages every parameter with a gradient
-        gets a placeholder, also on ranks of other stages; norms, scaling and clamping then act on the whole gradient.
-        The update uses the true gradients. Collective with pipeline stages only: the stages all-gather which parameters
-        have a gradient.
+        As autograd does, so that views which the script keeps of ``.grad`` have the sum. Under tensor parallelism, the
+        gradients of parameters that are split over the tensor ranks are afterwards replaced by placeholders, because
+        they differ between ranks: what the script computes with one, it computes with the whole gradient, by
+        all-gathers over the tensor ranks. With pipeline stages every parameter with a gradient gets a placeholder, also
+        on ranks of other stages; norms, scaling and clamping then act on the whole gradient. The update uses the true
+        gradients. Collective with pipeline stages only: the stages all-gather which parameters have a gradient.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
         """
         self.accumulated = bool(held)
         for parameter, before in held.items():
-            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
-        self._shown = []
-        for parameter in self._parameters:
-            if parameter.grad is not None and parameter.grad.layout == torch.strided:
-                # Another object than the bucket's, which is gone unless the script keeps it.
-                parameter.grad = parameter.grad.detach()
-                self._shown.append(ref(parameter.grad))
+            parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
         self._concealed.conceal(complete=True)
+
+    def _release(self) -> None:
+        """Let the script keep each ``.grad``: in memory of this rank, and as another object than the bucket's view."""
+        self._reducer.release()
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach()
 
     def trained_tensors(self) -> list[Tensor]:
         """Return the ``.data`` of the trained parameters on this rank, in the model's order.
@@ -688,10 +693,12 @@ class AllReduceSync:
             self.optimizers = (self._optimizer,) if self._optimizer else ()
 
     def _scale(self, factor: float) -> None:
-        if self._acting_on is None:
-            self._reducer.scale(factor)
+        if self._custom:
+            # The script's tensors, and not the reducer's.
+            members = self._parameters if self._acting_on is None else self._acting_on
+            scale_all([p.grad for p in members if p.grad is not None], factor)
         else:
-            scale_all([p.grad for p in self._acting_on if p.grad is not None], factor)
+            self._reducer.scale(factor)
 
     # --- overridden by subclasses ----------------------------------------------------------------------------------
     def _updating(self) -> AbstractContextManager[None]:

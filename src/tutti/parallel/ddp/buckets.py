@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tutti.device import numbers_for
 from tutti.errors import UsageError
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree
-from tutti.torch_compat import foreach_copy_
+from tutti.torch_compat import foreach_copy_, storage_uses
 from tutti.types import StepContext
 
 METRICS = 6
@@ -85,7 +85,8 @@ class Bucket:
         dtype: of the vector.
         device: of the vector.
         tail: how many numbers there are behind the gradients; 0 for none.
-        flat: memory of the vector (elements + tail,); None allocates it.
+        flat: memory of the vector (elements + tail,), for good; None allocates it, and new memory where a script keeps
+            views of the gradients.
 
     Attributes:
         parameters: the parameters, in the order of the vector.
@@ -104,7 +105,7 @@ class Bucket:
     ) -> None:
         self.parameters = list(parameters)
         elements = sum(p.numel() for p in parameters)
-        self._elements, self._tail = elements, tail
+        self._elements, self._tail, self._placed = elements, tail, flat is not None
         self.use(torch.zeros(elements + tail, dtype=dtype, device=device) if flat is None else flat)
 
     def use(self, flat: Tensor) -> None:
@@ -129,7 +130,17 @@ class Bucket:
             self._views.append(
                 piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view_as(parameter)
             )
+            del piece  # the views alone are counted
         self._addresses = [view.data_ptr() for view in self._views]
+        self._uses = storage_uses(flat)
+
+    def renew(self) -> None:
+        """Take new memory where the script keeps tensors in the present one, such as ``p.grad.view(-1)``.
+
+        Called before gradients are written. The new memory is not initialised. Memory that was given is kept.
+        """
+        if not self._placed and storage_uses(self.flat) > self._uses:
+            self.use(torch.empty_like(self.flat))
 
     def pack(self) -> list[bool]:
         """Copy the ``.grad`` of the bucket's parameters into its flat vector, zeros where ``.grad`` is None.
@@ -145,6 +156,7 @@ class Bucket:
         if [view.data_ptr() for view in self._views] != self._addresses:
             # ``Module.to`` has moved a gradient, and so a view, to other memory: ``model.cpu()`` to save, and back.
             self.use(self.flat)
+        self.renew()
         used = [p.grad is not None for p in self.parameters]
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         _check_dense(gradients)
@@ -162,7 +174,7 @@ class Bucket:
     def expose(self, used: Sequence[bool]) -> None:
         """Set the ``.grad`` of the bucket's parameters to views of its flat vector, which holds the summed gradients.
 
-        The next ``pack`` overwrites the vector, and with it these views.
+        The next ``pack`` overwrites the vector, and with it these views, unless there are other tensors of them then.
 
         Args:
             used: for each parameter of the bucket whether any rank had a gradient; where False, ``.grad`` becomes None,

@@ -76,8 +76,7 @@ class Reducer(Protocol):
         """Complete the sums of gradients over all data ranks and set each trained parameter's ``.grad`` to its sum.
 
         Collective over the data ranks (an all-reduce, or collectives that amount to it): blocks until all of them call
-        it. A ``.grad`` may be a view of memory that the reduction of the next step overwrites; a caller that keeps it
-        clones it.
+        it. A ``.grad`` may be a view of memory that the reduction of the next step overwrites; see ``release``.
 
         Args:
             step_context: the step under way: small hashes of its number, batch size and settings are summed with the
@@ -96,6 +95,13 @@ class Reducer(Protocol):
             PeerError: a rank is lost, or does not take part within the timeout.
             UsageError: a gradient is sparse and the reducer sums dense ones only; or the script has edited, in
                 different ways on the ranks, tensors of which each has a part.
+        """
+
+    def release(self) -> None:
+        """Move the sums out of memory that ranks share, for a script that may keep views of ``.grad``. Not collective.
+
+        To be called after the last ``scale`` of a step. Elsewhere the reducer itself takes new memory in the next step
+        if there are other tensors of a ``.grad`` then, so that the call changes nothing.
         """
 
     def squares(self) -> list[float]:
@@ -331,6 +337,9 @@ class OverlappedReducer:
             return [bucket.gradients for bucket in self._buckets]
         return [p.grad for p in self._order if p.grad is not None and p not in self._lent]
 
+    def release(self) -> None:
+        """Do nothing: no other rank writes the memory of the sums."""
+
     def squares(self) -> list[float]:
         """Return the squared L2 norm of the gradients summed by ``finish`` on this rank, as a list of one Python float.
 
@@ -479,6 +488,9 @@ class TreeReducer:
         expose(self._buckets, sums.used)
         return sums
 
+    def release(self) -> None:
+        """Do nothing: every sum has memory of its own."""
+
     def squares(self) -> list[float]:
         """Return a list of one float for each trained parameter, in the model's order: the sum of squares of ``.grad``.
 
@@ -603,3 +615,13 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
     """
     if tensors:
         foreach_mul_(list(tensors), factor)
+
+
+def accumulated(before: Tensor, after: Tensor) -> Tensor:
+    """Return the sum of two gradients of a parameter, as autograd accumulates them: in place of the earlier one.
+
+    Args:
+        before: the earlier gradient.
+        after: the gradient to add; it is written, and returned, where it is dense and the earlier one is sparse.
+    """
+    return after.add_(before) if before.is_sparse and not after.is_sparse else before.add_(after)

@@ -64,6 +64,7 @@ class SharedReducer:
         self._buckets: list[Bucket] = []
         self._chunks: list[tuple[bool, list[Tensor]]] = []
         self._summed: list[tuple[Bucket, slice]] = []
+        self._released: list[Bucket] = []
         start, first = self._header, 0
         for group in groups:
             members = [trainable[i][1] for i in group]
@@ -215,6 +216,19 @@ class SharedReducer:
         for bucket, _ in self._summed if self._owned else ():
             for source in filter(lambda rank: rank != self._comm.rank, range(self._comm.size)):
                 self._comm.count(source, self._comm.rank, bucket.gradients.nbytes)
+
+    def release(self) -> None:
+        """Copy the sums to memory of this rank alone, and set every ``.grad`` to its view of the copy. Not collective.
+
+        The same memory as in the last call, unless there are other tensors of its gradients.
+        """
+        if not self._released:
+            summed = [bucket for bucket, _ in self._summed]
+            self._released = [Bucket(b.parameters, b.flat.dtype, self._comm.device, tail=0) for b in summed]
+        for (bucket, _), released in zip(self._summed, self._released, strict=True):
+            released.renew()
+            released.flat.copy_(bucket.flat)
+            released.expose([p.grad is not None for p in bucket.parameters])
 
     def squares(self) -> list[float]:
         """Return the squared L2 norm of the summed gradients, as a list of one number that is equal on all data ranks.

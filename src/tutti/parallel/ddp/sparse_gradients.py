@@ -154,6 +154,16 @@ class SparseReducer:
                 parameter.grad = _sparse(parameter.grad, part[:-1].nonzero().squeeze(1))
         return sums
 
+    def release(self) -> None:
+        """Let the wrapped reducer move dense sums out of memory that ranks share. Not collective.
+
+        Sparse gradients have memory of their own.
+        """
+        sparse = {p: p.grad for p in self._summed}
+        self._reducer.release()
+        for parameter, gradient in sparse.items():
+            parameter.grad = gradient
+
     def squares(self) -> list[float]:
         """Return sums of squares of all reduced gradients, sparse ones included, which add up to their squared L2 norm.
 

@@ -746,8 +746,8 @@ class ShardedSync:
         too. Not collective.
 
         Returns:
-            Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
-            rows. Rows without a gradient, also where the script has set the gradient to None, have no entry.
+            The gradients of this rank's rows, with FSDP2 copies; the key is the optimizer's parameter, that is the
+            tensor of rows. Rows without a gradient, also where the script has set the gradient to None, have no entry.
         """
         return {p: gradient for engine in self._engines for p, gradient in engine.pop_gradients().items()}
 

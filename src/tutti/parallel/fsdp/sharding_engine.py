@@ -123,7 +123,7 @@ class ShardingEngine(Protocol):
         afterwards, too. Not collective.
 
         Returns:
-            Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
+            The gradients of this rank's rows, of FSDP2 clones; the key is the optimizer's parameter, that is the tensor of
             rows. Rows without a gradient, also where the script has set the gradient to None, have no entry.
         """
 

@@ -13,6 +13,7 @@ from tutti.nn.gradient_hooks import share_gradient_hooks
 from tutti.nn.incomplete_gradient import IncompleteGradient, after_clearing, clear_gradient, conceal
 from tutti.nn.partial_gradient import GradientParts, GradientSplit
 from tutti.parallel.ddp.buckets import plan_buckets
+from tutti.parallel.ddp.reducers import accumulated
 from tutti.parallel.fsdp.row_collectives import RowGatherer
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.torch_compat import chunk_cat, module_parameters, tensor_version
@@ -200,7 +201,7 @@ class ZeroSharding:
         Not collective. The ``.grad`` of the model's full parameters is None afterwards, too.
 
         Returns:
-            Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
+            The gradients of this rank's rows, not copied; the key is the optimizer's parameter, that is the tensor of
             rows. Rows without a gradient, also where the script has set the full parameter's ``.grad`` to None, have no
             entry.
         """
@@ -210,7 +211,7 @@ class ZeroSharding:
             gradient = rows.parameter.grad
             left = None if gradient is None else self._as_left(gradient, whole)
             if left is not None:
-                held[rows.parameter] = left.clone()
+                held[rows.parameter] = left
             whole.grad = rows.parameter.grad = None
         return held
 
@@ -230,7 +231,7 @@ class ZeroSharding:
         for rows in self.rows:
             parameter, before = rows.parameter, held.get(rows.parameter)
             if before is not None:
-                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+                parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
         if self._comm.size > 1:
             parts = GradientParts(self._comm)
             for whole, rows in zip(self._whole, self.rows, strict=True):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tutti.optim.several import acting, members_of
 from tutti.parallel.ddp.allreduce import optimizer_step
-from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.ddp.reducers import accumulated, scale_all, squares_of
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.normalisation import clip_norm, nonfinite_names
 from tutti.types import GradientPlace, RunContext, StepContext, UpdateResult
@@ -89,28 +89,28 @@ class LocalGradients:
         return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies of the gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
+        """Return the gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
 
         Returns:
-            The gradients by parameter; parameters without a gradient are left out.
+            The gradients by parameter, not copied; parameters without a gradient are left out.
         """
-        held = {p: p.grad.clone() for p in self.script_parameters() if p.grad is not None}
+        held = {p: p.grad for p in self.script_parameters() if p.grad is not None}
         for parameter in self.script_parameters():
             parameter.grad = None
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of earlier calls of ``run.backward`` to those just computed, in ``.grad``.
+        """Add the gradients just computed to those of earlier calls of ``run.backward``, in place, as autograd does.
 
-        The present ``.grad`` is changed in place; a parameter without one gets the tensor of ``held`` itself. Sets the
-        attribute ``accumulated``.
+        Every ``.grad`` with an earlier gradient is then the tensor of ``held`` itself. Sets the attribute
+        ``accumulated``.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
         """
         self.accumulated = bool(held)
         for parameter, before in held.items():
-            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+            parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
 
     def pop_reached(self) -> list[bool]:
         """Return an empty list: ``.grad``, None or not, tells which parameters backward has reached.

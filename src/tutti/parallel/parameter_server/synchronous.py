@@ -202,6 +202,9 @@ class ServerReducer:
         self.nonfinite = tuple(name for name, flags in zip(self._names, finite, strict=True) if not all(flags))
         return self._tail.read(tail)._replace(own=own)
 
+    def release(self) -> None:
+        """Do nothing: the summed gradients are on the servers, and a script has none of them."""
+
     def squares(self) -> list[float]:
         """Return the sum of squares of each trained parameter's gradient, as the parameter servers have summed it.
 
