@@ -116,3 +116,51 @@ def summed(gradient: Tensor) -> Any:
 def test_a_loop_that_keeps_no_gradient_uses_the_same_memory_in_each_step(strategy: str, clear: Clear) -> None:
     for _, places in worlds.run(2, kept, strategy=strategy, keep=summed, clear=clear):
         assert len(places) == 1
+
+
+class WithEarlierGradient(torch.optim.Optimizer):
+    """Adds a part of the gradient of the step before, which it keeps without a copy."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+                if "before" in self.state[parameter]:
+                    parameter.add_(self.state[parameter]["before"], alpha=0.05)
+                self.state[parameter]["before"] = parameter.grad
+
+
+def mean(model: Any, batch: Any) -> Any:
+    return model(batch[0]).square().mean()
+
+
+def trained(strategy: str, loop: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    optimizer = WithEarlierGradient(model.parameters())
+    if strategy == "plain":
+        for batch in DATA.tensors[0].split(2):
+            optimizer.zero_grad()
+            mean(model, [batch]).backward()
+            optimizer.step()
+        return dict(model.state_dict())
+    run = tutti.prepare(model, optimizer, DATA, mean, strategy=strategy, batch_size=2, shuffle=False, clip=10)
+    for batch in run.microbatches(0) if loop else run.epoch(0):
+        if loop:
+            optimizer.zero_grad()
+            run.backward(mean(model, batch))
+            optimizer.step()
+        else:
+            run.step(batch)
+    return dict(run.state())
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "sharded", "tensor", "parameter_server"])
+def test_optimizers_of_scripts_may_keep_gradients(strategy: str) -> None:
+    want = trained("plain")
+    for state in worlds.run(2, trained, strategy=strategy):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-12)

@@ -159,8 +159,8 @@ class CentralStorageSync(AllReduceSync):
         return stats
 
     def _release(self) -> None:
-        if self._host is None:
-            # Of sums on the host each rank makes copies on its device.
+        if self._host is None or not self._custom:
+            # Of sums on the host each rank makes copies on its device in a custom loop.
             super()._release()
 
     def _complete(

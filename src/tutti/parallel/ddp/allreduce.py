@@ -22,6 +22,7 @@ from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
+from tutti.optim.factory import is_known
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
@@ -222,8 +223,8 @@ class AllReduceSync:
         parameters that several stages (tied weights) or tensor ranks hold in full, and an all-reduce of the gradient
         norm over the pipeline stages and tensor ranks of a replica. Blocks until all data ranks have sent. Afterwards
         every ``.grad`` is the gradient of the mean loss over the global batch, without loss scale and not yet clipped,
-        and None where no rank had a gradient. Outside of custom training loops it may be a view of a bucket that the next
-        reduction overwrites.
+        and None where no rank had a gradient. With ``run.step`` and an optimizer of PyTorch or tutti it may be a view
+        of a bucket that the next reduction overwrites.
 
         Args:
             step_context: the step under way, with the loss scale that the gradients contain and whether this rank asks
@@ -254,7 +255,7 @@ class AllReduceSync:
         spread = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
         finite = math.isfinite(norm) or self._all_finite()
-        if self._custom:
+        if self._custom or not all(is_known(type(member)) for member in members_of(self._optimizer)):
             self._release()
         return self._counting.stats(sums, norm, finite, stop, spread)
 
@@ -501,7 +502,7 @@ class AllReduceSync:
         self._concealed.conceal(complete=True)
 
     def _release(self) -> None:
-        """Let the script keep each ``.grad``: in memory of this rank, and as another object than the bucket's view."""
+        """Let the script keep each ``.grad``: in this rank's memory, and as another object than the bucket's view."""
         self._reducer.release()
         for parameter in self._parameters:
             if parameter.grad is not None:

@@ -100,8 +100,8 @@ class Reducer(Protocol):
     def release(self) -> None:
         """Move the sums out of memory that ranks share, for a script that may keep views of ``.grad``. Not collective.
 
-        To be called after the last ``scale`` of a step. Elsewhere the reducer itself takes new memory in the next step
-        if there are other tensors of a ``.grad`` then, so that the call changes nothing.
+        Where no other rank writes the sums the call changes nothing: the reducer takes new memory in the next step if
+        there are other tensors of a ``.grad`` then.
         """
 
     def squares(self) -> list[float]:

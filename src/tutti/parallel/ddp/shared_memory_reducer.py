@@ -65,6 +65,7 @@ class SharedReducer:
         self._chunks: list[tuple[bool, list[Tensor]]] = []
         self._summed: list[tuple[Bucket, slice]] = []
         self._released: list[Bucket] = []
+        self._exposed: list[Bucket] = []
         start, first = self._header, 0
         for group in groups:
             members = [trainable[i][1] for i in group]
@@ -175,6 +176,7 @@ class SharedReducer:
         self._square = float(sum(header[_SQUARE] for header in self._headers))
         for bucket, place in self._summed:
             bucket.expose(sums.used[place])
+        self._exposed = [bucket for bucket, _ in self._summed]
         return sums
 
     def _pack(self, bucket: Bucket) -> list[bool]:
@@ -224,11 +226,12 @@ class SharedReducer:
         """
         if not self._released:
             summed = [bucket for bucket, _ in self._summed]
-            self._released = [Bucket(b.parameters, b.flat.dtype, self._comm.device, tail=0) for b in summed]
+            self._released = [Bucket(b.parameters, b.flat.dtype, b.flat.device, tail=0) for b in summed]
         for (bucket, _), released in zip(self._summed, self._released, strict=True):
             released.renew()
             released.flat.copy_(bucket.flat)
             released.expose([p.grad is not None for p in bucket.parameters])
+        self._exposed = self._released
 
     def squares(self) -> list[float]:
         """Return the squared L2 norm of the summed gradients, as a list of one number that is equal on all data ranks.
@@ -240,7 +243,7 @@ class SharedReducer:
         return [self._square]
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that ``finish`` has summed in shared memory by ``factor``, in place. Not collective.
+        """Multiply the gradients that ``finish`` has summed, or their copies, by ``factor``, in place. Not collective.
 
         Where each parameter has an owner rank, only the gradients of this rank's own parameters. Also multiplies the
         squared norm that ``squares`` returns by ``factor``².
@@ -249,7 +252,7 @@ class SharedReducer:
             factor: the number that each element is multiplied by.
         """
         self._square *= factor**2
-        scale_all([bucket.gradients for bucket, _ in self._summed], factor)
+        scale_all([bucket.gradients for bucket in self._exposed], factor)
 
 
 def attach_shared(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.checkpoint_reader import GivenState
 from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
+from tutti.optim.factory import is_known
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import multiply_learning_rates
 from tutti.optim.several import members_of
@@ -71,6 +72,8 @@ class ParameterShard:
             parameter.grad = None
             parameter.data = view
         self.optimizer = make_optimizer(self.here)
+        # Another optimizer may keep a ``.grad``, whose memory the next step overwrites.
+        self._copies = not all(is_known(type(member)) for member in members_of(self.optimizer))
         self._groups = _pairs(handle, self.optimizer)
 
     def views(self, vectors: Vectors) -> list[Tensor]:
@@ -94,7 +97,8 @@ class ParameterShard:
 
         Args:
             gradients: for each parameter slice of this server its gradient, in the shapes of ``views``, which becomes
-                the parameter's ``.grad`` without a copy; None for a parameter without a gradient.
+                the parameter's ``.grad``, for an optimizer of PyTorch or tutti without a copy; None for a parameter
+                without a gradient.
             settings: values of the optimizer's hyperparameters as a rank has sent them, in the order of the
                 constructor's ``keys``.
             grad_norm: norm of the whole gradient over all servers, for a layer-wise optimizer that clips by it (LAMB).
@@ -104,7 +108,7 @@ class ParameterShard:
             return
         self._set(settings)
         for (_, parameter), gradient in zip(self.here, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient.clone() if self._copies and gradient is not None else gradient
         for member in members_of(self.optimizer):
             if isinstance(member, LayerWise):
                 member.grad_norm = grad_norm
