@@ -129,21 +129,53 @@ def old(model: nn.Module, step: int, state: State) -> None:
     state["old"] = [p.grad for p in model.parameters()]
 
 
+def flattened(model: nn.Module, step: int, state: State) -> None:
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()] + [p.grad.view(-1) for p in model.parameters()])
+    ravelled = nn.utils.parameters_to_vector(p.grad for p in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad.mul_(1 / (1 + flat.norm() + ravelled.abs().sum()))
+
+
+def composite(model: nn.Module, step: int, state: State) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.grad = nn.functional.normalize(parameter.grad) * 0.1
+        numbers = torch.tensor(parameter.grad.tolist(), dtype=parameter.dtype)
+        ones = torch.ones(1, dtype=parameter.dtype).expand_as(parameter.grad).sum()
+        parameter.grad.add_(numbers.sum() / ones).add_(torch.einsum("...,...->", parameter.grad, numbers))
+
+
+def through_views(model: nn.Module, step: int, state: State) -> None:
+    for parameter in model.parameters():
+        view = parameter.grad.view(-1)
+        view.mul_(2)
+        parameter.grad.mul_(0.5)
+        view[1:] *= 0.3
+        parameter.grad[1] = 0.01
+        parameter.grad.unbind()[0].zero_()
+        view.unsqueeze(0).clamp_(-0.1, 0.1)
+        torch.neg(view, out=view)
+        parameter.grad.add_(view[0].item())
+        for each in parameter.grad:
+            each.sub_(each.mean())
+
+
+def surgery(model: nn.Module, step: int, state: State) -> None:
+    """Yu et al. 2020, arXiv 2001.06782: the gradient is projected where it contradicts that of the step before."""
+    for name, parameter in model.named_parameters():
+        now = parameter.grad.view(-1)
+        if name in state and (product := torch.dot(now, state[name])) < 0:
+            now -= product / state[name].norm() ** 2 * state[name]
+        state[name] = parameter.grad.flatten()
+
+
 EDITS: dict[str, Edit] = {
     edit.__name__: edit
     for edit in (
         noise, decay, sign, centred, normalised, masked, by_its_figures, momentum, plain_sgd, of_others, drawn,
-        lists, data, kept, old,
+        lists, data, kept, old, flattened, composite, through_views, surgery,
     )
 }  # fmt: skip
-
-
-def view(model: nn.Module, step: int, state: State) -> None:
-    model[0].weight.grad.view(-1).mul_(2)
-
-
-def row(model: nn.Module, step: int, state: State) -> None:
-    model[0].weight.grad[1] = 0.0
 
 
 def list_of_terms(model: nn.Module, step: int, state: State) -> None:
@@ -167,9 +199,7 @@ def own_rows(model: nn.Module, step: int, state: State) -> None:
     model[0].weight.grad[mask] = 0.0
 
 
-REFUSED: dict[str, Edit] = {
-    edit.__name__: edit for edit in (view, row, list_of_terms, written_later, own_term, own_rows)
-}
+REFUSED: dict[str, Edit] = {edit.__name__: edit for edit in (list_of_terms, written_later, own_term, own_rows)}
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:

@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from tutti.errors import UsageError, script_line
-from tutti.torch_compat import in_backward, make_wrapper_subclass
+from tutti.torch_compat import TorchFunctionDisabled, in_backward, make_wrapper_subclass
 
 CLEARING = ("zero_", "detach_", "detach", "requires_grad_")
 """Functions of PyTorch that a script may call on any placeholder of a gradient."""
+_ASSIGN_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+"""The function that ``gradient.data = other`` calls."""
 
 
 class IncompleteGradient(Tensor):
@@ -49,6 +51,15 @@ class IncompleteGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"IncompleteGradient({tuple(self.shape)}, {self.place})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _ASSIGN_DATA and isinstance(args[0], IncompleteGradient):
+            # A placeholder has no memory to be exchanged.
+            args[0].copy_(args[1])
+            return None
+        with TorchFunctionDisabled():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -14,8 +14,8 @@ from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.incomplete_gradient import CLEARING, IncompleteGradient
 from tutti.nn.script_mode import acts_by_element
-from tutti.nn.written_tensors import share_memory
-from tutti.torch_compat import in_backward, tensor_version, tree_leaves, tree_map_only
+from tutti.nn.written_tensors import METADATA, may_write, share_memory
+from tutti.torch_compat import TorchFunctionDisabled, in_backward, tensor_version, tree_leaves, tree_map_only
 from tutti.types import FullTensorGatherer
 
 _NORMS = ("linalg_vector_norm", "_foreach_norm")
@@ -26,6 +26,15 @@ _SCALING = (
 )
 _UNSCALE = _SCALING[-1]
 _ADDING = ("add_", "sub_")
+_ATTRIBUTES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "H", "mT", "mH", "real", "imag"))
+"""Attributes whose values are views; all others are metadata, or placeholders."""
+_LEFT = frozenset(
+    (
+        *("__repr__", "__format__", "__reduce_ex__", "__hash__", "__get__", "__set__", "data"),
+        *("data_ptr", "storage", "untyped_storage"),
+    )
+)
+"""Functions, beside in-place ones, that are called with placeholders."""
 _PROBE = (1.0, -2.5, 1e-3)
 """Elements of ``PartGradient.probe``: of both signs and several magnitudes, for clamps."""
 
@@ -178,8 +187,9 @@ class PartGradient(IncompleteGradient):
     other in-place functions that act element by element: their operands are cut like the gradient. All other functions
     are given a copy of the whole gradient, all-gathered over the ranks that hold the parts, and what they write in
     place is cut again. Their results are plain tensors, equal on all ranks: of the whole gradient, or of this rank's
-    part where an operand is such a part. Views of the gradient, through which a write would be lost, raise UsageError.
-    Every edit is also applied to the few numbers ``probe``, by which ranks find that they have edited differently.
+    part where an operand is such a part. A view of the gradient is a ``GradientView``, which writes into the gradient
+    what the script writes into the view. Every edit is also applied to the few numbers ``probe``, by which ranks find
+    that they have edited differently.
     ``GradientParts.conceal`` makes these objects.
 
     Attributes:
@@ -210,6 +220,22 @@ class PartGradient(IncompleteGradient):
     def edited(self) -> bool:
         """Whether the script has written to the gradient, or added to it."""
         return bool(tensor_version(self.probe) or self.added_to)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call functions of PyTorch that are made of others with the whole gradient; the rest operator by operator."""
+        kwargs = kwargs or {}
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, PartGradient)]
+        if not _needs_whole(func, args, kwargs, found):
+            return super().__torch_function__(func, types, args, kwargs)
+        wholes = {id(each): each.assembled() for each in found}
+        whole_args, whole_kwargs = tree_map_only(PartGradient, lambda each: wholes[id(each)], (args, kwargs))
+        result = func(*whole_args, **whole_kwargs)
+        if may_write(func):
+            return found[0].write(wholes[id(found[0])])
+        for each in found:
+            result = GradientView.among(result, each, wholes[id(each)])
+        return _read_only(func, result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -332,7 +358,7 @@ class PartGradient(IncompleteGradient):
         whole_args, whole_kwargs = tree_map_only(PartGradient, PartGradient.assembled, (args, kwargs))
         result = func(*whole_args, **whole_kwargs)
         if written is self:
-            return self._write(whole_args[0])
+            return self.write(whole_args[0])
         # The whole gradient is a copy.
         gathered = [new for new, old in zip(*map(tree_leaves, (whole_args, args)), strict=True) if new is not old]
         shared = written is None and share_memory([each for each in tree_leaves(result) if _is_tensor(each)], gathered)
@@ -352,8 +378,15 @@ class PartGradient(IncompleteGradient):
         self.note_edit()
         return self
 
-    def _write(self, whole: Tensor) -> Any:
-        """Replace the gradient by a whole tensor of its shape."""
+    def write(self, whole: Tensor) -> Any:
+        """Replace the gradient by a whole tensor of its shape, the same on all ranks of the group. Not collective.
+
+        Args:
+            whole: the tensor.
+
+        Returns:
+            This object; NotImplemented if the shape is another one.
+        """
         own, split = cast(Tensor, self.own()), cast(GradientSplit, self.how_split)
         if whole.shape != split.shape:
             return NotImplemented
@@ -390,6 +423,98 @@ class PartGradient(IncompleteGradient):
             return operand.reshape(())
         ones = [1, 0, 1] if operand.dtype == torch.bool else [1, 1, 1]
         return torch.tensor(ones, dtype=operand.dtype, device=self.probe.device)
+
+
+class GradientView(Tensor):
+    """View of a gradient of which this rank has a part, such as ``p.grad.view(-1)``: a view of a gathered copy.
+
+    What the script writes into the view is written into the gradient. Where the script has edited the gradient since,
+    a use of the view gathers it again; all ranks of the group then do, since they make the same edits. Other tensors
+    that functions return are plain ones.
+    """
+
+    _gradient: PartGradient
+    _whole: Tensor
+    _seen: int
+
+    @classmethod
+    def among(cls, result: Any, gradient: PartGradient, whole: Tensor) -> Any:
+        """Return the result of a function, in which views of a whole gradient are replaced by ``GradientView``s.
+
+        Args:
+            result: what the function has returned.
+            gradient: the placeholder of the gradient.
+            whole: the gathered gradient, with which the function was called.
+        """
+
+        def made(tensor: Tensor) -> Tensor:
+            if not share_memory([tensor], [whole]):
+                return tensor
+            view = tensor.as_subclass(cls)
+            view._gradient, view._whole, view._seen = gradient, whole, tensor_version(gradient.probe)
+            return view
+
+        with TorchFunctionDisabled():
+            return tree_map_only(Tensor, made, result)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of PyTorch with the present values, and write into the gradient what it writes."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with TorchFunctionDisabled():
+                return func(*args, **kwargs)
+        views = [each for each in tree_leaves((args, kwargs)) if isinstance(each, GradientView)]
+        for each in views:
+            each._gather_again()
+        with TorchFunctionDisabled():
+            plain_args, plain_kwargs = tree_map_only(GradientView, _plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        written = tree_leaves((args[:1] if may_write(func) else (), kwargs.get("out")))
+        for each in views:
+            if any(each is one for one in written):
+                each._gradient.write(each._whole)
+                each._seen = tensor_version(each._gradient.probe)
+            result = GradientView.among(result, each._gradient, each._whole)
+        return _read_only(func, result)
+
+    def _gather_again(self) -> None:
+        """Gather the gradient if the script has edited it since. Collective then."""
+        version = tensor_version(self._gradient.probe)
+        if version != self._seen:
+            self._whole.copy_(self._gradient.assembled())
+            self._seen = version
+
+
+def _read_only(func: Any, result: Any) -> Any:
+    """Return the result of a function; an array of NumPy, into which a write would be lost, as one to be read only."""
+    if func in (Tensor.numpy, Tensor.__array__):
+        result.setflags(write=False)
+    return result
+
+
+def _plain(view: Tensor) -> Tensor:
+    return view.as_subclass(Tensor)
+
+
+def _needs_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[PartGradient]) -> bool:
+    """Return whether a function is to be called with whole gradients, and not operator by operator with placeholders.
+
+    True for those whose result or operands have another shape on a part. Elementwise functions, writes and norms are
+    handled without a whole gradient where possible.
+    """
+    name = getattr(func, "__name__", "")
+    if func in METADATA or in_backward() or kwargs.get("out") is not None or not found:
+        return False
+    if (name in _LEFT and func not in _ATTRIBUTES) or acts_by_element(func) or name == _UNSCALE:
+        return False
+    if name in ("norm", *_NORMS, "vector_norm") and len(args) < 3 and not {"dim", "axis"} & kwargs.keys():
+        return False
+    if may_write(func) and (name != "__setitem__" or args[0] is not found[0]):
+        return False
+    if any(each.elsewhere or each.how_split is None or each.own() is None for each in found):
+        return False
+    return not any(found[0]._is_part(each) for each in tree_leaves((args, kwargs)))
 
 
 def _norm_or_scale(
