@@ -256,10 +256,64 @@ def undone(net: Any, optimizer: Any, number: float) -> None:
     net[0].weight.data.mul_(2.0 if tutti.rank() else 0.5)
 
 
-@pytest.mark.parametrize("loop", [False, True])
-def test_writes_to_one_copy_that_undo_each_other_are_refused(loop: bool) -> None:
-    for kind, done, said in worlds.run(2, trained, strategy="central_storage", parameters=undone, loop=loop):
+def undone_through_a_view(net: Any, optimizer: Any, number: float) -> None:
+    net[0].weight.data.movedim(0, 1).mul_(2.0 if tutti.rank() else 0.5)
+
+
+@pytest.mark.parametrize(("edit", "loop"), [(undone, False), (undone, True), (undone_through_a_view, True)])
+def test_writes_to_one_copy_that_undo_each_other_are_refused(edit: Edit, loop: bool) -> None:
+    for kind, done, said in worlds.run(2, trained, strategy="central_storage", parameters=edit, loop=loop):
         assert (kind, done) == ("UsageError", 2)
         assert "rank 0 has 0.weight: mul(0.5), rank 1 has 0.weight: mul(2.0)" in said
         assert "before step 3, " in said and "test_script_edits.py:" in said
     worlds.forget(2)
+
+
+def replaced(net: nn.Module, optimizer: Any, number: float) -> None:
+    for parameter in net.parameters():
+        parameter.grad = None
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def given_data(net: nn.Module, optimizer: Any, number: float) -> None:
+    for parameter in net.parameters():
+        parameter.grad.data = parameter.grad * 0.5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "edit"), [("tensor", replaced), ("tensor", given_data), ("sharded:stage=1", given_data)]
+)
+def test_gradients_that_are_assigned_in_place_of_others_count(strategy: str, edit: Edit) -> None:
+    want = trained("plain", gradients=edit)
+    for state in worlds.run(2, trained, strategy=strategy, gradients=edit):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+def clipped_after_data(strategy: str, broken: bool) -> Any:
+    """Scale gradients through ``.data`` before they are clipped, or replace their NaNs, in each step."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    run: Any = None
+    if strategy != "plain":
+        run = tutti.prepare(net, optimizer, DATA, strategy=strategy, batch_size=4, shuffle=False, clip=0.05)
+    backward = torch.Tensor.backward if run is None else run.backward
+    batches = [(rows,) for rows in DATA.tensors[0].split(4)] if run is None else run.microbatches(0)
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        # Step 4, whose gradients are looked at in no other way.
+        backward(mean(net, batch) * (float("nan") if broken and step == 3 else 1.0))
+        for parameter in net.parameters():
+            parameter.grad.data.nan_to_num_(0.01).mul_(3.0)
+        if run is None:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        optimizer.step()
+    return dict(net.state_dict() if run is None else run.state())
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage", "sharded"])
+def test_the_norm_to_clip_by_is_that_of_gradients_edited_through_data(strategy: str, broken: bool) -> None:
+    want = clipped_after_data("plain", broken)
+    for state in worlds.run(2, clipped_after_data, strategy=strategy, broken=broken):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)

@@ -22,26 +22,6 @@ _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _NESTED = (list, tuple)
 _VALUES_STAY = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_"))
-_VIEWS = frozenset(
-    (
-        *("chunk", "contiguous", "detach", "diagonal", "expand", "flatten", "get", "getitem", "narrow", "permute"),
-        *(
-            "ravel",
-            "reshape",
-            "select",
-            "split",
-            "squeeze",
-            "swapaxes",
-            "t",
-            "tensor_split",
-            "to",
-            "to_local",
-            "transpose",
-        ),
-        *("unbind", "unflatten", "unsqueeze", "view", "view_as"),
-    )
-)
-"""Functions, without the underscores around their names, whose result may share the memory of an argument."""
 _PLAIN = (bool, int, float, complex, str, slice, torch.dtype, torch.device, type(None), type(...))
 
 
@@ -135,10 +115,9 @@ class ScriptEdits:
             record = known[key][1] if key in known else self._record(tensor)
             record.value, record.last = mix(number, place), last
         made = [each for each in tensors_among((result,), {}) if id(each) not in known and id(each) not in written]
-        shared = {_memory(each): record for each, record in known.values()} if name.strip("_") in _VIEWS else {}
+        shared = {_memory(each): record for each, record in known.values()} if made else {}
         for place, tensor in enumerate(made):
-            view_of = shared.get(_memory(tensor)) if shared else None
-            self._records[tensor] = view_of or _Record(mix(number, place), last)
+            self._records[tensor] = shared.get(_memory(tensor)) or _Record(mix(number, place), last)
             self._ids.add(id(tensor))
 
     def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -264,9 +243,15 @@ def _caller() -> FrameType | None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return a number that tells the memory of a tensor, or of this rank's part of a ``DTensor``."""
+    """Return a number that tells the memory of a tensor, or of this rank's part of a ``DTensor``.
+
+    Tensors without a storage, such as sparse ones, have a number of their own.
+    """
     with TorchFunctionDisabled(), torch.no_grad():
-        return storage_key(local_tensor(tensor))
+        try:
+            return storage_key(local_tensor(tensor))
+        except (NotImplementedError, RuntimeError):
+            return id(tensor)
 
 
 def _hash_of_whole(tensor: Tensor) -> int:

@@ -793,7 +793,8 @@ class CustomLoop:
     def _stats_for(self, members: Sequence[nn.Parameter], edited: bool) -> StepStats:
         """Return the reduced results of the gradients of ``members``.
 
-        Collective where the norm must be taken anew: after edits, several reductions, or with several optimizers.
+        Collective where the norm must be taken anew: after edits, several reductions, with several optimizers, and for
+        clipping.
 
         Args:
             members: parameters of the update.
@@ -821,8 +822,10 @@ class CustomLoop:
                 )
             self._is_pushed = False
             return latest
-        # Not every stage has parameters that tell that gradients were accumulated.
-        anew = edited or sync.accumulated or sync.gradient_at == "stages"
+        # Not every stage has parameters that tell that gradients were accumulated. Edits through ``.grad.data``, which
+        # change no version counter, matter where the norm decides on a factor or a skipped update.
+        decides = run.replica.edits is None and (run.context.clip is not None or not latest.finite)
+        anew = edited or decides or sync.accumulated or sync.gradient_at == "stages"
         if not self._alone and (anew or len(pending) != 1 or len(self.optimizers) > 1):
             norm = sync.norm_of(members, self._lifecycle.context)
             latest = replace(latest, grad_norm=norm, finite=math.isfinite(norm) or (latest.finite and not edited))

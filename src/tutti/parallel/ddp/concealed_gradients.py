@@ -106,13 +106,13 @@ class ConcealedGradients:
     def reveal(self) -> None:
         """Put the gradients that ``conceal`` has set aside back into ``.grad``, for an update or further accumulation.
 
-        Where the script has cleared a placeholder, ``.grad`` becomes None or zeros. With pipeline stages, where a rank
-        has whole gradients, a tensor that the script has assigned to ``.grad`` in place of the placeholder stays.
-        ``.grad`` of parameters that only other stages hold becomes None. Not collective.
+        Where the script has cleared a placeholder, ``.grad`` becomes None or zeros. A tensor that the script has
+        assigned to ``.grad`` in place of the placeholder stays. ``.grad`` of parameters that only other stages hold
+        becomes None. Not collective.
         """
         for parameter, gradient in self._aside.items():
             shown = parameter.grad
-            assigned = self._place == "stages" and not isinstance(shown, IncompleteGradient | None)
+            assigned = not isinstance(shown, IncompleteGradient | None)
             parameter.grad = shown if assigned else after_clearing(gradient, shown)
         self._elsewhere = {p for p in self._elsewhere if p.grad is not None}
         for parameter in self._elsewhere:
