@@ -10,7 +10,7 @@ whole global batch, on its own copy and with its own optimizer, so that all copi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal, NoReturn
 
@@ -163,7 +163,7 @@ class LocalSGDSync(LocalGradients):
         """
         self._step_context = step_context
         if worker == self._run_context.mine[0]:
-            self._check_frozen(f"step {step_context.taken + 1}")
+            self._check_frozen(f"step {step_context.taken + 1}", self._frozen_guard.written_cheaply)
         self._equal = self._equal and self._jointly(step_context) is not None
         self._take_written(f"step {step_context.taken + 1}")
         self._buffers.enter(worker)
@@ -557,16 +557,17 @@ class LocalSGDSync(LocalGradients):
         """Record the norms of parameters that were never trained, to find those that the script writes."""
         self._frozen_guard.note(self._frozen())
 
-    def _check_frozen(self, where: str) -> None:
+    def _check_frozen(self, where: str, find: Callable[[Sequence[tuple[str, nn.Parameter]]], list[str]]) -> None:
         """Refuse writes of frozen parameters by the script while this rank's workers, which share them, differ.
 
-        With one worker on a rank they are the worker's own; see ``_adopt_frozen``.
+        With one worker on a rank they are the worker's own; see ``_adopt_frozen``. ``find`` returns the names of those
+        that were written.
         """
         if len(self._run_context.mine) < 2 or not (frozen := self._frozen()):
             return
         if self._equal:
             self._note_frozen()
-        elif written := self._frozen_guard.written(frozen):
+        elif written := find(frozen):
             raise UsageError(
                 f"the script or a forward has written the frozen parameter {written[0]} while logical workers differ",
                 where=where,
@@ -582,7 +583,7 @@ class LocalSGDSync(LocalGradients):
         An example is a teacher that follows the worker's parameters. Collective if the model has frozen parameters: an
         all-gather of names.
         """
-        self._check_frozen(where)
+        self._check_frozen(where, self._frozen_guard.written)
         if frozen := self._frozen():
             text = "\n".join(self._frozen_guard.written(frozen))
             found = self._run_context.comms.replica.all_gather_strings(text, "frozen parameters that were written")
