@@ -123,6 +123,7 @@ from tutti.torch_compat import (
     skip_graph_capture_checks,
     sparse_indices,
     sparse_values,
+    step_hooks,
     storage_key,
     storage_uses,
     tensor_version,
@@ -209,6 +210,15 @@ def memory_is_told_apart() -> None:
     assert storage_uses(tensor) == alone + 1
     del view
     assert storage_uses(tensor) == alone
+
+
+def step_hooks_are_found() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    before, after, *everywhere = step_hooks(optimizer)
+    assert not before and len(after) == 1 and len(everywhere) == 2
+    handle.remove()
+    assert not after
 
 
 def indices_need_no_coalescing() -> None:
@@ -762,6 +772,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     writes_are_counted: "tensor_version VERSION_ATTRIBUTE IS_VIEW",
     memory_is_told_apart: "storage_key storage_uses",
     dtensors_have_a_local_part: "is_dtensor local_tensor",
+    step_hooks_are_found: "step_hooks",
     indices_need_no_coalescing: "sparse_indices sparse_values",
     subclasses_have_no_memory: "FunctionModesDisabled make_wrapper_subclass TorchFunctionDisabled",
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",

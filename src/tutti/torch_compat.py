@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvBase
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -135,6 +136,7 @@ __all__ = [
     "skip_graph_capture_checks",
     "sparse_indices",
     "sparse_values",
+    "step_hooks",
     "storage_key",
     "storage_uses",
     "tensor_version",
@@ -872,6 +874,18 @@ def optimizer_attributes() -> frozenset[str]:
     own = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
     added = ("_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_step_supports_amp_scaling")
     return own.union(added)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """Return the tables of an optimizer's step pre-hooks and post-hooks, then those of hooks of all optimizers.
+
+    They may be changed in place. PyTorch has functions that add hooks, and none that tells of them.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 def is_wrapped_by_scheduler(step: object) -> bool:

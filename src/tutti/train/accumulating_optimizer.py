@@ -19,6 +19,7 @@ from tutti.parallel import Choice, check_custom_loop
 from tutti.torch_compat import mark_stepped, mark_wrapped_by_scheduler
 from tutti.train.partial_state import PartialState, StateGuard, StatePart
 from tutti.train.prepared_before import keeps_state, own_step, wrap_methods
+from tutti.train.step_hooks import StepHookGuard
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -107,6 +108,8 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
         here = steps_here and choice.row.optimizer_here
         run.state_guards.append((_guard_parts if here else _refuse_state)(optimizer, run, choice))
+        together = here and run.gradient_sync.loss_normalisation == "step" and run.context.grid.stage == 1
+        run.state_guards.append(StepHookGuard(optimizer, choice.name, _part_finder(run) if together else None))
 
 
 @contextmanager
@@ -132,11 +135,16 @@ def _refuse_state(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
     return StateGuard(optimizer, lambda plain: AbsentState(refuse), refuse)
 
 
-def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
-    """Guard the state of an optimizer that steps here, on this rank's part or for the first of its workers."""
-    originals, specs = run.hooks.originals, run.replica.specs
-    names = {id(p): name for name, p in originals.items()}
-    sharded, model = run.context.grid.shard > 1, run.model
+def _part_finder(run: Run) -> Callable[[Tensor], bool]:
+    """Return a function that returns whether an object that was a parameter before is a part of it now."""
+    find = _parts(run)
+    return lambda tensor: find(tensor) is not None
+
+
+def _parts(run: Run) -> Callable[[Tensor], StatePart | None]:
+    """Return a function that describes the part of a parameter that this rank has; it returns None for a whole one."""
+    names = {id(p): name for name, p in run.hooks.originals.items()}
+    specs, sharded = run.replica.specs, run.context.grid.shard > 1
 
     def part_of(parameter: Tensor) -> StatePart | None:
         name = names.get(id(parameter))
@@ -144,6 +152,14 @@ def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
         if name is None or spec is None or not (sharded or tuple(parameter.shape) != spec.shape):
             return None
         return StatePart(name, tuple(spec.shape), tuple(parameter.shape))
+
+    return part_of
+
+
+def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
+    """Guard the state of an optimizer that steps here, on this rank's part or for the first of its workers."""
+    originals, model = run.hooks.originals, run.model
+    names, part_of = {id(p) for p in originals.values()}, _parts(run)
 
     def member(parameter: Tensor) -> Tensor:
         if id(parameter) in names:

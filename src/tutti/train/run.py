@@ -48,6 +48,7 @@ from tutti.train.replicas import check_replicas, seldom
 from tutti.train.schedulers import Schedulers
 from tutti.train.shared_settings import SharedSettings
 from tutti.train.step import train_step
+from tutti.train.step_hooks import StepHookGuard
 from tutti.train.step_lifecycle import StepLifecycle
 from tutti.train.step_windows import profiled, traced
 from tutti.train.trainability import TrainabilityWatch
@@ -148,7 +149,7 @@ class Run:
         hooks: refuses gradient hooks that the strategy cannot call.
         trainability: detects parameters that the script thaws, freezes or replaces.
         conversions: refuses conversions of the model to another dtype or device; None until ``tutti.prepare`` sets it.
-        state_guards: guards of ``state`` of the caller's optimizers where this rank does not have all of it.
+        state_guards: guards of ``state`` and step hooks of the caller's optimizers where this rank has a part of it.
         checks: checks for common mistakes, and their findings.
         named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
@@ -183,7 +184,7 @@ class Run:
         self.model: nn.Module = replica.plain
         self.loss_fn, self.hooks, self.grad_hook = loss_fn, hooks, grad_hook
         self.conversions: ModelConversions | None = None
-        self.state_guards: list[StateGuard] = []
+        self.state_guards: list[StateGuard | StepHookGuard] = []
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
         self.noise_probe = settings.noise_probe

@@ -16,6 +16,7 @@ from tests.contract.table import largest_difference
 from tests.scripts import oracle
 from tests.scripts.oracle import Algorithm
 from tutti.errors import UsageError
+from tutti.parallel.ddp.write_guard import WriteGuard
 
 ALGORITHMS = {"local_sgd:period=2": Algorithm(2), "diloco:period=2": Algorithm(2, (0.7, 0.9))}
 
@@ -124,3 +125,15 @@ def test_one_worker_s_weights_are_not_loaded_into_all(kind: str) -> None:
     for how in ("run's", "ema"):
         assert worlds.alone(loaded, strategy=f"{kind}:period=4", workers=2, how=how) == (2, "")
     assert worlds.alone(loaded, strategy=f"{kind}:period=1", workers=2, how="own") == (2, "")
+
+
+def test_values_without_a_new_version_are_compared_in_some_looks() -> None:
+    guard, parameter = WriteGuard("why"), nn.Parameter(torch.ones(3))
+    guard.note([("teacher", parameter)])
+    assert [guard.written_cheaply([("teacher", parameter)]) for _ in range(4)] == [[]] * 4
+    parameter.data.mul_(2)
+    assert [guard.written_cheaply([("teacher", parameter)]) for _ in range(4)] == [[], [], [], ["teacher"]]
+    guard.note([("teacher", parameter)])
+    with torch.no_grad():
+        parameter.mul_(2)
+    assert guard.written_cheaply([("teacher", parameter)]) == ["teacher"]

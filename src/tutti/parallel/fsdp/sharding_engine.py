@@ -123,8 +123,8 @@ class ShardingEngine(Protocol):
         afterwards, too. Not collective.
 
         Returns:
-            The gradients of this rank's rows, of FSDP2 clones; the key is the optimizer's parameter, that is the tensor of
-            rows. Rows without a gradient, also where the script has set the gradient to None, have no entry.
+            The gradients of this rank's rows, with FSDP2 copies; the key is the optimizer's parameter, that is the
+            tensor of rows. Rows without a gradient, also where the script has set the gradient to None, have no entry.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:

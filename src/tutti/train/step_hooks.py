@@ -1,0 +1,101 @@
+"""Refuse step hooks of a script's optimizer that would compute with parts of parameters, or are never called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from tutti.errors import UsageError
+from tutti.nn.gradient_hooks import hook_package
+from tutti.nn.incomplete_gradient import IncompleteGradient
+from tutti.nn.script_mode import acts_by_element, tensors_among
+from tutti.nn.written_tensors import DATA, METADATA
+from tutti.torch_compat import step_hooks
+
+_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+
+
+class StepHookGuard:
+    """Watches the step hooks of an optimizer whose updates are made in parts, or by other objects.
+
+    PyTorch calls a hook of ``register_step_pre_hook`` or ``register_step_post_hook`` with whole parameters and
+    gradients. Where the optimizer steps on parts of them, its hooks may compute with these element by element.
+
+    Args:
+        optimizer: the script's optimizer.
+        strategy: name of the strategy, for the error.
+        is_part: returns whether this rank has a part of a parameter; None where the optimizer's hooks are not called,
+            or not for all parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, strategy: str, is_part: Callable[[Tensor], bool] | None) -> None:
+        self._optimizer, self._strategy, self._is_part = ref(optimizer), strategy, is_part
+
+    def check(self) -> None:
+        """Put watched hooks in the place of those that the script has registered since. Not collective.
+
+        Raises:
+            UsageError: there is one, and the optimizer's hooks are not called.
+        """
+        optimizer = self._optimizer()
+        for hooks in () if optimizer is None else step_hooks(optimizer):
+            for key, hook in hooks.items():
+                if isinstance(hook, _WatchedHook) or hook_package(hook) in ("torch", "tutti"):
+                    continue
+                if self._is_part is None:
+                    _refuse_step_hook(hook, self._strategy)
+                hooks[key] = _WatchedHook(hook, self._strategy, self._is_part)
+
+
+class _WatchedHook:
+    """A step hook that raises UsageError where it mixes elements of parts of parameters or gradients."""
+
+    def __init__(self, hook: Any, strategy: str, is_part: Callable[[Tensor], bool]) -> None:
+        self._hook, self._strategy, self._is_part = hook, strategy, is_part
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        with _PartsWatched(partial(_refuse_step_hook, self._hook, self._strategy), self._is_part):
+            return self._hook(optimizer, args, kwargs)
+
+
+class _PartsWatched(TorchFunctionMode):
+    """Function mode that calls ``refuse`` where code mixes elements of parts of parameters or gradients."""
+
+    def __init__(self, refuse: Callable[[], NoReturn], is_part: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._refuse, self._is_part = refuse, is_part
+        # Gradients, and what the hook has made of parts, by identity.
+        self._made: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        follows = func in (_GRADIENT, DATA) or acts_by_element(func)
+        if func in METADATA and not follows:
+            return func(*args, **kwargs)
+        parts = any(id(each) in self._made or self._is_part(each) for each in tensors_among(args, kwargs))
+        if parts and not follows:
+            self._refuse()
+        result = func(*args, **kwargs)
+        if parts:
+            made = tensors_among((result,), {})
+            self._made |= {id(each): each for each in made if not isinstance(each, IncompleteGradient)}
+        return result
+
+
+def _refuse_step_hook(hook: Any, strategy: str) -> NoReturn:
+    """Raise UsageError for a step hook of a script, with the line of the hook."""
+    code = getattr(hook, "__code__", None)
+    raise UsageError(
+        f"a step hook of an optimizer (register_step_pre_hook, …) cannot be combined with strategy '{strategy}'",
+        where="the script" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
+        why="each rank updates a part of the parameters, or another object does, so that the hook would compute with"
+        " parts of parameters and gradients, or not be called",
+        remedy="run its code in a custom loop, before or after optimizer.step(); give tutti.prepare clip=… to clip; or"
+        " take --strategy mirrored",
+    )
