@@ -574,6 +574,8 @@ class ReplicaRunner(Protocol):
         replaced_name: returns the name of a parameter in whose place the script has put another object (FSDP), or None.
         slice_name: returns the name of the parameter from whose tensor-parallel slice the script has made a tensor,
             element by element, or None.
+        also_seen: is told, as a dictionary from new to old, of further objects that stand for parameters, such as
+            FSDP2's, so that ``slice_name`` knows them.
         adapt_hooks: lets hooks that the script has registered on the gradients of parameters of which this rank has a
             part see whole gradients; returns the names of the parameters with hooks that did not before the call.
         is_dummy: whether the micro-batch that ``run`` or ``begin`` began most recently is a dummy, without samples.
@@ -603,6 +605,7 @@ class ReplicaRunner(Protocol):
     unify_flags: Callable[[], None]
     replaced_name: Callable[[], str | None]
     slice_name: Callable[[Tensor], str | None]
+    also_seen: Callable[[Mapping[nn.Parameter, nn.Parameter]], None]
     adapt_hooks: Callable[[], Sequence[str]]
     is_dummy: bool
     script_code: Callable[[], AbstractContextManager[None]]

@@ -441,6 +441,61 @@ def test_a_figure_of_a_slice_is_refused_in_stages() -> None:
         worlds.forget(4)
 
 
+@pytest.mark.parametrize("place", ["loss", "body", "after step"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_figure_of_a_slice_is_refused_where_its_state_is_sharded(stage: int, place: str) -> None:
+    """Sharding puts other parameter objects into the model than those that were split."""
+    strategy = f"hybrid:tensor=2,shards=2,stage={stage},least=1"
+    for said in worlds.run(4, told, strategy=strategy, figure="norm", place=place):
+        assert " 0.weight, of which each tensor rank has a slice" in said
+
+
+def smoothed(strategy: str) -> list[Any]:
+    """An average of the weights by hand, whose tensors were made before the model was split."""
+    model = small()
+    inputs = torch.randn(24, 4, dtype=torch.float64)
+    averages = [p.detach().clone() for p in model.parameters()]
+    run = tutti.prepare(
+        *(model, torch.optim.AdamW(model.parameters(), 0.1), (inputs, inputs)),
+        lambda called, batch: called(batch[0]).square().mean(), strategy=strategy, batch_size=8, precision="fp64",
+    )  # fmt: skip
+    for batch in run.epoch(0):
+        run.step(batch)
+        with torch.no_grad():
+            for average, p in zip(averages, model.parameters(), strict=True):
+                average.mul_(0.5).add_(p.detach(), alpha=0.5)
+    return [tensor.numpy().copy() for tensor in averages]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_average_of_slices_whose_state_is_sharded_is_whole(stage: int) -> None:
+    want = worlds.alone(smoothed, strategy="single")
+    for got in worlds.run(4, smoothed, strategy=f"hybrid:tensor=2,shards=2,stage={stage},least=1"):
+        assert all(abs(mine - one).max() <= 1e-12 for mine, one in zip(got, want, strict=True))
+
+
+def subtracted(strategy: str, only: int) -> str:
+    """A pull to the first weights, which are whole, while the model has rows of slices."""
+    model = small()
+    inputs = torch.randn(8, 4, dtype=torch.float64)
+    first = [p.detach().clone() for p in model.parameters()]
+    tutti.prepare(model, "sgd:lr=0.1", (inputs, inputs), strategy=strategy, batch_size=8, precision="fp64")
+    try:
+        with torch.no_grad():
+            for before, p in list(zip(first, model.parameters(), strict=True))[-only:]:
+                p.add_(before - p, alpha=0.1)
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("only", [6, 1])
+def test_a_whole_tensor_with_rows_of_a_slice_is_refused(only: int) -> None:
+    """The last parameter is not split."""
+    for said in worlds.run(4, subtracted, strategy="hybrid:tensor=2,shards=2,stage=3,least=1", only=only):
+        assert "together with " in said and "plain tensor" in said and "test_tensor_layout.py:" in said
+
+
 def averaged(strategy: str) -> list[Any]:
     """Average and clamp weights by hand, and evaluate a layer by itself."""
     model = small()

@@ -40,6 +40,8 @@ class ReplicaPart:
         own_backward: whether ``run`` calls ``backward`` for each micro-batch.
         slice_name: returns the name of the parameter from whose tensor-parallel slice the script has made a tensor, or
             None.
+        also_seen: is told, as a dictionary from new to old, of further objects that stand for parameters, so that
+            ``slice_name`` knows them.
         adapt_hooks: makes hooks on the gradients of parameters of which this rank has a part receive whole gradients;
             returns the names of the parameters whose hooks received partial gradients before the call.
         is_dummy: whether the micro-batch of the most recent ``enter`` is a dummy, without samples.
@@ -95,6 +97,7 @@ class ReplicaPart:
         self.unify_flags: Callable[[], None] = lambda: None
         self.replaced_name: Callable[[], str | None] = lambda: None
         self.slice_name: Callable[[Tensor], str | None] = lambda tensor: None
+        self.also_seen: Callable[[Mapping[nn.Parameter, nn.Parameter]], None] = lambda objects: None
         self.adapt_hooks: Callable[[], Sequence[str]] = lambda: ()
         self.passes: Sequence[Any] = ()
         self.split_backwards: Sequence[Any] = ()

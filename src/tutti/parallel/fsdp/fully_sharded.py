@@ -106,6 +106,8 @@ class FullySharded:
         self._training = [(each, g) for each, g in self._pairs if each.parameter.requires_grad]
         self._used: set[str] = set()
         self._twins = {each.name: [each.parameter, gathered] for each, gathered in self._pairs}
+        self._also_seen = replica.also_seen
+        self._also_seen(self.owners())
         self._flags = {each.name: each.parameter.requires_grad for each in self.rows}
         self._storages = {each.name: storage_key(gathered) for each, gathered in self._pairs}
         self._watched: set[str] = set()
@@ -554,6 +556,7 @@ class FullySharded:
             for name, parameter in self._unsharded().items():
                 if name not in self._watched:
                     self._watched.add(name)
+                    self._also_seen({parameter: self._twins[name][0]})
                     self._twins[name].append(parameter)
                     self._versions[name] = parameter, tensor_version(parameter)
                     trained = parameter.requires_grad

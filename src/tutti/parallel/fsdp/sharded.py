@@ -278,6 +278,7 @@ class ShardedSync:
             trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
             sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)
             replica.replaced(sliced.replaced)
+            replica.also_seen({whole: rows for rows, whole in sliced.replaced.items()})
             if self._reads is not None:
                 wrap = partial(ScriptHook, is_dummy=lambda: False, script_code=self._reads.script_code)
                 replica.adapt_hooks = partial(_check_hooks, replica.parts, wrap)

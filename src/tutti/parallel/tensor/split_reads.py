@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -106,6 +107,7 @@ class SplitReads(EditWatch):
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
         self._ids = {id(parameter) for parameter in split.values()}  # of these tensors, and of some that are gone
         _MODES.add(self)
+        self._distributed = False  # whether parameters are DTensors, which FSDP2 has made of slices and others
         self._gradients: Any = WeakIdKeyDictionary()  # of split parameters, as the script has read them; by name
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
         # PyTorch's stack of modes holds this object, which must not keep the model, and so the run, in memory.
@@ -153,6 +155,8 @@ class SplitReads(EditWatch):
             return None
         name = None if func in METADATA else self._name_in(func, args, kwargs)
         if name is None:
+            if self._distributed and func not in METADATA:
+                args, kwargs = self._without_shards(func, args, kwargs)
             return func(*args, **kwargs)
         caller = tutti_caller(__name__)
         if caller is not None:
@@ -220,6 +224,18 @@ class SplitReads(EditWatch):
         name: str | None = self._names.get(tensor)
         return name
 
+    def also_seen(self, objects: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Take further tensors for slices of the split parameters. Not collective.
+
+        Args:
+            objects: the tensors, such as those that FSDP2 puts into the model, and for each the parameter that it
+                stands for; parameters that are not split are left out.
+        """
+        self._distributed = self._distributed or any(isinstance(tensor, DTensor) for tensor in objects)
+        for tensor, parameter in objects.items():
+            if (name := self.name_of(parameter)) is not None:
+                self._note(tensor, name)
+
     def _whole_for_script(self, args: Any, kwargs: Any) -> Sequence[int] | None:
         """Return the whole parameter's shape if the script asks for the sizes of a slice or of its gradient, else None.
 
@@ -278,11 +294,31 @@ class SplitReads(EditWatch):
         if "out" in kwargs:
             _refuse(name, func, ", out=")
         if not may_write(func) or not isinstance(args[0], Tensor) or self._is_known(args[0]):
+            given = [tensor for tensor in tensors_among(args, kwargs) if tensor.dim()]
+            if len({isinstance(tensor, DTensor) for tensor in given}) > 1:
+                _refuse(name, func, ", sharded over further ranks, together with a plain tensor")
             return tree_map_only(Tensor, partial(self._cut, name, func), (args, kwargs))
         graph = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_among(args, kwargs))
         if tuple(args[0].shape) != self._shapes[name][1] or func in _DATA or graph:
             _refuse(name, func, f" together with a tensor of {tuple(args[0].shape)}")
         return tree_map_only(Tensor, partial(self._gather, name, func), (args, kwargs))
+
+    def _without_shards(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the arguments with whole tensors for sharded ones that meet plain tensors, where the function writes
+        a plain one; collective over the shard ranks there. Raise UsageError elsewhere.
+        """
+        given = [tensor for tensor in tensors_among(args, kwargs) if tensor.dim()]
+        if len({isinstance(tensor, DTensor) for tensor in given}) < 2 or tutti_caller(__name__) is not None:
+            return args, kwargs
+        if not may_write(func) or isinstance(args[0], DTensor) or "out" in kwargs or torch.is_grad_enabled():
+            raise UsageError(
+                "the script computes with rows of a parameter together with plain tensors",
+                where=script_line(),
+                why="other ranks have the other rows",
+                remedy="write into run.state(), whole tensors, and give it to model.load_state_dict, both on every"
+                " rank; or take --strategy mirrored or sharded:stage=2",
+            )
+        return tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
 
     def _cut(self, name: str, func: Callable[..., Any], tensor: Tensor) -> Tensor:
         here, whole = self._shapes[name]
@@ -307,7 +343,10 @@ class SplitReads(EditWatch):
             return tensor
         if self._shapes[other] != self._shapes[name] or tuple(tensor.shape) != self._shapes[name][0]:
             _refuse(name, func, f" together with {other}")
-        [whole] = self.gatherer(other, tensor).gather(tensor, [tensor.detach()])
+        values = tensor.detach()
+        if isinstance(values, DTensor):
+            values = values.full_tensor()
+        [whole] = self.gatherer(other, tensor).gather(tensor, [values])
         return whole
 
     def gatherer(self, name: str, tensor: Tensor) -> SplitMatrixGatherer:

@@ -172,6 +172,7 @@ class TensorParallelizer:
             mode.edits.cover(dict(parameters(replica.parts)))
             replica.edits = mode.edits
         replica.around_fsdp_hooks, replica.slice_name = seen_as_shares, mode.name_of
+        replica.also_seen = mode.also_seen
         whole = dict(parameters([self._plain]))
         replica.adapt_hooks = SliceHooks(whole, mode, reads.script_code, sequence=self._config.sequence)
         replica.script_code, replica.model_code = reads.script_code, reads.model_code
