@@ -129,6 +129,11 @@ def test_groups_are_tried_with_their_own_settings_and_together() -> None:
     assert mixing_of(Chosen([{"params": [one]}, {"params": [two], "how": "normalized"}])) == MIXED
 
 
+def test_settings_that_steps_change_are_found() -> None:
+    assert mixing_of(mixers.Estimated([nn.Parameter(torch.ones(4, 5))])).writes == {"distance"}
+    assert mixing_of(mixers.of(mixers.Normalized)(mixers.model())).writes == frozenset()
+
+
 def test_what_cannot_be_tried_needs_all() -> None:
     found = mixing_of(mixers.OPTIMIZERS["mode"](mixers.model()))
     assert (found.rows, found.tensors) == (False, False) and "_mode is 'normalized'" in str(found.untried)

@@ -51,6 +51,21 @@ class Ready(Normalized):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
+class Estimated(Own):
+    """A rate that grows with the distance from the first weights, kept in the parameter group (as D-Adaptation's)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["distance"] = 0.1
+
+    def direction(self, p: Tensor) -> Tensor:
+        [group] = [g for g in self.param_groups if any(p is each for each in g["params"])]
+        first = self.state[p].setdefault("first", p.clone())
+        group["distance"] = max(group["distance"], float((p - first).norm()))
+        return p.grad * group["distance"]
+
+
 class Centralized(Own):
     """Gradient less its mean over all dimensions but the first (Yong et al. 2020, arXiv 2004.01461): rows are alone."""
 

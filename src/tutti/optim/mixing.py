@@ -54,6 +54,7 @@ class Mixing:
         draws: whether a step draws from a global random generator of PyTorch, NumPy or Python.
         closure: whether ``step`` cannot be called without a closure.
         untried: why the trial failed; None if it succeeded.
+        writes: names of the entries of parameter groups that steps change, such as an estimated learning rate.
     """
 
     rows: bool = True
@@ -63,6 +64,7 @@ class Mixing:
     draws: bool = False
     closure: bool = False
     untried: str | None = None
+    writes: frozenset[str] = frozenset()
 
 
 def mixing_of(optimizer: Optimizer) -> Mixing:
@@ -83,7 +85,8 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
         A ``Mixing``. Its flags ``rows``, ``columns``, ``flat`` and ``tensors`` say whether a step on rows, on slices
         along other dimensions, on pieces of the flattened tensors, or on some of the tensors alone equals the step on
         all whole tensors. ``draws``: whether a step draws from a global random generator; ``closure``: whether it needs
-        a closure; ``untried``: why the trial failed, or None. After a failed trial the first four flags are False.
+        a closure; ``untried``: why the trial failed, or None; ``writes``: names of the entries of parameter groups that
+        steps change. After a failed trial the first four flags are False.
     """
     if isinstance(optimizer, LayerWise | Muon):
         return Mixing(flat=False)
@@ -162,6 +165,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
         found.tensors and later.tensors,
         found.draws or later.draws,
         found.closure,
+        writes=found.writes | later.writes,
     )
 
 
@@ -170,8 +174,9 @@ def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing
     wholes = [_Cut(i, _itself) for i in range(len(trial.values))]
     with _own_generators():
         before = random.getstate(), _numpy_state()
+        written = set[str]()
         try:
-            reference = list(_run(optimizer, groups, trial, wholes, closure))
+            reference = list(_run(optimizer, groups, trial, wholes, closure, written))
         except Exception as error:
             why = f"a trial of {type(optimizer).__name__} ended with {type(error).__name__}: {error}"
             return Mixing(False, False, False, False, closure=closure, untried=why)
@@ -192,6 +197,7 @@ def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing
             tensors,
             draws,
             closure,
+            writes=frozenset(written),
         )
 
 
@@ -266,14 +272,23 @@ def _trial(groups: Sequence[_Group], steps: int, compared: tuple[int, ...]) -> _
 
 
 def _run(
-    optimizer: Optimizer, groups: Sequence[_Group], trial: _Trial, cuts: Sequence[_Cut], closure: bool
+    optimizer: Optimizer,
+    groups: Sequence[_Group],
+    trial: _Trial,
+    cuts: Sequence[_Cut],
+    closure: bool,
+    written: set[str] | None = None,
 ) -> Iterator[_Seen]:
-    """Step a copy of ``optimizer`` on the slices ``cuts``; yield values and states after the steps to compare."""
+    """Step a copy of ``optimizer`` on the slices ``cuts``; yield values and states after the steps to compare.
+
+    The names of the entries of parameter groups that the steps change are added to ``written``.
+    """
     # Not torch.manual_seed, which seeds accelerators too.
     torch.default_generator.manual_seed(0)
     params = [nn.Parameter(cut.take(trial.values[cut.of]).clone()) for cut in cuts]
     copy = _copied(optimizer, groups, params, [trial.groups[cut.of] for cut in cuts])
     copy_step = type(copy).step
+    settings = [dict(group) for group in copy.param_groups]
     for number in range(trial.compared[-1] + 1):
         for cut, param in zip(cuts, params, strict=True):
             param.grad = cut.take(trial.gradients[cut.of][number]).clone()
@@ -282,6 +297,9 @@ def _run(
         copy_step(copy, _loss) if closure else copy_step(copy)
         if number in trial.compared:
             yield [(p.detach().clone(), {k: _kept(v) for k, v in copy.state.get(p, {}).items()}) for p in params]
+    if written is not None:
+        for before, group in zip(settings, copy.param_groups, strict=True):
+            written |= {name for name, value in settings_of(group).items() if repr(value) != repr(before.get(name))}
 
 
 def _copied(

@@ -489,7 +489,8 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
         A ``Mixing`` with four flags, True where on all ranks a step on parts gives the result of the step on whole
         tensors: ``rows`` (on blocks of the first dimension), ``columns`` (on slices along other dimensions), ``flat``
         (on pieces of the flattened tensor) and ``tensors`` (on some of the tensors alone). Further ``closure``: whether
-        any rank's ``step`` needs a closure; and ``untried``: this rank's reason why the trial failed, or None. Where a
+        any rank's ``step`` needs a closure; ``untried``: this rank's reason why the trial failed, or None; and
+        ``writes``: names of the entries of parameter groups that this rank's optimizer changes in its steps. Where a
         rank's trial failed, the four flags are False.
 
     Raises:
@@ -509,7 +510,7 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
             remedy="let it draw from a torch.Generator of its own, with the same seed on every rank, or take"
             " --strategy single",
         )
-    return Mixing(rows, columns, flat, tensors, False, not closed, found.untried)
+    return Mixing(rows, columns, flat, tensors, False, not closed, found.untried, found.writes)
 
 
 def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: str) -> None:
