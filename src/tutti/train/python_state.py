@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tutti.nn.swap import buffers
+
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module: parameters, buffers, children, hooks and the mode, which others restore."""
 _DEPTH = 4
@@ -27,7 +29,7 @@ def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
     tutti calls models and loss functions within it where a call serves a check and must leave no trace. Restored are
     the Python attributes of the modules, and the variables that ``function`` reads with the objects in them. Each
     attribute or variable is bound again to the object that it had, and lists, dicts, sets and small tensors get back
-    the elements that they had (a shallow copy).
+    the elements that they had (a shallow copy). Modules that ``function`` reads get their buffers back.
 
     Args:
         parts: modules, whose submodules are included.
@@ -92,7 +94,9 @@ class _Kept:
         if depth == 0 or id(function) in self._seen:
             return
         if isinstance(function, MethodType):
-            self.attributes(function.__self__, _OF_MODULES if isinstance(function.__self__, nn.Module) else frozenset())
+            if isinstance(function.__self__, nn.Module):
+                self._module(function.__self__)
+            self.attributes(function.__self__)
             self.function(function.__func__, depth)
         elif isinstance(function, partial):
             for each in (function.func, *function.args, *function.keywords.values()):
@@ -119,12 +123,23 @@ class _Kept:
         if isinstance(value, FunctionType | MethodType | partial):
             self.function(value, depth - 1)
         elif isinstance(value, nn.Module):
-            for module in value.modules():
-                self.attributes(module, _OF_MODULES)
+            self._module(value)
         elif not isinstance(value, type | ModuleType | Tensor) and not kind.__module__.startswith(("torch", "tutti")):
             self.attributes(value)
             self.function(inspect.getattr_static(kind, "__call__", None), depth - 1)
         self._contents(value)
+
+    def _module(self, value: nn.Module) -> None:
+        """Keep a module that the function reads, such as a loss with a centre that its forward moves."""
+        if id(value) in self._seen:
+            return
+        for slot in buffers([value], persistent=False):
+            tensor = slot.get()
+            self.restores.append(partial(slot.put, tensor))
+            if _is_plain(tensor):
+                self.restores.append(partial(_copy, tensor, tensor.detach().clone()))
+        for module in value.modules():
+            self.attributes(module, _OF_MODULES)
 
     def _contents(self, value: Any) -> None:
         kind = type(value)
@@ -138,9 +153,13 @@ class _Kept:
             self.restores.append(partial(_copy, value, value.detach().clone()))
 
 
-def _is_small(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
-    return plain and not tensor.requires_grad and tensor.numel() <= _SMALL
+    return plain and not tensor.requires_grad
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return _is_plain(tensor) and tensor.numel() <= _SMALL
 
 
 def _copy(tensor: Tensor, value: Tensor) -> None:

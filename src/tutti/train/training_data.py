@@ -20,6 +20,7 @@ from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.parallel import Choice
+from tutti.train.python_state import python_state
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, RunOptions
 from tutti.types import LossFn
 
@@ -170,15 +171,20 @@ def first_micro_batch_trial(
     Returns:
         ``trial(model, most=None)``, which returns what ``loss(model, batch)`` returns, with its autograd graph, for the
         micro-batch's first ``most`` samples (None: all of them). It runs a forward alone, in the modes that the caller
-        has set, sends nothing by itself, and lets errors of the loss function and of the data set propagate. None if
-        ``loss`` is None.
+        has set, sends nothing by itself, and lets errors of the loss function and of the data set propagate. The
+        variables of the loss function, and buffers of modules among them, are restored. None if ``loss`` is None.
     """
     if loss is None:
         return None
     if isinstance(data, Stream):
         return partial(_try_stream, data, len(contract.first_micro_batch(contract.batch)), seed, data_rank, place, loss)
     first = np.arange(len(contract.first_micro_batch(min(contract.batch, len(data)))))
-    return lambda model, most=None: loss(model, place(data.fetch(first[:most], None)))
+
+    def trial(model: Any, most: int | None = None) -> Any:
+        with python_state((), loss):
+            return loss(model, place(data.fetch(first[:most], None)))
+
+    return trial
 
 
 def call_model(model: Any, batch: Any) -> Any:
@@ -214,4 +220,5 @@ def _try_stream(
 ) -> Any:
     """Return the loss of ``model`` on the stream's first samples, which the first epoch reads again."""
     batch = data.first_batch(count, data.key(seed, data_rank))
-    return loss(model, place(batch if most is None else slice_batch(batch, 0, most)))
+    with python_state((), loss):
+        return loss(model, place(batch if most is None else slice_batch(batch, 0, most)))
