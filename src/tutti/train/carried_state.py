@@ -1,20 +1,32 @@
-"""Refuse a recurrent state that passes between logical workers, in a loop whose body plays several of them."""
+"""Refuse a recurrent state, and other values, that pass between logical workers on a rank that plays several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, script_line
-from tutti.torch_compat import functorch_level, tree_leaves, view_base
-from tutti.types import MicroBatch
+from tutti.nn.swap import buffers
+from tutti.torch_compat import functorch_level, is_compiled, tensor_version, tree_leaves, view_base
+from tutti.types import LossFn, MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
+
+_WATCHED = 2
+"""Global batches in which values that pass between workers are looked for."""
+_OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
+"""Functions of a tensor that take nothing but shape, dtype and device of another one."""
+_Place: TypeAlias = tuple[int, int]
+_Origins: TypeAlias = dict[_Place, str]
+"""Worker and micro-batch of the samples from which a tensor was computed, and the line where they met another's."""
 
 
 class CarriedState:
@@ -109,3 +121,169 @@ def _storages(values: Any, computed: bool = False) -> list[StorageWeakRef]:
             if not computed or (each.grad_fn is not None and (base is None or base.grad_fn is not None)):
                 found.append(StorageWeakRef(each.untyped_storage()))
     return found
+
+
+class CarriedValues(TorchFunctionMode):
+    """Raises UsageError where the loss of a micro-batch depends on values computed from another logical worker's.
+
+    A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
+    running mean in an attribute that is no buffer belongs to the samples of one worker. On a rank that computes several
+    workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
+    global batches through the script's and the model's calls of PyTorch. It changes no call and is not collective. What
+    passes through Python numbers or NumPy is not followed, nor are compiled modules, and models split over ranks.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run, self._batches = run, 0
+        self._here: _Place | None = None
+        self._leaves: dict[int, tuple[ref[Tensor], _Place]] = {}
+        self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
+        self._found: dict[StorageWeakRef, _Origins] = {}
+
+    def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
+        """Count a global batch as begun, and return whether its micro-batches are to be watched.
+
+        Args:
+            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
+        """
+        run = self._run
+        self._batches += 1
+        if self._batches > _WATCHED or sum(len(micro_batches) for _, micro_batches in work) < 2:
+            self._leaves, self._given, self._found = {}, set(), {}
+            return False
+        # A split model's messages pass through memory that all micro-batches use.
+        whole = run.context.comms.model.size == 1
+        return whole and run.context.compile is None and not any(map(is_compiled, run.model.modules()))
+
+    def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
+        """Return the loss function of ``run.step`` with this check around it; itself after the first global batches.
+
+        Args:
+            loss: the loss function.
+            work: the micro-batches of this rank in the step, in the order in which they are computed.
+        """
+        if not self.begin_batch(work):
+            return loss
+        left = iter([micro_batch for _, micro_batches in work for micro_batch in micro_batches])
+
+        def watch(model: Any, batch: Any) -> Any:
+            micro_batch = next(left, None)
+            if micro_batch is None:
+                return loss(model, batch)
+            self.begin(micro_batch, batch)
+            try:
+                result = loss(model, batch)
+                self.check(result)
+            finally:
+                self.end()
+            return result
+
+        return watch
+
+    def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
+        """Enter this mode for the code that computes the loss of a micro-batch.
+
+        Args:
+            micro_batch: the micro-batch.
+            batch: its samples, as the code gets them.
+        """
+        # A worker whose micro-batches several ranks share has no order of them.
+        self._here = micro_batch.worker, micro_batch.micro if self._run.feed.contract.shared else 0
+        self._leaves = {key: (leaf, place) for key, (leaf, place) in self._leaves.items() if leaf() is not None}
+        self._found = {storage: origins for storage, origins in self._found.items() if not storage.expired()}
+        for leaf in tree_leaves(batch):
+            for each in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
+                if isinstance(each, Tensor):
+                    self._leaves[id(each)] = ref(each), self._here
+                    self._given |= {StorageWeakRef(each.untyped_storage())} if _is_plain(each) else set()
+        # Each worker has its own persistent buffers, and parameters are those of all samples.
+        for part in self._run.replica.parts:
+            for tensor in (*part.parameters(), *(slot.get() for slot in buffers([part]))):
+                if _is_plain(tensor):
+                    self._found.pop(StorageWeakRef(tensor.untyped_storage()), None)
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Leave this mode, after the code for the micro-batch; does nothing where it was not entered."""
+        if self._here is not None:
+            self._here = None
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def check(self, loss: Any) -> None:
+        """Raise UsageError if the loss of the present micro-batch depends on another worker's samples.
+
+        Args:
+            loss: what the loss function returned, or what the script passed to ``run.backward``.
+        """
+        total = loss[0] if isinstance(loss, tuple | list) and loss else loss
+        if self._here is None or not isinstance(total, Tensor):
+            return
+        line = next((line for place, line in self._origins([total]).items() if place != self._here), None)
+        if line is None:
+            return
+        ranks = self._run.context.grid.data_ranks
+        raise UsageError(
+            "the loss of a micro-batch depends on samples of another one, from which the script has kept values",
+            where=f"step {self._run.clock + 1}, {line}",
+            why="this rank computes several logical workers in turn, and each would get the values of the one before",
+            remedy="keep the values in a buffer of the model, of which each worker has its own (of a loss module, too,"
+            f" by tutti.prepare([model, loss], …)); or take as many workers as data ranks ({ranks}), no micro_batch",
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._here is None or torch.compiler.is_compiling() or functorch_level() is not None:
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            self.check(args[0])
+        if name.endswith("_like") or name.startswith("new_"):
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # In training, batch norm writes its averages and does not read them.
+        trains = func is functional.batch_norm and (args[5] if len(args) > 5 else kwargs.get("training", False))
+        seen = given[:1] if trains or name in _OF_FIRST else given
+        overwrites = name in ("copy_", "fill_", "zero_")
+        origins = self._origins(seen[1:] if overwrites else seen)
+        before = [tensor_version(leaf) for leaf in given]
+        result = func(*args, **kwargs)
+        written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if overwrites and _is_plain(args[0]) and args[0].nbytes == args[0].untyped_storage().nbytes():
+            self._found.pop(StorageWeakRef(args[0].untyped_storage()), None)
+        for tensor in (*made, *written) if origins else ():
+            self._note(tensor, origins)
+        return result
+
+    def _origins(self, tensors: Iterable[Tensor]) -> _Origins:
+        """Return the micro-batches from which tensors were computed, each with the line where another's met them."""
+        found: _Origins = {}
+        for tensor in tensors:
+            leaf, place = self._leaves.get(id(tensor), (None, None))
+            if leaf is not None and place is not None and leaf() is tensor:
+                found.setdefault(place, "")
+            elif _is_plain(tensor):
+                own: _Origins = {} if tensor.grad_fn is None or self._here is None else {self._here: ""}
+                # A custom function of autograd, which the mode does not see, may have made it from the batch.
+                found |= self._found.get(StorageWeakRef(tensor.untyped_storage()), own)
+        if self._here is not None and any(place != self._here and not line for place, line in found.items()):
+            line = script_line()
+            found = {place: each or ("" if place == self._here else line) for place, each in found.items()}
+        return found
+
+    def _note(self, tensor: Tensor, origins: _Origins) -> None:
+        if not _is_plain(tensor) or self._here is None:
+            return
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage in self._given:
+            self._leaves[id(tensor)] = ref(tensor), self._here
+        else:
+            self._found[storage] = self._found.get(storage, {}) | origins
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided

@@ -105,6 +105,8 @@ class CustomLoop:
         self.stepped = False
         # Loops over micro-batches: whether there has been one, and how many are open.
         self._started, self._open = False, 0
+        # Whether the losses of this global batch's bodies are checked for values of other workers' samples.
+        self._watches = False
         # The global batch under way, and whether an update has counted it as consumed.
         self._in_batch = self._counted = False
         # Workers of this rank with samples in it, in order, and those without.
@@ -180,6 +182,7 @@ class CustomLoop:
             self._open -= 1
             self._end_void()
             self._run.checks.end_body()
+            self._lifecycle.values.end()
             self._sync.leave_custom_loop()
 
     def _bodies_of(self, batch: Batch) -> Iterator[Batch]:
@@ -201,6 +204,7 @@ class CustomLoop:
             worker, *self._idle = self._idle
             busy = [(worker, [lifecycle.dummy_micro_batch(worker)])]
         self._busy = [worker for worker, _ in busy]
+        self._watches = self._lifecycle.values.begin_batch(busy)
         if len(set(self._busy)) < len(self._busy):
             self._refuse_parts_of_worker(len(busy))
         several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
@@ -282,6 +286,8 @@ class CustomLoop:
             self._origin.remember()
         self._bodies.begin_body(final)
         self._carried.begin_body(micro_batch, self._bodies.several)
+        if self._watches:
+            self._lifecycle.values.begin(micro_batch, micro_batch.batch)
         self._origin.watch()
         self._run.checks.begin_body(micro_batch)
         if self._alone and not micro_batch.samples:
@@ -305,6 +311,7 @@ class CustomLoop:
         self._in_body = False
         self._end_void()
         self._run.checks.end_body()
+        self._lifecycle.values.end()
         self._bodies.end_body()
         micro_batch = self._micro_batch
         if not self._bodies.several or self._is_last_body or micro_batch is None:
@@ -398,6 +405,7 @@ class CustomLoop:
         micro_batch = self._micro_batch_of_body("run.backward")
         self._follow_script()
         self._run.checks.end_body(loss)
+        self._lifecycle.values.check(loss)
         self._bodies.note("backward", 0)
 
         def work(before: LossSums | None) -> LossSums:

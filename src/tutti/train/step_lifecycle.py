@@ -17,6 +17,7 @@ from tutti.errors import NonFiniteError, UsageError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
+from tutti.train.carried_state import CarriedValues
 from tutti.train.written_parameters import WrittenParameters
 from tutti.types import Batch, LossFn, MicroBatch, StepContext, StepStats, UpdateResult
 
@@ -45,6 +46,7 @@ class StepLifecycle:
         drawn: this rank's part of the global batch under way; None for a batch that the caller made.
         rate: factor on the learning rates of the epoch's phase: below 1 where the batch size could not grow as much as
             its schedule asks.
+        values: the check of losses that depend on another logical worker's samples.
         in_update: whether the run itself is making an update at this moment.
         stop_asked: whether this rank asks all ranks to stop after the next step; set by ``Run.ask_to_stop`` and never
             reset.
@@ -53,6 +55,7 @@ class StepLifecycle:
     def __init__(self, run: Run, max_nonfinite: int) -> None:
         self._run = run
         self._written = WrittenParameters(run)
+        self.values = CarriedValues(run)
         self.context = StepContext(run.taken, run.feed.contract.batch)
         self.drawn: RankBatch | None = None
         self.rate = 1.0
@@ -212,13 +215,14 @@ class StepLifecycle:
     def guarded(self, loss: LossFn, work: WorkerBatches) -> LossFn:
         """Return the loss function of ``run.step`` with the checks of the first steps around it.
 
-        The checks find a loss that mixes samples, and a forward that changes parameters in every micro-batch.
+        The checks find a loss that mixes samples, one that depends on values of another logical worker's, and a forward
+        that changes parameters in every micro-batch.
 
         Args:
             loss: the loss function.
             work: the micro-batches of the step.
         """
-        return self._written.guarded(self._run.checks.probed(loss), work)
+        return self.values.watched(self._written.guarded(self._run.checks.probed(loss), work), work)
 
     # --- the update, and after it ----------------------------------------------------------------------------------
 
