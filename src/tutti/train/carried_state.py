@@ -155,8 +155,8 @@ class CarriedValues(TorchFunctionMode):
         if self._batches > _WATCHED or sum(len(micro_batches) for _, micro_batches in work) < 2:
             self._leaves, self._given, self._found = {}, set(), {}
             return False
-        # A split model's messages pass through memory that all micro-batches use.
-        whole = run.context.comms.model.size == 1
+        # Messages of a split or sharded model pass through memory that all micro-batches use.
+        whole = run.context.comms.model.size == 1 and not run.replica.sharded
         return whole and run.context.compile is None and not any(map(is_compiled, run.model.modules()))
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
