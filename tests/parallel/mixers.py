@@ -66,6 +66,23 @@ class Estimated(Own):
         return p.grad * group["distance"]
 
 
+class Counted(Own):
+    """A rate that falls with a count of steps, kept in the parameter group (as Schedule-Free's)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+        return super().step(closure)
+
+    def direction(self, p: Tensor) -> Tensor:
+        return p.grad / self.param_groups[0]["count"]
+
+
 class Centralized(Own):
     """Gradient less its mean over all dimensions but the first (Yong et al. 2020, arXiv 2004.01461): rows are alone."""
 

@@ -524,13 +524,35 @@ def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: 
 
     Raises:
         UsageError: ``parts`` is above 1 and ``mixing.tensors`` is False: in the trial, a step on some of the tensors
-            alone gave another result than a step on all, or the trial failed.
+            alone gave another result than a step on all, or the trial failed; or steps change parameter groups.
     """
     if parts > 1 and not mixing.tensors:
         raise UsageError(
             f"{_named(optimizer)} needs all tensors together, and {parts} {what} have some each",
             why=mixing.untried or "in a trial a step on half of the tensors was another than among all of them",
             remedy="take mirrored or sharded",
+        )
+    if parts > 1:
+        refuse_changed_settings(optimizer, mixing)
+
+
+def refuse_changed_settings(optimizer: Optimizer | None, mixing: Mixing) -> None:
+    """Raise UsageError for an optimizer whose steps change its parameter groups, where another object makes the steps.
+
+    Args:
+        optimizer: this rank's optimizer, named in the error.
+        mixing: result of the optimizer's trial, of which ``writes`` is read.
+
+    Raises:
+        UsageError: ``mixing.writes`` is not empty: the settings in the script's parameter groups, which do not change,
+            replace those of the optimizer that steps, such as a count or an estimated learning rate.
+    """
+    if mixing.writes:
+        raise UsageError(
+            f"{_named(optimizer)} changes {', '.join(sorted(mixing.writes))} of its parameter groups in its steps",
+            why="optimizers of servers, stages or owners of tensors make the steps, with the settings of the script's"
+            " own optimizer, which stay as they are",
+            remedy="keep such numbers in optimizer.state, or take mirrored or sharded",
         )
 
 

@@ -18,7 +18,7 @@ from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import OPTIMIZERS, largest_difference
 from tests.contract.test_state import saver
-from tests.parallel.mixers import Estimated
+from tests.parallel.mixers import Counted
 from tutti import parallel
 from tutti.errors import UsageError
 from tutti.parallel.parameter_server.server_session import ServerSession
@@ -321,15 +321,16 @@ def test_an_option_that_servers_do_not_follow_is_refused_when_it_changes() -> No
     worlds.run(2, switched)
 
 
-def estimating() -> None:
+def estimating(strategy: str) -> None:
     net = model()
-    optimizer = Estimated(net.parameters())
-    with pytest.raises(UsageError, match="Estimated changes distance of its parameter groups in its steps"):
-        tutti.prepare(net, optimizer, samples(72), loss, strategy="parameter_server", workers=2, batch_size=24)
+    optimizer = Counted(net.parameters())
+    with pytest.raises(UsageError, match="Counted changes count of its parameter groups in its steps"):
+        tutti.prepare(net, optimizer, samples(72), loss, strategy=strategy, batch_size=24)
 
 
-def test_a_setting_that_the_optimizer_itself_changes_is_refused() -> None:
-    worlds.run(2, estimating)
+@pytest.mark.parametrize("strategy", ["parameter_server", "central_storage", "pipeline"])
+def test_a_setting_that_the_optimizer_itself_changes_is_refused(strategy: str) -> None:
+    worlds.run(2, estimating, strategy=strategy)
 
 
 @pytest.mark.parametrize("mode", ["mode=sync,servers=2", "mode=async"])

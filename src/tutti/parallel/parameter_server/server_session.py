@@ -31,7 +31,7 @@ from tutti.parallel.parameter_server.server_partition import ServerPlan, plan_se
 from tutti.parallel.parameter_server.server_snapshot import Snapshots
 from tutti.parallel.parameter_server.server_supervisor import ServerSupervisor
 from tutti.parallel.parameter_server.server_wire import Terms
-from tutti.parallel.whole_tensors import agreed_mixing, refuse_parts
+from tutti.parallel.whole_tensors import agreed_mixing, refuse_changed_settings, refuse_parts
 from tutti.types import NamedParameters, OptimizerFactory, RunContext, SavedState, ShardSpec
 
 _SNAPSHOT = 100
@@ -101,12 +101,7 @@ class ServerSession:
                 f"{type(handle).__name__} needs a closure, and parameter servers have no model to call",
                 remedy="take --strategy mirrored, or an optimizer whose step needs no closure",
             )
-        if kept := sorted(mixing.writes & {name for _, name, _ in self.keys}):
-            raise UsageError(
-                f"{type(handle).__name__} changes {', '.join(kept)} of its parameter groups in its steps",
-                why="the servers make the steps, with the numbers that are in the parameter groups of the ranks",
-                remedy="keep such numbers in optimizer.state, or take --strategy mirrored",
-            )
+        refuse_changed_settings(handle, mixing)
         refuse_parts(handle, mixing, config.servers, "parameter servers")
         self._whole = whole = run_context.reproducible or not mixing.flat
         self.plan = _plan(config.servers, parameters, whole)
