@@ -11,10 +11,11 @@ import torch
 import tutti
 from tests import worlds
 from tutti.checkpoint.gather import GatheredParts
+from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
 from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
-from tutti.errors import MismatchError
+from tutti.errors import MismatchError, NotEnoughMemory, TuttiError
 from tutti.launcher import context
 from tutti.types import ShardSpec
 
@@ -156,6 +157,36 @@ def test_named_tensors_of_all_ranks_become_one_set() -> None:
         want[f"{rank}.weight"] = ("torch.float32", [rank + 1, 2], [[float(rank)] * 2] * (rank + 1))
         want[f"{rank}.count"] = ("torch.int64", [], rank)
     assert worlds.run(3, named) == [want] * 3
+
+
+def asked_of_rank_1(kind: str) -> tuple[str, str, str | None]:
+    """A result, or the class, text and remedy of an exception."""
+
+    def answer() -> Any:
+        if kind == "own":
+            raise NotEnoughMemory("too large", where="rank 1", why="it is", remedy="take less")
+        if kind == "other":
+            raise ValueError("3 is odd")
+        return ("it", tutti.rank())
+
+    try:
+        return "result", str(broadcast_result(line(), 1, answer, "the answer")), None
+    except (TuttiError, ValueError) as error:
+        return type(error).__name__, str(error), getattr(error, "remedy", None)
+    finally:
+        line().all_gather(torch.zeros(1), "afterwards")
+
+
+def test_an_exception_of_one_rank_is_raised_on_all() -> None:
+    results = worlds.run(3, asked_of_rank_1, kind="result")
+    assert {text for _, text, _ in results} == {"['it', 1]"}
+    assert (
+        worlds.run(3, asked_of_rank_1, kind="own")
+        == [("NotEnoughMemory", "too large (rank 1): it is. Take less.", "take less")] * 3
+    )
+    first, second, third = worlds.run(3, asked_of_rank_1, kind="other")
+    assert second == ("ValueError", "3 is odd", None)
+    assert first == third == ("PeerError", "rank 1 has failed: the answer: ValueError: 3 is odd.", None)
 
 
 def tried(comm: Communicator, kind: str, odd: bool) -> None:

@@ -1,13 +1,15 @@
-"""Broadcast of many tensors in few messages."""
+"""Broadcast of many tensors in few messages, and of the result or the exception of a function of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tutti import errors
 from tutti.comm.communicator import Communicator
 
 _MESSAGE_BYTES = 64 << 20
@@ -39,6 +41,56 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
             comm.broadcast(flat, 0, f"{name}, {dtype}")
             for tensor, part in zip(message, flat.split([t.numel() for t in message]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+
+def broadcast_result(comm: Communicator, source: int, function: Callable[[], Any], name: str) -> Any:
+    """Call a function on one rank, and return its result or raise its exception on all ranks.
+
+    Collective over the ranks of ``comm``: broadcasts a JSON value; blocks. Without the exception, which may be caught
+    on its rank, the other ranks would wait for the result until their timeout.
+
+    Args:
+        comm: the ranks that take part.
+        source: the rank that calls ``function``, as an index in ``comm``.
+        function: called without arguments on ``source`` alone; its result must be a JSON value. It must perform no
+            collective of ``comm``.
+        name: names the result in both errors of the broadcast; equal on all ranks.
+
+    Returns:
+        The result, on all ranks as JSON decodes it: tuples are lists.
+
+    Raises:
+        TuttiError: on all ranks, the exception of ``function`` in its own class, if it is tutti's own.
+        Exception: on ``source``, any other exception of ``function``.
+        PeerError: on the other ranks, ``function`` has raised an exception that is not tutti's own, which the message
+            names; or a rank has ended, or did not make the call in time.
+        MismatchError: ranks are in different calls.
+    """
+    answer, raised = None, None
+    if comm.rank == source:
+        try:
+            answer = {"value": function()}
+        except Exception as error:
+            answer, raised = _told(error, comm.global_rank, name), error
+    answer = comm.broadcast_json(answer, source, name)
+    if raised is not None:
+        raise raised
+    if "value" in answer:
+        return answer["value"]
+    raise getattr(errors, answer["class"])(answer["what"], **answer["more"])
+
+
+def _told(error: Exception, rank: int, name: str) -> dict[str, Any]:
+    """Return a JSON value of which the other ranks make their exception."""
+    if not isinstance(error, errors.TuttiError):
+        what, why = f"rank {rank} has failed: {name}", f"{type(error).__name__}: {error}"
+        return {"class": errors.PeerError.__name__, "what": what, "more": {"why": why}}
+    known = next(each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__)
+    return {
+        "class": known,
+        "what": error.what,
+        "more": {"where": error.where, "why": error.why, "remedy": error.remedy},
+    }
 
 
 def _messages(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from tutti.checkpoint.checkpoint_reader import WeightsReader, catalogue, check_m
 from tutti.checkpoint.gather import gathered_model
 from tutti.checkpoint.weights import Weights
 from tutti.checkpoint.weights_source import open_weights, verified
-from tutti.comm.communicator import Communicator
+from tutti.comm.broadcast import broadcast_result
 from tutti.config.init_map import FittedWeights, InitMap
-from tutti.errors import CheckpointError, TuttiError, UsageError
+from tutti.errors import CheckpointError, UsageError
 from tutti.train.run import Run
 from tutti.types import ShardSpec
 
@@ -74,7 +75,8 @@ def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None)
         raise UsageError("a run that has already made steps cannot load initial weights", where=f"step {run.clock}")
     own = catalogue(run.replica, run.context.comms.model)
     chosen = init_map or InitMap()
-    found = _asked_of_first(run.context.comms.world, lambda: _find(Path(path), own, chosen))
+    find = partial(_find, Path(path), own, chosen)
+    found = broadcast_result(run.context.comms.world, 0, find, "initial weights")
     begun = WarmStart(found["path"], FittedWeights(**found["fitted"]))
     weights = _renamed(open_weights(Path(begun.path)), chosen)
     saved = WeightsReader(weights, run.replica.specs, _initial(run, begun.fitted.kept))
@@ -129,22 +131,3 @@ def _check_tied(own: Mapping[str, ShardSpec], weights: Weights, where: Path) -> 
                     why=f"{first} and {other} differ, which this model ties",
                     remedy="build the model that was saved",
                 )
-
-
-def _asked_of_first(comm: Communicator, function: Callable[[], Any]) -> Any:
-    """Call ``function`` on rank 0, and return its result or raise its TuttiError on every rank.
-
-    Collective: broadcasts from rank 0. An error other than UsageError is raised as CheckpointError.
-    """
-    answer = None
-    if comm.rank == 0:
-        try:
-            answer = {"value": function()}
-        except TuttiError as error:
-            kind = "usage" if isinstance(error, UsageError) else "checkpoint"
-            answer = {"kind": kind, "message": [error.what, error.where, error.why, error.remedy]}
-    answer = comm.broadcast_json(answer, 0, "initial weights")
-    if "value" in answer:
-        return answer["value"]
-    what, where, why, remedy = answer["message"]
-    raise (UsageError if answer["kind"] == "usage" else CheckpointError)(what, where=where, why=why, remedy=remedy)

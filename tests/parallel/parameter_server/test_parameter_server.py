@@ -20,7 +20,8 @@ from tests.contract.table import OPTIMIZERS, largest_difference
 from tests.contract.test_state import saver
 from tests.parallel.mixers import Counted
 from tutti import parallel
-from tutti.errors import UsageError
+from tutti.errors import CheckpointError, UsageError
+from tutti.parallel.parameter_server import server_session
 from tutti.parallel.parameter_server.server_session import ServerSession
 
 
@@ -363,6 +364,19 @@ def test_a_state_that_is_too_large_for_a_server_is_refused_on_every_rank(tmp_pat
     worlds.run(1, saved_and_on, strategy="single", folder=str(tmp_path), until=2)
     for text in worlds.run(2, too_large, strategy="parameter_server", folder=str(tmp_path)):
         assert text.startswith("the optimizer's saved state is too large for a parameter server")
+
+
+def unread(strategy: str, folder: str) -> str:
+    run = prepare(strategy, OPTIMIZERS["adam"], seed=0)
+    damaged = CheckpointError("a file is damaged")
+    with patch.object(server_session, "cut_for_server", side_effect=damaged), pytest.raises(CheckpointError) as caught:
+        saver(run, folder, []).restore()
+    return str(caught.value)
+
+
+def test_a_state_that_rank_0_cannot_read_is_refused_on_every_rank(tmp_path: Path) -> None:
+    worlds.run(1, saved_and_on, strategy="single", folder=str(tmp_path), until=2)
+    assert worlds.run(2, unread, strategy="parameter_server", folder=str(tmp_path)) == ["a file is damaged."] * 2
 
 
 def test_what_was_trained_asynchronously_is_continued_by_others(tmp_path: Path) -> None:

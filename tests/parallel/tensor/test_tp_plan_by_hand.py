@@ -70,6 +70,18 @@ def by_dictionary(given: dict[str, str] | None) -> Any:
     return outcome(run), run.replica.summary["split"] if given else ""
 
 
+def refused(plan: dict[str, str]) -> str:
+    strategy = tutti.strategy("tensor", plan=plan)
+    with pytest.raises(UsageError) as caught:
+        tutti.prepare(build("gpt"), "sgd:lr=0.1", data("gpt"), loss("gpt"), strategy=strategy, workers=1, batch_size=8)
+    return str(caught.value)
+
+
+def test_a_plan_that_cannot_be_carried_out_is_refused_on_every_rank() -> None:
+    for said in worlds.run(2, refused, plan={"block7.*": "colwise"}):
+        assert said.startswith("the model has no module 'block7.*'")
+
+
 def test_from_python() -> None:
     [(want, _)] = worlds.run(1, by_dictionary, given=None)
     plan = {"block1.feed_forward.widen": "colwise", "block1.feed_forward.shrink": "rowwise"}

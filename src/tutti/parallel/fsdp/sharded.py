@@ -29,6 +29,7 @@ from tutti.checkpoint.state_shards import (
     read_local,
     written,
 )
+from tutti.comm.broadcast import broadcast_result
 from tutti.config.sync_config import RowsConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError, script_line
@@ -330,8 +331,8 @@ class ShardedSync:
         if not suspects:
             return units
         comm = self._run_context.comms.world
-        found = routed_modules(model, suspects, trial, comm.device) if comm.rank == 0 else []
-        routed = comm.broadcast_json(found, 0, "modules that choose among their blocks")
+        find = partial(routed_modules, model, suspects, trial, comm.device)
+        routed = broadcast_result(comm, 0, find, "modules that choose among their blocks")
         if not routed:
             return units
         return wrapped_around(model, [model.get_submodule(name) for name in routed])

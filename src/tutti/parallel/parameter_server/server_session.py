@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.comm import shared_memory as segments
+from tutti.comm.broadcast import broadcast_result
 from tutti.comm.random_keys import mix
 from tutti.config.sync_config import ParameterServerConfig
 from tutti.errors import PeerError, UsageError, counted, script_line
@@ -118,11 +120,11 @@ class ServerSession:
         self._host: ServerSupervisor | None = None
         homes, places = self._homes(), dict[str, list[str]]()
         for home in sorted(set(homes)):
-            listening: dict[str, list[str]] = {}
-            if self.comm.rank == home:
-                mine = [number for number, other in enumerate(homes) if other == home]
-                listening = self._start(mine, told, public, given, make_optimizer, make_handler, extras(len(self.keys)))
-            places |= self.comm.broadcast_json(listening, home, "addresses of the servers")
+            mine = [number for number, other in enumerate(homes) if other == home]
+            start = partial(
+                self._start, mine, told, public, given, make_optimizer, make_handler, extras(len(self.keys))
+            )
+            places |= broadcast_result(self.comm, home, start, "addresses of the servers")
         layout = self._layout(whole)
         found = (places[str(number)] for number in range(config.servers))
         self._addresses = [Address(endpoint, key.encode()) for endpoint, key in found]
@@ -352,27 +354,29 @@ class ServerSession:
 
         Raises:
             UsageError: on every rank, the saved optimizer state is larger than a server accepts.
-            CheckpointError: on rank 0, a file of the checkpoint differs from its manifest.
+            CheckpointError: on every rank, a file of the checkpoint differs from its manifest.
             PeerError: a server does not reply in time, or has ended.
         """
-        fits = True
-        if self.comm.rank == 0:
-            known = {other: name for name, spec in specs.items() for other in spec.tied}
-            states = {}
-            for key in saved.names("optim"):
-                owner, _, entry = key.rpartition("/")
-                states[f"{known.get(owner, owner)}/{entry}"] = saved.get("optim", key)
-            servers = range(self._config.servers)
-            blobs = [cut_for_server(self.plan, m, self._trained, dict(values), states) for m in servers]
-            if fits := max(map(len, blobs)) <= self._most():
-                self.ask(server_wire.LOAD, "loading the servers' state", blobs=blobs)
-        if not self.comm.broadcast_json(fits, 0, "whether the servers have loaded their state"):
+        send = partial(self._send_state, saved, values, specs)
+        broadcast_result(self.comm, 0, send, "whether the servers have loaded their state")
+        return [reply.header.seen for reply in self.ask(server_wire.HELLO, "meeting the parameter servers")]
+
+    def _send_state(self, saved: SavedState, values: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> None:
+        """Send parameters and the optimizer state of a checkpoint to the parameter servers. Called on rank 0."""
+        known = {other: name for name, spec in specs.items() for other in spec.tied}
+        states = {}
+        for key in saved.names("optim"):
+            owner, _, entry = key.rpartition("/")
+            states[f"{known.get(owner, owner)}/{entry}"] = saved.get("optim", key)
+        servers = range(self._config.servers)
+        blobs = [cut_for_server(self.plan, m, self._trained, dict(values), states) for m in servers]
+        if max(map(len, blobs)) > self._most():
             raise UsageError(
                 "the optimizer's saved state is too large for a parameter server",
                 why="a server takes sixteen times the bytes of the parameters",
                 remedy="take more servers, or --strategy mirrored",
             )
-        return [reply.header.seen for reply in self.ask(server_wire.HELLO, "meeting the parameter servers")]
+        self.ask(server_wire.LOAD, "loading the servers' state", blobs=blobs)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Read the optimizer state of all parameter servers on rank 0, which alone waits for them. Not collective.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
@@ -180,17 +181,17 @@ class StagedModel:
             stage copies of those in ``result``, without their autograd graph.
 
         Raises:
-            UsageError: on the last stage, the output has another form than for this key before, or is no structure of
-                tensors and numbers.
+            UsageError: the output is no structure of tensors and numbers; or, on the last stage, it has another form
+                than for this key before.
         """
+        if key not in self._known:
+            told = broadcast_result(self.comm, self.comm.size - 1, partial(_form, result), "form of the model's output")
+            structure, forms = told
+            self._known[key] = _Outputs(structure, [MessageForm(*map(tuples, row)) for row in forms])
+        known = self._known[key]
         tensors, found = list[Tensor](), None
         if last:
             found, tensors = _describe(result)
-        if key not in self._known:
-            reply = None if found is None else [found.structure, [list(form) for form in found.forms]]
-            structure, forms = self.comm.broadcast_json(reply, self.comm.size - 1, "form of the model's output")
-            self._known[key] = _Outputs(structure, [MessageForm(*map(tuples, row)) for row in forms])
-        known = self._known[key]
         if found is not None and found != known:
             raise UsageError(
                 "the model's output has another form than for equal arguments before",
@@ -458,6 +459,12 @@ def _describe(result: Any) -> tuple[_Outputs, list[Tensor]]:
             tensors.append(plain.clone(memory_format=MEMORY_FORMATS[form.memory]))
         forms.append(form)
     return _Outputs(text, forms), tensors
+
+
+def _form(result: Any) -> list[Any]:
+    """Return the structure of the model's output and the forms of its leaves as a JSON value."""
+    outputs, _ = _describe(result)
+    return [outputs.structure, [list(form) for form in outputs.forms]]
 
 
 def _text_of(structure: Any) -> str | None:

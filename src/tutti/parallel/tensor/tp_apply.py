@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tutti.comm.broadcast import broadcast_tensors
+from tutti.comm.broadcast import broadcast_result, broadcast_tensors
 from tutti.comm.differentiable import TensorRanks
 from tutti.config.layout_config import TensorConfig
 from tutti.errors import UsageError
@@ -182,12 +182,14 @@ class TensorParallelizer:
 
     def _find(self, module: nn.Module, run_context: RunContext) -> list[PlanEntry]:
         """Broadcast the plan that the first rank finds, so that all ranks have the same."""
-        comm, config, found = self._comm, self._config, []
-        if comm.rank == 0:
+        comm, config = self._comm, self._config
+
+        def find() -> list[Any]:
             compiled = run_context.compile is not None
             plan = find_tp_plan(module, comm.size, config, run_context.trial, comm.device, compiled=compiled)
-            found = [entry.as_json() for entry in plan]
-        plan = [PlanEntry.from_json(entry) for entry in comm.broadcast_json(found, 0, "plan of the split")]
+            return [entry.as_json() for entry in plan]
+
+        plan = [PlanEntry.from_json(entry) for entry in broadcast_result(comm, 0, find, "plan of the split")]
         check_asked(plan, _asked(module, config))
         return plan
 
