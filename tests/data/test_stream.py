@@ -168,7 +168,8 @@ def test_a_state_of_its_own_spares_reading_again() -> None:
     own, other = reader(first), reader(again)
     parts = own.read(0, 0)
     place = [next(parts) for _ in range(2)][-1].after
-    assert own.state() == {"next": 16, "more": [None, {"x": 0.5}]}, "before the sample that is read ahead"
+    state = {"next": 16, "more": [None, {"x": 0.5}]}
+    assert own.state() == {"own state": state}, "before the sample that is read ahead"
     other.load(place, own.state())
     assert numbers(other.read(*place)) == [[16, 17, 18, 19]] and again.given == 4
     assert numbers(other.read(*place)) == [[16, 17, 18, 19]]
@@ -259,6 +260,12 @@ def test_an_own_stream_goes_on_with_as_many_ranks_only() -> None:
     for foreign in (None, {"next": 8}):
         with pytest.raises(CheckpointError, match="read its data in another way"):
             own.load(Position(0, 1), foreign)
+
+
+@pytest.mark.parametrize("foreign", [{"streams": 2}, {"epoch": 0, "order": "1f"}, {"next": 8}, [8]])
+def test_a_stream_that_is_the_same_on_all_ranks_takes_no_state_of_other_data(foreign: Any) -> None:
+    with pytest.raises(CheckpointError, match="read its data in another way"):
+        reader(Stateful()).load(Position(0, 1), foreign)
 
 
 def test_which_data_are_a_stream() -> None:

@@ -266,9 +266,15 @@ class MapReader:
                 epoch, nothing is checked.
 
         Raises:
-            CheckpointError: the order differs.
+            CheckpointError: the order differs, or ``state`` is that of an iterable data set.
         """
-        if isinstance(state, Mapping) and state.get("order") != self._order.digest(int(state.get("epoch", 0))):
+        if state is not None and not (isinstance(state, Mapping) and "order" in state):
+            raise CheckpointError(
+                "the saved run read its data in another way",
+                why="this run reads samples by their index",
+                remedy="give the data set that the saved run had",
+            )
+        if state is not None and state.get("order") != self._order.digest(int(state.get("epoch", 0))):
             raise CheckpointError(
                 f"the sampler draws another order in epoch {state.get('epoch')} than when the run was saved",
                 remedy="make the sampler, its weights and its generator's seed as they were",

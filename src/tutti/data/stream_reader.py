@@ -25,7 +25,9 @@ DIFFERENT = (
     "give every rank the same stream (the same seed, no sharding by rank), or wrap a data set that shards itself in "
     "tutti.data.Sharded"
 )
-_PROCESSES = "loader processes"
+_PROCESSES, _OWN = "loader processes", "own state"
+_OTHER_WAY = "the saved run read its data in another way"
+_SAME_DATA = "give the data set that the saved run had"
 
 
 class ReplicatedStream:
@@ -153,13 +155,14 @@ class ReplicatedStream:
         With it a resume need not read the consumed samples again.
 
         Returns:
-            On rank 0, without loader processes, the data set's ``state_dict()`` after the last batch yielded, as a JSON
-            value; None if the data set has no such method or its state is not JSON, on other ranks, and with one loader
-            process. With several loader processes ``{"loader processes": their number}`` on every rank.
+            On rank 0, without loader processes, ``{"own state": the data set's state_dict()}`` after the last batch
+            yielded, as a JSON value; None if the data set has no such method or its state is not JSON, on other ranks,
+            and with one loader process. With several loader processes ``{"loader processes": their number}`` on every
+            rank.
         """
         if self._prefetch.workers > 1:
             return {_PROCESSES: self._prefetch.workers}
-        return None if self._kept is None else json.loads(self._kept)
+        return None if self._kept is None else {_OWN: json.loads(self._kept)}
 
     def load(self, at: Position, state: Any) -> None:
         """Keep an iterable data set's saved state for the next ``read``, which uses it only when starting at ``at``.
@@ -170,16 +173,24 @@ class ReplicatedStream:
                 is taken as saved with at most one loader process.
 
         Raises:
-            CheckpointError: the number of loader processes differs from the saved run's.
+            CheckpointError: the number of loader processes differs from the saved run's, or ``state`` is that of a data
+                set which shards itself, or of a sampler.
         """
-        saved = state.get(_PROCESSES, 1) if isinstance(state, Mapping) else 1
+        told = {} if state is None else state
+        if not isinstance(told, Mapping) or told.keys() - {_PROCESSES, _OWN}:
+            raise CheckpointError(
+                _OTHER_WAY,
+                why="every rank of this run reads the whole data set, and keeps its own samples",
+                remedy=_SAME_DATA,
+            )
+        saved = told.get(_PROCESSES, 1)
         if saved != max(self._prefetch.workers, 1):
             raise CheckpointError(
                 f"the run had {counted(saved, 'loader process')} a device and now has {self._prefetch.workers}",
                 why="the data set divides its samples over them, so that the order depends on their number",
                 remedy="resume with as many",
             )
-        self._loaded = at, state
+        self._loaded = at, told.get(_OWN)
 
     def describe(self) -> Mapping[str, str]:
         """Return lines for the run's header about how an iterable data set is read that is the same on all ranks.
@@ -299,9 +310,9 @@ class ShardedStream:
         saved = state.get("streams") if isinstance(state, Mapping) else None
         if not isinstance(saved, int):
             raise CheckpointError(
-                "the saved run read its data in another way",
+                _OTHER_WAY,
                 why="this run's data set shards itself, so that each rank continues a stream of its own",
-                remedy="give the data set that the saved run had",
+                remedy=_SAME_DATA,
             )
         if saved != self._contract.ranks:
             raise CheckpointError(
