@@ -45,6 +45,16 @@ def test_everything_is_tried_and_detected(run: Path, capsys: pytest.CaptureFixtu
     assert contents(run) == before, "the original was touched"
 
 
+def test_an_empty_file_is_not_cut_off(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "checkpoints" / "step-00000020" / "empty").touch()
+    monkeypatch.setattr(read, "verify", read.load_manifest)
+    main(["chaos", "corrupt", str(run), "--flips", "8", "--truncate", "4", "--json"])
+    found = told(capsys)
+    assert found["a file cut off"][0] == 4 * 8 and found["a file missing"][0] == 9
+
+
 def test_what_a_loader_lets_through_is_named(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

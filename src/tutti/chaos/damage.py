@@ -180,7 +180,8 @@ def _truncate(copy: Path, places: int) -> Damage:
     damage = Damage("a file cut off")
     for file in files(copy):
         whole = file.read_bytes()
-        for place in range(places):
+        # An empty file cannot be shorter.
+        for place in range(places if whole else 0):
             # Start at the end: a file that lacks only its last byte must be refused.
             length = len(whole) - 1 - (len(whole) - 1) * place // places
             os.truncate(file, length)
