@@ -14,7 +14,7 @@ import pytest
 from tests.launching import until
 from tutti.errors import UsageError
 from tutti.launcher.engine import SlotsGone
-from tutti.launcher.hosts import Host, HostsEngine, command, meeting, parse_hosts, plan_processes
+from tutti.launcher.hosts import Host, HostsEngine, command, meeting, parse_host_file, parse_hosts, plan_processes
 
 SSH = """#!/bin/sh
 while [ "$#" -gt 2 ]; do shift; done
@@ -57,6 +57,31 @@ def test_hosts_are_read_and_filled_in_order() -> None:
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [("a slots=2 # two\n\n b\n", "a:2,b:1"), ("a:3\nb max_slots=4 slots=1\n", "a:3,b:1"), ("a max-slots=4", "a:1")],
+)
+def test_a_host_file_as_of_open_mpi_or_mpich(text: str, hosts: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    assert parse_host_file(tmp_path / "hosts") == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"a slots=2\nb c d\n", r"the host file has 'b c d' .*hosts:2"),
+        (b"a slots= 2\n", "the host file has 'a slots= 2'"),
+        (b"a cores=2\n", "the host file has 'a cores=2'"),
+        (b"# none\n", "has no host"),
+        (b"\xff\xfea", "it is no text in UTF-8"),
+    ],
+)
+def test_what_is_no_host_file_is_refused(text: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(text)
+    with pytest.raises(UsageError, match=said):
+        parse_host_file(tmp_path / "hosts")
 
 
 def test_more_processes_than_room() -> None:
@@ -200,3 +225,15 @@ def test_a_machine_without_ssh_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     engine = HostsEngine(parse_hosts("far:1"), tmp_path)
     with pytest.raises(UsageError, match="there is no ssh on this machine, which starts ranks on far"):
         engine.start(1, ["-c", ""], {})
+
+
+def test_ranks_of_a_node_share_the_launchers_session(tmp_path: Path) -> None:
+    """Linux yields a processor within a session alone; a terminal's signals go to process groups."""
+    engine = HostsEngine([Host("localhost", 2)], tmp_path)
+    engine.start(2, ["-c", "import sys; sys.stdin.read()"], {})
+    try:
+        pids = [process.pid for _, process in engine._ranks.started]
+        assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
+        assert [os.getpgid(pid) for pid in pids] == pids
+    finally:
+        engine.stop(signal.SIGKILL)

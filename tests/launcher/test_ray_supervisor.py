@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -99,3 +100,10 @@ def test_much_output_arrives_whole(supervisor: RankSupervisor, tmp_path: Path) -
     start(supervisor, tmp_path, "import sys; sys.stdout.write('x' * 3_000_000); sys.exit(7)")
     code, written = until(supervisor, ended=True)
     assert (code, len(written)) == (7, 3_000_000)
+
+
+def test_ranks_share_the_session_of_their_actors(supervisor: RankSupervisor, tmp_path: Path) -> None:
+    start(supervisor, tmp_path)
+    assert supervisor._process is not None
+    pid = supervisor._process.pid
+    assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)

@@ -99,23 +99,36 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def parse_host_file(path: Path) -> str:
-    """Read a host file, as Open MPI has it, and return its hosts as a value of ``-H``, such as ``host0:2,host1:1``.
+    """Read a host file, and return its hosts as a value of ``-H``, such as ``host0:2,host1:1``.
 
     Args:
-        path: file with lines ``HOST`` (one slot) or ``HOST slots=N``; text after ``#`` and blank lines are skipped.
-            Names and numbers are not checked here: ``parse_hosts`` does.
+        path: file with lines ``HOST`` (one slot), ``HOST slots=N`` as Open MPI has them, perhaps with ``max_slots=N``,
+            which has no effect, or ``HOST:N`` as MPICH has them; text after ``#`` and blank lines are skipped. Names
+            and numbers are not checked here: ``parse_hosts`` does.
 
     Raises:
-        UsageError: the file cannot be read.
+        UsageError: the file cannot be read, has no host, or has a line of another form.
     """
     try:
         lines = [line.split("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise UsageError(f"cannot read the host file {path}", why=error.strerror) from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise UsageError(f"cannot read the host file {path}", why=why) from error
     hosts = []
-    for line in filter(None, lines):
-        slots = next((word.partition("=")[2] for word in line[1:] if word.startswith("slots=")), "1")
-        hosts.append(f"{line[0]}:{slots}")
+    for number, words in enumerate(lines, 1):
+        if not words:
+            continue
+        name, *options = words
+        given = dict(option.replace("-", "_").split("=", 1) for option in options if "=" in option)
+        if len(given) < len(options) or given.keys() - {"slots", "max_slots"}:
+            raise UsageError(
+                f"the host file has '{' '.join(words)}'",
+                where=f"{path}:{number}",
+                remedy="write HOST slots=N or HOST:N, one host a line",
+            )
+        hosts.append(name if name.count(":") == 1 and not given else f"{name}:{given.get('slots', 1)}")
+    if not hosts:
+        raise UsageError(f"the host file {path} has no host", remedy="write HOST slots=N, one host a line")
     return ",".join(hosts)
 
 
@@ -256,8 +269,9 @@ class TetheredRanks:
                         stdin=subprocess.PIPE,
                         stdout=output,
                         stderr=None if output is None else subprocess.STDOUT,
-                        # A session of its own: a terminal's signal reaches the launcher, which passes it on once.
-                        start_new_session=True,
+                        # A terminal's signal reaches the launcher's process group, which passes it on once. In sessions
+                        # of their own (Linux's autogroups), ranks could not yield the processor to one another.
+                        process_group=0,
                     )
                 except FileNotFoundError:
                     raise UsageError(

@@ -98,7 +98,8 @@ class RankSupervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
+            # Not a session: Linux yields the processor to other processes of a session alone (autogroups).
+            process_group=0,
         )
         for pipe, held in zip((self._process.stdout, self._process.stderr), self._held, strict=True):
             if pipe is not None:
