@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
-from tutti.errors import UsageError
+from tutti.errors import TuttiError, UsageError
 
 DATA = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 
@@ -80,6 +83,34 @@ def test_other_draws_on_each_rank_are_refused_before_they_are_used(strategy: str
 @pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native", "sharded:stage=1"])
 def test_the_same_values_on_every_rank_are_kept(strategy: str, change: str) -> None:
     assert worlds.run(2, trained, strategy=strategy, loop=False, change=change) == [8, 8]
+
+
+def written_on_one_stage(strategy: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, DATA, mean, strategy=strategy, workers=2, batch_size=4)
+    try:
+        for batch in run.epoch(0):
+            run.step(batch)
+            if tutti.rank() == 0:
+                with torch.no_grad():
+                    net[0].bias.add_(1)
+    except TuttiError as error:
+        (folder / str(tutti.rank())).write_text(str(error))
+    # The last message of the comparison must have left.
+    time.sleep(1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid:stages=2", "hybrid:shards=2,stages=2"])
+def test_a_write_on_one_stage_alone_is_named(strategy: str, tmp_path: Path) -> None:
+    """The data ranks of the other stage meet no difference; they end when their peers have ended."""
+    with pytest.raises(worlds.RankError):
+        worlds.run(4, written_on_one_stage, strategy=strategy, folder=tmp_path)
+    for rank in ("0", "2"):
+        said = (tmp_path / rank).read_text()
+        assert "written other values into '0.bias' on each rank" in said and ": ranks 0, 2 differ" in said
 
 
 class Writing(nn.Module):

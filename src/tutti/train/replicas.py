@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.comm.communicator import Communicator
 from tutti.errors import MismatchError, counted
 from tutti.types import ShardSpec
 
@@ -36,7 +37,7 @@ def check_replicas(run: Run, what: str) -> None:
     Raises:
         MismatchError: on every rank, with the parameter's name and the ranks that differ from the others.
     """
-    found = differing_copies(run, what)
+    found = differing_copies(run, run.context.comms.world, what)
     if found is None:
         return
     names, sides = found
@@ -48,23 +49,23 @@ def check_replicas(run: Run, what: str) -> None:
     )
 
 
-def differing_copies(run: Run, what: str) -> tuple[str, str] | None:
+def differing_copies(run: Run, comm: Communicator, what: str) -> tuple[str, str] | None:
     """Find tensors of which ranks hold copies that are not bit-identical, by 64-bit digests.
 
     Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
-    that are tied over stages. Collective over all ranks: two small all-gathers, a third one where copies differ, none
-    if ranks keep no copies. Calls ``GradientSync.replicated`` first. Sets ``run.compared``, the step of the last
-    comparison.
+    that are tied over stages. Collective over the ranks of ``comm``: two small all-gathers, a third one where copies
+    differ, none if ranks keep no copies. Calls ``GradientSync.replicated`` first. Sets ``run.compared``, the step of
+    the last comparison.
 
     Args:
         run: the training run.
+        comm: the ranks to compare: all ranks, or the data ranks of one pipeline stage.
         what: the next action, such as ``its checkpoint``, for the PeerError or MismatchError of the collectives.
 
     Returns:
         A pair of texts, the same on every rank: the first names one of the tensors and says how many others differ, the
         second names the ranks whose copies of this tensor differ. None if all copies are equal, or there are none.
     """
-    comm = run.context.comms.world
     held = run.gradient_sync.replicated() if comm.size > 1 else None
     if held is None:
         return None
@@ -76,10 +77,11 @@ def differing_copies(run: Run, what: str) -> tuple[str, str] | None:
     table = torch.zeros(most, 2, dtype=torch.int64)
     table[: len(names)] = torch.tensor([*zip(keys, digests, strict=True)], dtype=torch.int64).view(-1, 2)
     found: dict[int, dict[int, int]] = {}
-    for rank, rows in enumerate(comm.all_gather(table, f"digests of the copies before {what}")):
+    tables = comm.all_gather(table, f"digests of the copies before {what}")
+    for place, rows in zip(comm.alive_ranks, tables, strict=True):
         for key, digest in rows.tolist():
             if key:
-                found.setdefault(key, {})[rank] = digest
+                found.setdefault(key, {})[comm.ranks[place]] = digest
     wrong = next((key for key, holders in found.items() if len(set(holders.values())) > 1), None)
     if wrong is None:
         return None

@@ -44,7 +44,7 @@ class WrittenParameters:
         self._epochs = self._digested = 0
         sync = run.gradient_sync
         together = run.context.comms.replica.size > 1 and sync.loss_normalisation == "step"
-        self._watched = together and cast(CustomLoopSync, sync).gradient_at in ("rank", "rows")
+        self._watched = together and cast(CustomLoopSync, sync).gradient_at in ("rank", "rows", "stages")
         self.watch()
 
     def watch(self) -> None:
@@ -126,16 +126,17 @@ class WrittenParameters:
         return _Guard(loss, named, run) if named else loss
 
     def compare(self) -> None:
-        """Raise UsageError, on every rank, if a parameter's copies differ because the script has written into them.
+        """Raise UsageError, on every data rank, if copies of a parameter differ because the script has written them.
 
-        Called on all ranks in a step in which hashes (``digest``) of data ranks differ. Collective over all ranks: two
-        small all-gathers of digests of the copies, and a third one where copies differ. Returns if they are equal.
+        Called on the data ranks in a step in which their hashes (``digest``) differ; those of another pipeline stage,
+        whose parameters the script has not written, do not call. Collective over the data ranks: two small all-gathers
+        of digests of the copies, and a third one where copies differ. Returns if they are equal.
 
         Raises:
             UsageError: copies differ; the error names a parameter and the ranks that differ.
         """
         run = self._run
-        found = differing_copies(run, f"step {run.clock + 1}")
+        found = differing_copies(run, run.context.comms.replica, f"step {run.clock + 1}")
         if found is None:
             return
         names, sides = found
