@@ -32,6 +32,11 @@ REFUSALS = [
     ("train digits --devices 1:2 --workers 2 --wait -5s", 2, "--wait is '-5s'. Write seconds, at least 0, such as 60s"),
     ("train digits --devices 2 --wait 5s", 2, "Give a range such as --devices 2:8, or leave out --wait"),
     ("train digits --devices 2 --on local --wait 5s", 2, "this run ends with its first one"),
+    (
+        "submit run -np 2 train.py",
+        2,
+        "tutti submit needs a cluster before 'run'. Write tutti submit slurm:nodes=2 -- run …",
+    ),
     ("submit slurm -- train digits --devices 2 --wait 5s", 2, "this run ends with its first one"),
     ("compare digits --wait 5s", 2, "--wait 5s is for runs that outlive lost devices"),
     ("noise digits --batches 8 16 --until loss=0.3 --wait 5s", 2, "this run ends with its first one"),

@@ -74,6 +74,10 @@ def submit(
     words of a ``tutti train`` or ``tutti run`` command. The file goes to standard output: a batch file of Slurm, or the
     YAML of a Kubeflow TrainJob or SkyPilot task. ``start`` is refused for any other target than ``slurm``.
     """
+    if target in ("train", "run"):
+        raise UsageError(
+            f"tutti submit needs a cluster before '{target}'", remedy=f"write tutti submit slurm:nodes=2 -- {target} …"
+        )
     spec = Spec.parse(target, "tutti submit")
     config = spec.build(spec.choose(TARGETS, "cluster"), "tutti submit")
     wanted = read_submission(command)
