@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tutti.errors import PeerError, UsageError
+from tutti.errors import DiskError, PeerError, UsageError
 from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
 from tutti.launcher.failure import record_failure
 from tutti.launcher.supervisor import EngineAttempt, EngineJob, supervise
@@ -89,6 +90,14 @@ def test_a_run_that_ends_well(tmp_path: Path) -> None:
     assert supervise(engine, job(tmp_path, 2, environment={"x": "1"})) == 0
     assert engine.sizes == [2] and engine.told == []
     assert engine.environments == [{"x": "1", "TORCHELASTIC_RESTART_COUNT": "0"}]
+
+
+def test_a_file_in_place_of_the_folder_of_logs_is_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    engine = FakeEngine(2, done)
+    with pytest.raises(DiskError, match=r"cannot write logs .*logs.: File exists"):
+        supervise(engine, replace(job(tmp_path, 2), logs=tmp_path / "logs"))
+    assert not engine.sizes
 
 
 def test_the_first_cause_gives_the_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

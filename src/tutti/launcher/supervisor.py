@@ -15,7 +15,7 @@ from types import FrameType
 
 from tutti.config.engine_config import WAIT
 from tutti.config.verbosity import is_quiet
-from tutti.errors import ExitCode, PeerError, UsageError, counted
+from tutti.errors import DiskError, ExitCode, PeerError, UsageError, counted
 from tutti.launcher import failure
 from tutti.launcher.budget import Budget
 from tutti.launcher.engine import EndedRank, Engine, EngineGone, SlotsGone
@@ -129,8 +129,12 @@ def supervise(engine: Engine, job: EngineJob) -> int:
         SystemExit: a second signal came; the code is 128 + its number.
         Exception: an exception of the engine's methods propagates, such as DiskError for a log that cannot be written.
     """
-    for old in job.logs.glob("rank*.log"):
-        old.unlink()
+    try:
+        job.logs.mkdir(parents=True, exist_ok=True)
+        for old in job.logs.glob("rank*.log"):
+            old.unlink()
+    except OSError as error:
+        raise DiskError("cannot write logs", where=str(job.logs), why=error.strerror) from error
     with _signals() as asked:
         try:
             return _Supervisor(engine, job, asked).run()
