@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.forkserver import run
+from tutti.cli.app import main
 
 NO_TORCH = Path(__file__).with_name("no_torch.py")
 
@@ -297,3 +298,14 @@ def test_version(tmp_path: Path) -> None:
     done = tutti("--version", cwd=tmp_path)
     assert done.returncode == 0
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["tutti", "torch"]
+
+
+def test_a_deleted_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").touch()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["run", "-np", "1", "--on", "local", str(tmp_path / "script.py")]) == 2
+    assert "the working directory was deleted. Change to a folder that exists." in capsys.readouterr().err

@@ -33,7 +33,7 @@ from tutti.cli.workload_command import workload
 from tutti.config.variables import check_variables
 from tutti.config.verbosity import EPILOGUE, configure_logging, take_verbosity
 from tutti.distribution import VERSION
-from tutti.errors import ExitCode, TuttiError
+from tutti.errors import ExitCode, TuttiError, UsageError
 from tutti.horovod.run_flags import translate_flags
 from tutti.launcher.encoding import replace_unencodable
 from tutti.launcher.failure import failure_exit_code
@@ -127,6 +127,7 @@ def _run(tokens: Sequence[str] | None) -> int:
         # Help, --version and doctor must work in spite of a mistyped variable.
         if command not in (doctor, app.help_print, app.version_print):
             check_variables(os.environ)
+            _check_folder()
         code = int(command(*bound.args, **bound.kwargs) or ExitCode.DONE)
         sys.stdout.flush()
         return code
@@ -146,6 +147,14 @@ def _run(tokens: Sequence[str] | None) -> int:
         code = failure_exit_code(error)
         ask = " Please report it." * (code == ExitCode.UNEXPECTED)
         return _refuse(f"unexpected {type(error).__name__}: {error}.{ask}", code)
+
+
+def _check_folder() -> None:
+    """Raise UsageError if the working directory was deleted: paths of files and ranks start there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("the working directory was deleted", remedy="change to a folder that exists") from error
 
 
 def _negative_values(words: list[str]) -> list[str]:
