@@ -186,20 +186,20 @@ def check_own_processes(command: str, environ: Mapping[str, str]) -> None:
         environ: environment variables.
 
     Raises:
-        UsageError: another launcher has started this process; or a variable of it is malformed.
+        UsageError: another launcher has started this process; or that launcher's environment variables are malformed.
     """
     if joined(environ):
         raise UsageError(f"{command} starts processes of its own", remedy="call it without torchrun, srun or mpirun")
 
 
 def check_own_restarts(max_restarts: int) -> None:
-    """Check that a rank of another launcher's job is not asked to restart the job's ranks.
+    """Check that ``--max-restarts`` is 0 in a job whose ranks another launcher has started, which alone restarts them.
 
     Args:
-        max_restarts: value of ``--max-restarts`` in that job.
+        max_restarts: value of ``--max-restarts``.
 
     Raises:
-        UsageError: it is not 0.
+        UsageError: ``max_restarts`` is not 0.
     """
     if max_restarts:
         raise UsageError(

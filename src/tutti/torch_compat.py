@@ -263,7 +263,8 @@ def storage_key(tensor: Tensor) -> int:
 def storage_uses(tensor: Tensor) -> int:
     """Return the number of references to a tensor's storage: the tensor itself, its views, and Python's own objects.
 
-    No public function tells whether a script keeps a view. Numbers of the same storage can be compared.
+    No public function tells whether a script keeps a view. Compare the number only with an earlier one of the same
+    storage: it is larger if there are more tensors on the storage now.
 
     Args:
         tensor: the tensor.
@@ -877,12 +878,16 @@ def optimizer_attributes() -> frozenset[str]:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
-    """Return the tables of an optimizer's step pre-hooks and post-hooks, then those of hooks of all optimizers.
+    """Return the four tables in which PyTorch keeps the step hooks of an optimizer and those of all optimizers.
 
-    They may be changed in place. PyTorch has functions that add hooks, and none that tells of them.
+    PyTorch has public functions that add hooks, and none that lists them.
 
     Args:
         optimizer: the optimizer.
+
+    Returns:
+        The optimizer's step pre-hooks and post-hooks, then the pre-hooks and post-hooks of all optimizers of the
+        process: dicts of the hook by the id of its handle, PyTorch's own objects, which may be changed in place.
     """
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]

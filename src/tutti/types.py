@@ -310,11 +310,14 @@ class UpdateResult:
     def joint(cls, stats: StepStats, nonfinite: tuple[str, ...]) -> UpdateResult:
         """Return the result of the one update that all workers make together, which a non-finite gradient skips.
 
-        A worker is a logical worker, one of N fixed shares of the global batch.
+        A worker is a logical worker, one of N fixed shares of the global batch. Makes no update itself.
 
         Args:
-            stats: results of the step, of which ``finite`` decides.
+            stats: results of the step; its ``finite`` tells whether the update was made.
             nonfinite: names of parameters whose gradient is not finite; empty where all are.
+
+        Returns:
+            An ``UpdateResult`` with ``updates`` 1 and ``skipped`` False, or 0 and True where ``finite`` is False.
         """
         return cls(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
 
@@ -1299,11 +1302,12 @@ class CustomLoopSync(GradientSync, Protocol):
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier reductions and those just reduced, and put the sums into ``.grad``.
 
-        As in PyTorch the earlier tensors have the sums, but not with FSDP2. Sets ``accumulated``. Not collective. Where
-        the script must not read a gradient, its ``.grad`` is afterwards a placeholder that raises UsageError when it is
-        read, and the update uses the true gradient: with ZeRO stage 1 on several shards and with parameter servers. For
-        slices (tensor parallelism) and stages, the placeholder allows what gives the same result on the whole gradient,
-        such as scaling by a number.
+        As in PyTorch the earlier tensors have the sums, but not with FSDP2. Sets ``accumulated``. Collective with
+        pipeline stages only: they all-gather which parameters have a gradient. Where this rank has only a part of a
+        gradient (ZeRO stage 1 on several shards, tensor parallelism, pipeline stages), the model's ``.grad`` is
+        afterwards a placeholder, with which the script computes as with the whole gradient; such a computation may be
+        collective. With parameter servers, and for rows of tensor slices, it raises UsageError when it is read. The
+        update uses the true gradients.
 
         Args:
             held: result of ``pop_gradients``: gradients by parameter object of the optimizer; may be empty.

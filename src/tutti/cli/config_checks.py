@@ -139,8 +139,8 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
     number of accelerators of this machine, at least 1.
 
     Args:
-        config: the configuration. Its ``devices`` may be a range such as ``2:8`` only if ``joined`` is given; else
-            ValueError is raised.
+        config: the configuration. Its ``devices`` may be a range such as ``2:8``, within which the job's number of
+            processes must be, only if ``joined`` is given.
         joined: identity of this process in the job of another launcher, such as torchrun; None without one.
 
     Raises:

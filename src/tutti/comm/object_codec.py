@@ -52,14 +52,18 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
 
 
 def encode_or_error(value: Any, where: str, tensors: list[Tensor] | None = None) -> bytes:
-    """Serialise a Python value as ``encode_object`` does, or the error if the value cannot be encoded.
+    """Serialise a Python value as ``encode_object`` does; if it cannot be encoded, serialise the error instead.
 
-    ``decode_object`` and ``tensors_described`` raise the error, so that all ranks do that get the bytes.
+    Raises nothing itself: every rank that gets the bytes of an error raises it as UsageError, in ``decode_object`` or
+    ``tensors_described``. Not collective.
 
     Args:
         value: the value to encode.
-        where: rank and call, for the error.
-        tensors: as for ``encode_object``.
+        where: rank and call, as text for the error.
+        tensors: if given, tensors in ``value`` are appended to this list, and the bytes only describe them.
+
+    Returns:
+        The bytes of the value or of the error.
     """
     try:
         return encode_object(value, tensors)
@@ -90,7 +94,8 @@ def decode_object(data: bytes, tensors: list[Tensor] | None = None) -> Any:
 def tensors_described(data: bytes) -> list[Tensor]:
     """Allocate CPU tensors for a receiver, like those that ``encode_object`` has put into its list of tensors.
 
-    The receiver fills the tensors, and gives them to ``decode_object`` with the bytes.
+    The receiver fills the tensors, by a broadcast for example, and gives them to ``decode_object`` with the bytes.
+    This function sends and receives nothing.
 
     Args:
         data: result of ``encode_object`` with a list of tensors.
@@ -99,7 +104,7 @@ def tensors_described(data: bytes) -> list[Tensor]:
         Uninitialised tensors of the dtypes and shapes of that list, in its order.
 
     Raises:
-        UsageError: as ``decode_object``.
+        UsageError: ``data`` has an unknown tag, or has the error of ``encode_or_error``, which is raised.
     """
     decoder = _Decoder(data, None)
     decoder.value()

@@ -271,10 +271,11 @@ class StallInspector:
                 raise error
 
     def tell_failure(self, error: Exception) -> None:
-        """Leave a note for ranks that wait, now or later, in a collective that an error keeps this rank from. Local.
+        """Write a note into the job's store that an error keeps this rank from its next collectives. Not collective.
 
-        The note holds until this rank's next collective. It is not written for a PeerError, which has its cause on
-        another rank. A second call for the same error does nothing.
+        Other ranks that wait for this rank in a collective, now or later, read the note and raise PeerError with the
+        error's text. The note holds until this rank's next collective. No note is written for a PeerError, which has
+        its cause on another rank, nor in a job of one rank. A second call for the same error does nothing.
 
         Args:
             error: the error, which ends a function in which all ranks call collectives.
@@ -406,11 +407,12 @@ class StallInspector:
 
 @contextlib.contextmanager
 def tell_failures() -> Iterator[None]:
-    """Return a context manager, or decorator, for code that all ranks run and that calls collectives.
+    """Return a context manager, or decorator, that tells other ranks of an exception in code that all ranks run.
 
     If the block raises on this rank alone, such as because of a full disk or a bad sample, the other ranks would wait
     for it in their next collective until the timeout. They raise PeerError with this rank's error instead, once they
-    have waited for two seconds. No communication, but for a note in the job's store where the block raises.
+    have waited for two seconds. The exception itself propagates. No communication, but for a note in the job's store
+    where the block raises; none before ``tutti.init``.
     """
     try:
         yield

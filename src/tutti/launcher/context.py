@@ -36,7 +36,7 @@ from tutti.torch_compat import default_store, flight_recorder, forget_process_gr
 
 @dataclass
 class FailureNote:
-    """Errors with which this rank has left collective code of tutti, as far as other ranks must know of them.
+    """Count of the errors that ended collective code of tutti on this rank; tells whether a note of the last is stored.
 
     Attributes:
         count: number of such errors of this rank, or of the rank that this rank has learnt of, if that is larger.

@@ -150,9 +150,9 @@ class GradientParts:
         return rows.view(comm.size, -1).to(mine.device)
 
     def total(self, index: int) -> Tensor:
-        """Return a gradient that some ranks of the group have whole, on all ranks.
+        """Return, on all ranks of the group, a gradient that some of them have whole and the others not at all.
 
-        Collective over the group: an all-reduce.
+        For pipeline stages, not for slices or rows. Collective over the group: an all-reduce.
 
         Args:
             index: position of the gradient among the calls of ``conceal``.
@@ -379,13 +379,15 @@ class PartGradient(IncompleteGradient):
         return self
 
     def write(self, whole: Tensor) -> Any:
-        """Replace the gradient by a whole tensor of its shape, the same on all ranks of the group. Not collective.
+        """Copy this rank's part of a whole tensor into its part of the gradient, in place. Not collective.
+
+        Every rank of the group must make the call with the same tensor.
 
         Args:
-            whole: the tensor.
+            whole: the new values of the whole gradient, of its shape.
 
         Returns:
-            This object; NotImplemented if the shape is another one.
+            This placeholder; NotImplemented, and nothing is written, if ``whole`` has another shape.
         """
         own, split = cast(Tensor, self.own()), cast(GradientSplit, self.how_split)
         if whole.shape != split.shape:
@@ -439,12 +441,17 @@ class GradientView(Tensor):
 
     @classmethod
     def among(cls, result: Any, gradient: PartGradient, whole: Tensor) -> Any:
-        """Return the result of a function, in which views of a whole gradient are replaced by ``GradientView``s.
+        """Replace views of a gathered gradient in a function's result by ``GradientView``s, and return the result.
+
+        Not collective.
 
         Args:
-            result: what the function has returned.
+            result: return value of the function; tensors in nested lists, tuples and dicts are looked at.
             gradient: the placeholder of the gradient.
             whole: the gathered gradient, with which the function was called.
+
+        Returns:
+            ``result``, in which each tensor that shares memory with ``whole`` is a ``GradientView`` of this memory.
         """
 
         def made(tensor: Tensor) -> Tensor:

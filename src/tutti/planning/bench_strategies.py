@@ -72,8 +72,8 @@ def bench_strategies(world: World, found: Findings) -> None:
     Args:
         world: this process's membership in the launch: rank, number of ranks and device.
         found: receives figures in seconds: ``strategy/NAME/step`` (a), ``strategy/NAME/micro_batch`` (b),
-            ``strategy/NAME/tensor`` (c over the parameter tensors of a layer) and ``strategy/NAME/unit`` (d over the
-            same number; with FSDP, which wraps layers, d).
+            ``strategy/NAME/tensor`` (c divided by the number of a layer's parameter tensors) and ``strategy/NAME/unit``
+            (d divided by the same number; with FSDP, which wraps layers, d itself). Figures below 0 become 0.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world

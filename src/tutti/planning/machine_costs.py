@@ -632,9 +632,10 @@ class MeasuredCosts:
     def share_node(self, devices: int) -> None:
         """Set by how much the devices of one node slow each other's computing down, for all durations asked for later.
 
-        Curves of as many ranks that compute at once on this machine hold it. Where there are none, factors of matrix
-        products and of memory traffic come from the measurement of ranks at once, or from the division of CPU threads,
-        which ``guesses`` says. A further call replaces all this.
+        Where the machine file has curves of as many ranks computing at once, those are used. Else durations are
+        multiplied by factors, one of matrix products and one of memory traffic: those in an older file, or else those
+        of dividing the CPU threads among the ranks, on which a line is added to ``guesses``. A further call replaces
+        the setting.
 
         Args:
             devices: number of devices of the run, on all nodes.

@@ -122,10 +122,11 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
 def beside_passes(
     costs: StepCosts, work: StrategyWork, tensors: Sequence[TensorFacts], first: bool, units: float | None = None
 ) -> Array:
-    """Predict the seconds of a micro-batch on a device beside its passes: Python work, and sums of its gradients.
+    """Predict the seconds of a micro-batch on a device besides its forward and backward passes.
 
-    The first micro-batch has the Python work of the step besides. Autograd adds the gradients of each other micro-batch
-    to those of the micro-batches before.
+    They are the seconds of the strategy's Python work and of adding up gradients. The first micro-batch includes the
+    Python work of the step. For each other micro-batch, autograd adds its gradients to those of the micro-batches
+    before.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
@@ -782,11 +783,13 @@ class ReplicaBuilder:
 
     @cached_property
     def work(self) -> StrategyWork:
-        """Seconds of the strategy's Python work on the machine."""
+        """A ``StrategyWork``: seconds of the Python work of the configuration's strategy on the machine; cached."""
         return self.costs.strategy_work(strategy_key(self.config, self.shape))
 
     def between_passes(self, tensors: Sequence[TensorFacts], first: bool, units: float | None = None) -> Array:
-        """Predict the seconds of a micro-batch on a device beside its passes, as the function ``beside_passes`` does.
+        """Predict the seconds of a micro-batch on a device besides its passes: Python work and adding up gradients.
+
+        Calls the function ``beside_passes`` for the configuration's machine and strategy.
 
         Args:
             tensors: trainable parameters of the device, each with the elements of its gradient there.

@@ -283,11 +283,14 @@ def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]
 
 
 def row_tensors(tensors: Sequence[TensorFacts], ranks: int) -> list[TensorFacts]:
-    """Return the rows of parameters that a rank holds, padded as on the rank that has most, as flat tensors.
+    """Return the facts of a rank's rows of sharded parameters, each as one flat tensor, on the rank that has most.
 
     Args:
-        tensors: trainable parameters.
-        ranks: number of ranks over which the rows are sharded.
+        tensors: trainable parameters, whole.
+        ranks: number of ranks over which the rows (slices along the first dimension) are sharded.
+
+    Returns:
+        A copy of each of ``tensors``, in order, with the 1-d shape of that rank's rows.
     """
     return [replace(tensor, shape=(tensor.padded(ranks) // ranks,)) for tensor in tensors]
 
@@ -334,10 +337,11 @@ def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[
 
 
 def wrapped_module_count(gathered: Mapping[str, int]) -> int:
-    """Return the number of FSDP-wrapped modules with parameters, the model around them not counted.
+    """Return the number of FSDP-wrapped modules with parameters, without the root module that wraps the model.
 
     Args:
-        gathered: bytes by name of the module group, from ``module_bytes``.
+        gathered: bytes of parameters by name of the module group (a wrapped module, the rest of the model, or the
+            loss), from ``module_bytes``.
     """
     return sum(bool(size) for name, size in gathered.items() if name not in (REST, LOSS))
 

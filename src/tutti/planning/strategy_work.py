@@ -18,7 +18,9 @@ from tutti.planning.planned_run import PlannedRun
 
 @dataclass(frozen=True)
 class StrategyWork:
-    """Seconds in which a rank computes neither operators nor updates, as ``tutti bench strategies`` measures them.
+    """Seconds of a strategy's Python work on a rank in a training step, as ``tutti bench strategies`` measures them.
+
+    They come on top of the seconds of the model's operators, messages and updates.
 
     Attributes:
         step: of a step.
@@ -33,7 +35,7 @@ class StrategyWork:
     unit: float = 0.0
 
     def of_step(self, tensors: int) -> float:
-        """Return the seconds of a step, besides those of its micro-batches.
+        """Return the seconds of the strategy's Python work once a step, without that of its micro-batches.
 
         Args:
             tensors: number of the rank's trainable parameter tensors.
@@ -41,7 +43,7 @@ class StrategyWork:
         return self.step + tensors * self.tensor
 
     def of_micro_batch(self, units: float) -> float:
-        """Return the seconds of a micro-batch.
+        """Return the seconds of the strategy's Python work in one micro-batch.
 
         Args:
             units: number of the rank's parameter tensors, with FSDP of wrapped modules.
@@ -54,7 +56,12 @@ def strategy_key(config: PlannedRun, shape: Mapping[str, int]) -> str:
 
     Args:
         config: configuration of the run, with a number of devices.
-        shape: extents of the device mesh, by axis.
+        shape: extents of the device mesh by axis; ``stage``, ``tensor`` and ``shard`` are read.
+
+    Returns:
+        ``single``, ``mirrored``, ``schedule`` (an all-reduce by a schedule), ``sharded-1`` to ``sharded-3`` (by ZeRO
+        stage), ``local_sgd``, ``central_storage``, ``parameter_server``, ``tensor`` or ``pipeline``; the last two also
+        for hybrids.
     """
     exchange = config.choice.exchange
     if shape["stage"] > 1:

@@ -124,7 +124,7 @@ def _storages(values: Any, computed: bool = False) -> list[StorageWeakRef]:
 
 
 class CarriedValues(TorchFunctionMode):
-    """Raises UsageError where the loss of a micro-batch depends on values computed from another logical worker's.
+    """Function mode that raises UsageError where a micro-batch's loss depends on samples of another logical worker.
 
     A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
     running mean in an attribute that is no buffer belongs to the samples of one worker. On a rank that computes several
@@ -145,7 +145,10 @@ class CarriedValues(TorchFunctionMode):
         self._found: dict[StorageWeakRef, _Origins] = {}
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
-        """Count a global batch as begun, and return whether its micro-batches are to be watched.
+        """Count a global batch as begun, and return whether this mode is to watch its micro-batches.
+
+        Only the first global batches of a run are watched, where this rank has several micro-batches of an uncompiled
+        model that is neither split nor sharded. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
@@ -160,7 +163,10 @@ class CarriedValues(TorchFunctionMode):
         return whole and run.context.compile is None and not any(map(is_compiled, run.model.modules()))
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
-        """Return the loss function of ``run.step`` with this check around it; itself after the first global batches.
+        """Return the loss function of ``run.step`` with this check around it, or ``loss`` itself if nothing is checked.
+
+        Begins a global batch (``begin_batch``), and is called once for each. The returned function raises UsageError
+        where the loss of a micro-batch depends on samples of another logical worker.
 
         Args:
             loss: the loss function.
@@ -185,10 +191,12 @@ class CarriedValues(TorchFunctionMode):
         return watch
 
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
-        """Enter this mode for the code that computes the loss of a micro-batch.
+        """Enter this function mode for the code that computes the loss of a micro-batch; ``end`` leaves it.
+
+        Called for each micro-batch of a global batch for which ``begin_batch`` has returned True.
 
         Args:
-            micro_batch: the micro-batch.
+            micro_batch: the micro-batch, whose logical worker is read.
             batch: its samples, as the code gets them.
         """
         # A worker whose micro-batches several ranks share has no order of them.
@@ -208,16 +216,22 @@ class CarriedValues(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Leave this mode, after the code for the micro-batch; does nothing where it was not entered."""
+        """Leave this function mode after the code for a micro-batch; do nothing if ``begin`` has not entered it."""
         if self._here is not None:
             self._here = None
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def check(self, loss: Any) -> None:
-        """Raise UsageError if the loss of the present micro-batch depends on another worker's samples.
+        """Raise UsageError if the loss of the present micro-batch depends on samples of another logical worker.
+
+        Does nothing outside of ``begin`` and ``end``. Not collective.
 
         Args:
-            loss: what the loss function returned, or what the script passed to ``run.backward``.
+            loss: return value of the loss function, of which a tuple's first element is the loss; or the loss that the
+                script passed to ``run.backward``.
+
+        Raises:
+            UsageError: the loss depends on such samples; the error names the script's line where the values met.
         """
         total = loss[0] if isinstance(loss, tuple | list) and loss else loss
         if self._here is None or not isinstance(total, Tensor):

@@ -22,7 +22,7 @@ _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class StepHookGuard:
-    """Watches the step hooks of an optimizer whose updates are made in parts, or by other objects.
+    """Watches the step hooks of a script's optimizer whose step has parts of parameters, or is made by another object.
 
     PyTorch calls a hook of ``register_step_pre_hook`` or ``register_step_post_hook`` with whole parameters and
     gradients. Where the optimizer steps on parts of them, its hooks may compute with these element by element.
@@ -38,10 +38,14 @@ class StepHookGuard:
         self._optimizer, self._strategy, self._is_part = ref(optimizer), strategy, is_part
 
     def check(self) -> None:
-        """Put watched hooks in the place of those that the script has registered since. Not collective.
+        """Replace step hooks that the script has registered since the previous call by watched ones. Not collective.
+
+        A watched hook calls the script's hook, and raises UsageError where that mixes elements of parts of parameters
+        or gradients. Hooks for all optimizers of the process are replaced, too.
 
         Raises:
-            UsageError: there is one, and the optimizer's hooks are not called.
+            UsageError: the script has registered a step hook, and the optimizer's hooks are not called, or not for all
+                parameters (``is_part`` is None).
         """
         optimizer = self._optimizer()
         for hooks in () if optimizer is None else step_hooks(optimizer):

@@ -215,8 +215,9 @@ class StepLifecycle:
     def guarded(self, loss: LossFn, work: WorkerBatches) -> LossFn:
         """Return the loss function of ``run.step`` with the checks of the first steps around it.
 
-        The checks find a loss that mixes samples, one that depends on values of another logical worker's, and a forward
-        that changes parameters in every micro-batch.
+        Called once in each step. In the first steps of a run the returned function raises UsageError for a loss that
+        depends on samples of another logical worker (share of the global batch), and for a forward that changes
+        parameters in every micro-batch; it warns of a loss that mixes samples. Later it is ``loss`` itself.
 
         Args:
             loss: the loss function.

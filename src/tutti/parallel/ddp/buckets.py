@@ -135,9 +135,11 @@ class Bucket:
         self._uses = storage_uses(flat)
 
     def renew(self) -> None:
-        """Take new memory where the script keeps tensors in the present one, such as ``p.grad.view(-1)``.
+        """Allocate a new flat vector for the bucket if the script keeps views of the present one.
 
-        Called before gradients are written. The new memory is not initialised. Memory that was given is kept.
+        Such a view is ``p.grad.view(-1)``. Called before gradients are written into the vector, so that the script's
+        views keep their values. The new vector is not initialised, and no ``.grad`` is changed. A vector that was given
+        to the constructor is kept.
         """
         if not self._placed and storage_uses(self.flat) > self._uses:
             self.use(torch.empty_like(self.flat))
@@ -174,7 +176,8 @@ class Bucket:
     def expose(self, used: Sequence[bool]) -> None:
         """Set the ``.grad`` of the bucket's parameters to views of its flat vector, which holds the summed gradients.
 
-        The next ``pack`` overwrites the vector, and with it these views, unless there are other tensors of them then.
+        The next ``pack`` overwrites the vector, and with it these views, unless the script keeps other views of the
+        vector then (``renew``).
 
         Args:
             used: for each parameter of the bucket whether any rank had a gradient; where False, ``.grad`` becomes None,

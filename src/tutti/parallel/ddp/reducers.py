@@ -618,10 +618,10 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def accumulated(before: Tensor, after: Tensor) -> Tensor:
-    """Return the sum of two gradients of a parameter, as autograd accumulates them: in place of the earlier one.
+    """Add a gradient of a parameter to an earlier one in place, as autograd accumulates, and return the sum.
 
     Args:
-        before: the earlier gradient.
-        after: the gradient to add; it is written, and returned, where it is dense and the earlier one is sparse.
+        before: the earlier gradient. It is written and returned, unless it is sparse and ``after`` dense.
+        after: the gradient to add. It is written and returned if it is dense and ``before`` is sparse.
     """
     return after.add_(before) if before.is_sparse and not after.is_sparse else before.add_(after)

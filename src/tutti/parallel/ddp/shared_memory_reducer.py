@@ -222,7 +222,8 @@ class SharedReducer:
     def release(self) -> None:
         """Copy the sums to memory of this rank alone, and set every ``.grad`` to its view of the copy. Not collective.
 
-        The same memory as in the last call, unless there are other tensors of its gradients.
+        A ``.grad`` that is None stays None. The next call overwrites the copy, unless the script keeps views of it
+        then.
         """
         if not self._released:
             summed = [bucket for bucket, _ in self._summed]

@@ -87,10 +87,10 @@ class WriteGuard:
         return found
 
     def written_cheaply(self, named: NamedParameters) -> list[str]:
-        """Return what ``written`` returns, where version counters or addresses have changed; else mostly nothing.
+        """Return the names of written parameters, as ``written`` does, but compare values only in some calls.
 
-        Without such changes the first four calls compare values, and then those of number 8, 16, 32 …, for writes
-        through ``parameter.data``.
+        Values are compared where a version counter or an address has changed since ``note`` or ``check``, and in the
+        calls of number 1 to 4, 8, 16, 32 …, for writes through ``parameter.data``. Other calls return an empty list.
 
         Args:
             named: (name, parameter) pairs, the same as for ``note``.

@@ -26,9 +26,9 @@ def set_collectives(
 
     Args:
         unit: the wrapped module.
-        place: its name in the model, for errors.
+        place: the wrapped module's name in the model, for errors.
         comm: the shard ranks.
-        check: compares the collectives of the first step over the ranks (CPUs).
+        check: compares the collectives of the first step over the shard ranks; used on CPUs only.
         meter: adds up the squares of the gradients before they are reduced.
     """
     if comm.device.type == "cpu":
@@ -55,13 +55,16 @@ class FirstStepCheck:
         self._comm = comm
 
     def compare(self, call: str) -> None:
-        """Compare the FSDP2 collective that this rank is about to run with those of the other shard ranks. Collective.
+        """Compare the FSDP2 collective that this rank is about to run with those of the other shard ranks.
+
+        Collective over the shard ranks: an all-gather of digests; blocks. After the first step it does nothing.
 
         Args:
-            call: the kind of the collective and the wrapped module that it is for.
+            call: a text of the kind of the collective and of the wrapped module that it is for.
 
         Raises:
-            MismatchError: ranks are about to run different collectives.
+            MismatchError: on every shard rank, they are about to run different collectives.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if not self.over:
             self._comm.agree(
@@ -86,14 +89,19 @@ class GradientMeter:
     def add(self, gradients: Tensor) -> None:
         """Add the squares of the elements of a message of gradients, before it is reduced over the shard ranks.
 
+        Does nothing in a step before the first ``take``. Not collective.
+
         Args:
-            gradients: the message; its padding is zero.
+            gradients: this rank's flat message of gradients, not changed; its padding is zero.
         """
         if self.on:
             self._square += squares_of([gradients])[0]
 
     def take(self) -> float:
-        """Return the sum of squares since the previous call, and reset it to 0; messages count from now on."""
+        """Return the sum of squares since the previous call, and reset it to 0. Not collective.
+
+        Gradients count from now on until the end of the step.
+        """
         square, self._square, self.on = self._square, 0.0, True
         return square
 

@@ -89,7 +89,9 @@ class LocalGradients:
         return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return the gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
+        """Return this worker's gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
+
+        A custom training loop gives them to ``add_gradients`` after the next backward. Not collective.
 
         Returns:
             The gradients by parameter, not copied; parameters without a gradient are left out.
@@ -102,8 +104,9 @@ class LocalGradients:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add the gradients just computed to those of earlier calls of ``run.backward``, in place, as autograd does.
 
-        Every ``.grad`` with an earlier gradient is then the tensor of ``held`` itself. Sets the attribute
-        ``accumulated``.
+        Not collective. The ``.grad`` of a parameter with an earlier gradient is then the tensor of ``held`` itself, and
+        has the sum, unless that is sparse and the new gradient dense. Sets the attribute ``accumulated`` to whether
+        ``held`` has gradients.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.

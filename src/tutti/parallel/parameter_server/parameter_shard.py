@@ -93,7 +93,7 @@ class ParameterShard:
     ) -> None:
         """Step the optimizer of this server's parameter shard with the given gradients; parameters change in place.
 
-        Does nothing on a server without an optimizer (no parameter of its shard is trained).
+        Not collective. Does nothing on a server without an optimizer (no parameter of its shard is trained).
 
         Args:
             gradients: for each parameter slice of this server its gradient, in the shapes of ``views``, which becomes

@@ -70,7 +70,8 @@ class SecondBackward:
                 gradients; empty on others.
 
         Returns:
-            This rank's part of the gradient of each input; None where its stages do not use the input.
+            For each input of the call this rank's part of its gradient, with a graph; None where the stages of this
+            rank do not use the input. The sum of the parts over the ranks is the gradient.
         """
         passes = self._passes
         own: list[Maybe] = [None] * len(self._inputs)
@@ -92,18 +93,24 @@ class SecondBackward:
         return own
 
     def second(self, gradients: Sequence[Maybe], accumulate: bool) -> tuple[list[Maybe], list[Maybe]]:
-        """Run the derivative of ``first`` through the stages, and add the gradients of the parameters to ``.grad``.
+        """Differentiate the backward that ``first`` has run: compute the gradients of a loss of the inputs' gradients.
 
         Collective over the ranks of the replica's stages: point-to-point messages between neighbouring stages, twice,
         and, with ``accumulate``, a sum over stages of the gradients of shared parameters.
 
         Args:
-            gradients: gradient of each result of ``first``, summed over ranks; equal on all ranks.
+            gradients: for each input of the call the gradient of that loss with respect to the input's gradient (the
+                sum over the ranks of what ``first`` has returned), equal on all ranks; None where there is none.
             accumulate: whether to add the parameters' gradients to ``.grad``.
 
         Returns:
-            On the last stage's rank the gradient of each gradient in ``roots``, elsewhere an empty list; and this
-            rank's part of the gradient of each input.
+            On the last stage's rank the gradient of the loss with respect to each gradient in ``roots`` of ``first``,
+            elsewhere an empty list; and this rank's part of its gradient with respect to each input, None where there
+            is none.
+
+        Raises:
+            UsageError: with ``accumulate``, the loss depends on several calls of the model, and a parameter has a
+                gradient hook of the script.
         """
         passes = self._passes
         key = (*self._key, "second", *(gradient is not None for gradient in gradients))

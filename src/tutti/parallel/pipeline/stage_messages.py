@@ -233,10 +233,12 @@ class StageMessages:
             )
 
     def forget(self, key: tuple[Any, ...]) -> None:
-        """Forget the forms of messages; the neighbours, which forget them too, tell each other anew.
+        """Discard the recorded shapes and dtypes of messages, to free memory; the next such message sends them again.
+
+        Sends nothing, but the neighbouring stages' ranks must make the same call between the same messages.
 
         Args:
-            key: what the keys of these messages begin with, after the index of the stage.
+            key: begin of the keys of these messages, after the index of the stage with which each key begins.
         """
         self._forms = {known: forms for known, forms in self._forms.items() if known[2 : 2 + len(key)] != key}
 

@@ -67,9 +67,10 @@ class StageOwnership:
 
     @property
     def parts(self) -> list[nn.Module]:
-        """This rank's stages as modules, whose tensors have their names in the prepared module: one a virtual stage.
+        """This rank's virtual stages as a list of modules, one for each, in the model's order.
 
-        With several models each part is a container of one stage of each.
+        The parameters and buffers of the modules have their names in the prepared module, and are the same objects.
+        With several models each entry is an ``nn.ModuleDict`` of one virtual stage of each model.
         """
         if [each.name for each in self.models] == [""]:
             return [stage.module for stage in self.models[0].virtual_stages]

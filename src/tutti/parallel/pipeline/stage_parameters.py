@@ -68,7 +68,11 @@ class StageParameters(QuietMode):
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of PyTorch for the script, with parameters of all stages; see the class.
+        """Call a function of PyTorch for the script, with the values of parameters of all stages.
+
+        Collective over the ranks of the stages where the function reads values of parameters (a broadcast of each from
+        the rank that has it), or writes a parameter by a tensor (the ranks compare digests of the tensor). Functions of
+        other tensors, of metadata, and calls from tutti's own code are made as they are and send nothing.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -78,9 +82,10 @@ class StageParameters(QuietMode):
             The function's result. Of a read a new tensor, equal on all ranks; of a write the written parameter.
 
         Raises:
-            UsageError: the function returns a view of a parameter's values, or is neither a function by element nor a
-                figure of it.
-            MismatchError: ranks read other parameters, or write a parameter by tensors of other values.
+            UsageError: the function returns a view of a parameter's values, or is neither elementwise nor one of the
+                reductions, comparisons and products that the mode lets through, such as a norm; the script's earlier
+                writes are undone.
+            MismatchError: ranks read different parameters, or write a parameter by tensors of different values.
         """
         if self.quiet or func in METADATA:
             return func(*args, **kwargs)

@@ -155,10 +155,12 @@ def find_stage_partition(
 def whole_on_the_last_stage(model: nn.Module, stages: int, written: Sequence[str] = ()) -> StagePartition:
     """Return the partition of one of several models that cannot be cut: the last stage computes all of it.
 
+    Not collective.
+
     Args:
         model: the model.
-        stages: number of virtual stages; the others are empty.
-        written: names of attributes that the forward writes.
+        stages: number of virtual stages; all but the last are empty.
+        written: names of attributes of the model's modules that the forward writes.
     """
     record = WholeForward(model)
     bounds, shares = (0,) * stages + (1,), (0.0,) * (stages - 1) + (1.0,)

@@ -114,16 +114,17 @@ class StagePasses:
         self.backwards = -1
 
     def look_what_learns(self, asked: bool = False) -> tuple[bool, ...]:
-        """Look up which stages receive values that need a gradient: scripts freeze and unfreeze parameters.
+        """Find which stages receive activations that need a gradient, by the present ``requires_grad`` of parameters.
 
-        Not collective: every rank has the ``requires_grad`` of all stages' parameters.
+        Called before each pass, because scripts freeze and unfreeze parameters; sets the attribute ``learns``. Not
+        collective: every rank has the ``requires_grad`` of all stages' parameters.
 
         Args:
             asked: whether an input of the model requires a gradient.
 
         Returns:
-            A bool for each virtual stage of the whole model, in order, and one more for the model's output: whether the
-            values that the stage receives (the output) need a gradient.
+            A bool for each virtual stage of the whole model, in order, whether the activations that the stage receives
+            need a gradient; and one more, whether the model's output does.
         """
         self.replica.shared.look()
         trained = [any(p.requires_grad for p in row) for row in self._held]
@@ -131,7 +132,7 @@ class StagePasses:
         return tuple(self.learns)
 
     def uses(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is one of the model's.
+        """Return whether a parameter belongs to the model whose calls this object passes (``model``).
 
         Args:
             parameter: a parameter of the prepared module.
@@ -139,7 +140,9 @@ class StagePasses:
         return any(parameter is own for own in self.model.parameters())
 
     def begin(self) -> None:
-        """Check that the script has not changed the model in a way that its stages cannot follow. Not collective.
+        """Check, before a pass, that the script has not changed the model in a way that its stages cannot follow.
+
+        Not collective.
 
         Raises:
             UsageError: the script has changed a constant of the traced forward, or has put a forward hook on a module
@@ -149,10 +152,13 @@ class StagePasses:
         self._check_containers()
 
     def watch_hooks(self, all_stages: bool = True) -> None:
-        """Watch the script's forward hooks in a forward with gradients: whether they keep tensors with their graphs.
+        """Wrap the script's forward hooks on this rank's stages, to find those that keep tensors with autograd graphs.
+
+        Called before a forward with gradients. ``compute`` and ``pass_forward`` then raise UsageError for such a hook.
+        Not collective.
 
         Args:
-            all_stages: False to leave out the last stage, after which the loss is computed on the same rank.
+            all_stages: whether hooks on the last stage, on whose rank the loss is computed, are included.
         """
         for chunk, hooks in enumerate(self._hooks):
             if all_stages or chunk * self.ranks + self.here != self.last:

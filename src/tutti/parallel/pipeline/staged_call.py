@@ -166,7 +166,7 @@ class StagedModel:
             )
 
     def share(self, key: tuple[Any, ...], result: Any, last: bool) -> tuple[_Outputs, list[Tensor]]:
-        """Broadcast the model's output from the last stage.
+        """Broadcast the model's output from the last stage's rank to the ranks of all stages; blocks.
 
         Collective over the ranks of the replica's stages: one broadcast for each tensor, and in the first call of a
         ``key`` one of the output's structure and forms.

@@ -225,7 +225,7 @@ class SplitReads(EditWatch):
         return name
 
     def also_seen(self, objects: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take further tensors for slices of the split parameters. Not collective.
+        """Treat further tensors like the split parameters that they stand for: refuse reads of slices. Not collective.
 
         Args:
             objects: the tensors, such as those that FSDP2 puts into the model, and for each the parameter that it
