@@ -392,7 +392,7 @@ class MeasuredCosts:
         return kernel
 
     def strategy_work(self, key: str) -> StrategyWork:
-        """Return the measured seconds of a strategy's Python work; ``guesses`` says where they were not measured.
+        """Return the measured seconds of a strategy's Python work; if there are none, add a line to ``guesses``.
 
         Args:
             key: name of the strategy, from ``strategy_key``.

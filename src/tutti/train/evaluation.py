@@ -119,8 +119,9 @@ def evaluate_samples(
 def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Result]) -> Result:
     """Compute with the run's weights in eval mode on held-out samples that are divided over the data ranks alive.
 
-    If a rank is killed meanwhile, its samples are missing, and the ranks alive compute all of them again. Collective
-    over all ranks, which merge buffers and replicas first.
+    If a rank is killed meanwhile, its samples are missing, and the ranks alive compute all of them again. All ranks of
+    the run must call it. Collective over the data ranks: all-gathers of the logical workers' buffers, and of parameters
+    where workers or servers have others than the model; then the collectives of ``compute``.
 
     Args:
         run: the run, whose model has its weights of training and its mode back afterwards.
@@ -128,7 +129,11 @@ def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Resul
         compute: function of the number of data ranks alive and this rank's index among them.
 
     Returns:
-        The result of ``compute`` in the last, complete call.
+        The result of that call of ``compute`` during which no rank was lost.
+
+    Raises:
+        UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer that has a value of
+            its own in each logical worker.
     """
     comm = run.context.comms.replica
     with (

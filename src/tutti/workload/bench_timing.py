@@ -92,11 +92,12 @@ class Findings:
 def fastest(rounds: Sequence[Findings], name: Callable[[str], str], found: Findings) -> None:
     """Add the curves and figures of several rounds of a measurement, each point and figure from its fastest round.
 
-    Another process disturbs all sizes of one round for seconds, and not those of a later one.
+    A round is one measurement of all curves and figures. A process that disturbs one round for seconds, all sizes of a
+    curve together, need not disturb a later one. Measures nothing itself.
 
     Args:
-        rounds: findings of seconds with equal names.
-        name: returns the name to add a curve or figure under.
+        rounds: the findings of each round, all of seconds and with the same names.
+        name: function that maps the name of a curve or figure in ``rounds`` to the name under which it is added.
         found: receives the curves and figures.
     """
     for curve, first in rounds[0].curves.items():

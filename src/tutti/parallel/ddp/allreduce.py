@@ -874,7 +874,7 @@ def optimizer_step(
             is.
         grad_norm: L2 norm of the gradient of the complete model, for layer-wise optimizers that clip by it
             (``tutti.optim.LAMB``), whose own parameters may belong to one pipeline stage only.
-        whole: gathers tensors that are split over ranks, for optimizers whose step needs whole tensors; the step is
+        whole: all-gathers tensors that are split over ranks, for optimizers whose step needs whole tensors; the step is
             collective then, over the ranks that share these tensors. None where no optimizer needs this.
 
     Raises:

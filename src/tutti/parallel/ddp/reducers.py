@@ -100,8 +100,8 @@ class Reducer(Protocol):
     def release(self) -> None:
         """Move the sums out of memory that ranks share, for a script that may keep views of ``.grad``. Not collective.
 
-        Where no other rank writes the sums the call changes nothing: the reducer takes new memory in the next step if
-        there are other tensors of a ``.grad`` then.
+        Where no other rank writes the sums the call changes nothing: in the next step the reducer takes new memory for
+        the sums of which the script still keeps views.
         """
 
     def squares(self) -> list[float]:

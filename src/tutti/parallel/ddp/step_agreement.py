@@ -1,4 +1,4 @@
-"""Whether all ranks are in the same step of the same model: digests that ride with the gradients, and their difference.
+"""Check that all ranks are in the same step of the same model, by digests summed with gradients; name the difference.
 
 Ranks sum a few small hashes together with the gradients, at no further message. Where the sums do not agree,
 ``refuse_mismatch`` asks what differs, and names it.

@@ -194,6 +194,7 @@ class ShardingEngine(Protocol):
         """Clear the gradients of an optimizer's rows and of the model's parameters that the rows belong to.
 
         Called after the optimizer's ``zero_grad``, which clears only the optimizer's own parameters: this rank's rows.
+        Not collective.
 
         Args:
             members: parameters of the optimizer, each this rank's rows of one parameter; parameters that are not
@@ -217,7 +218,7 @@ class ShardingEngine(Protocol):
         their sum. Not collective.
 
         Returns:
-            A function without arguments that returns the sum of the squares of the gradients' elements since its last
-            call, and resets the sum to 0; None in ZeRO stage 1, where backward leaves this rank's own gradient in the
-            ``.grad`` of the model's full parameters.
+            A function without arguments that returns, as a float, the sum of the squares of the gradients' elements
+            since its previous call, and resets the sum to 0; None in ZeRO stage 1, where backward leaves this rank's
+            own gradient in the ``.grad`` of the model's full parameters.
         """

@@ -339,9 +339,9 @@ class ServerSession:
     def restore(self, saved: SavedState, values: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> list[int]:
         """Load parameters and the optimizer state of a checkpoint into the parameter servers.
 
-        Rank 0 sends to the servers and waits for their replies. Collective over the data ranks: rank 0 then broadcasts
-        whether the state could be sent, for which all wait. Then every rank asks all servers for their numbers of
-        updates.
+        Rank 0 sends parameters and state to the servers and waits for their replies. Collective over the data ranks:
+        rank 0 then broadcasts whether the servers have loaded the state, for which all wait. Then every rank asks all
+        servers for their numbers of updates.
 
         Args:
             saved: the checkpoint, whose group ``optim`` is read, on rank 0 alone.

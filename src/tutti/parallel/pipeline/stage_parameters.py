@@ -195,7 +195,7 @@ class StageParameters(QuietMode):
         """Accept the script's writes to this rank's parameters so far: free the copies kept from before these writes.
 
         This function mode copies each parameter of this rank's pipeline stages before the script first writes it or
-        takes a view of it. After this call ``undo`` no longer reverts the writes so far.
+        takes a view of it. After this call ``undo`` no longer reverts the writes so far. Not collective.
         """
         self._kept.clear()
 
@@ -203,7 +203,7 @@ class StageParameters(QuietMode):
         """Revert the script's writes to parameters of this rank's pipeline stages since the last ``forget``.
 
         This function mode has copied each parameter before the script first wrote it or took a view of it; the values
-        are copied back in place, and the copies freed.
+        are copied back in place, and the copies freed. Not collective.
         """
         with TorchFunctionDisabled(), torch.no_grad():
             for parameter, before in reversed(self._kept):

@@ -1,4 +1,4 @@
-"""Put a whole model on the last stage: one of several models that cannot be cut into stages."""
+"""Put a model that cannot be cut into stages on the last stage as a whole, beside other models that are cut."""
 
 from __future__ import annotations
 
