@@ -123,11 +123,13 @@ def tied_bits(strategy: str) -> dict[str, list[str]]:
         for batch in run.epoch(0):
             run.step(batch)
     assert run.replica.stage_copies
-    return {
-        name: [float(x).hex() for x in p.detach().flatten().tolist()]
-        for name, p in parameters(run.replica.parts)
-        if any(p is copy for _, copies in run.replica.stage_copies for copy in copies)
-    }
+    with run.replica.model_code():
+        # This rank's own copy, and not that of the stage that has the parameter first.
+        return {
+            name: [float(x).hex() for x in p.detach().flatten().tolist()]
+            for name, p in parameters(run.replica.parts)
+            if any(p is copy for _, copies in run.replica.stage_copies for copy in copies)
+        }
 
 
 @pytest.mark.parametrize("strategy", ["hybrid:stages=2", "hybrid:stages=2,shards=1,stage=1"])

@@ -118,9 +118,13 @@ class Diagnoses:
             self._warn(str(warning.message))
 
 
+_WITHIN = ("tutti.", "torch.", "contextlib.")
+"""Names of modules, each with a point, between the user's own line and a report."""
+
+
 def _outside() -> int:
     """Return the ``stacklevel`` of the user's own line that called into tutti."""
     frame, level = calling_frame(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("tutti.", "torch.")):
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(_WITHIN):
         frame, level = frame.f_back, level + 1
     return level
