@@ -513,6 +513,9 @@ def _needs_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], foun
     name = getattr(func, "__name__", "")
     if func in METADATA or in_backward() or kwargs.get("out") is not None or not found:
         return False
+    if name.startswith("_") and not name.startswith("__"):
+        # PyTorch's own questions about the placeholder, such as ``_is_view`` when a model is compiled.
+        return False
     if (name in _LEFT and func not in _ATTRIBUTES) or acts_by_element(func) or name == _UNSCALE:
         return False
     if name in ("norm", *_NORMS, "vector_norm") and len(args) < 3 and not {"dim", "axis"} & kwargs.keys():
