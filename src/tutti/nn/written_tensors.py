@@ -30,6 +30,7 @@ _WRITTEN = ("grad", "requires_grad", *GRADIENT_HOOK_ATTRIBUTES)
 _CALLED = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"),
     *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "__len__", "__hash__"),
+    *("is_conj", "is_neg", "is_shared", "is_pinned", "is_set_to", "is_same_size", "has_names", "dim_order"),
     *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
 )
 
