@@ -93,8 +93,8 @@ def launcher() -> Iterator[Finding]:
     """Check which launcher (torchrun, srun, mpirun, …) has started this process, by its environment variables.
 
     Yields:
-        One line of the report of ``tutti doctor``: ``ok`` with the launcher, rank and number of processes, or a
-        ``problem`` if the variables are malformed or incomplete.
+        One line of the report of ``tutti doctor``: ``ok`` with the launcher, rank and number of processes, also where
+        no launcher's variables are set (``single``, rank 0 of 1); a ``problem`` if they are malformed or incomplete.
     """
     try:
         found = process_context.read_identity(os.environ)

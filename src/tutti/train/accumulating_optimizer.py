@@ -75,7 +75,8 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
             if closure is not None:
                 loss = run.custom.step_with(index, closure, partial(call, self, "step"), replaced)
             else:
-                run.custom.step(index)
+                with run.lifecycle.values.updating():
+                    run.custom.step(index)
         return loss
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:

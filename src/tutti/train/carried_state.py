@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
@@ -220,6 +221,18 @@ class CarriedValues(TorchFunctionMode):
         if self._here is not None:
             self._here = None
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Return a context manager for an update of the parameters, in which this mode follows no tensors.
+
+        Updated parameters depend on the samples of all workers, and so may what the script computes from them.
+        """
+        self._here, here = None, self._here
+        try:
+            yield
+        finally:
+            self._here = here
 
     def check(self, loss: Any) -> None:
         """Raise UsageError if the loss of the present micro-batch depends on samples of another logical worker.

@@ -47,7 +47,8 @@ def sync_floats(leaves: int, parameters: int, settings: int, variance: bool = Fa
     Args:
         leaves: gradients that the server sums in a step: one for each logical worker (share of the global batch), or
             one for each rank.
-        parameters: number of trained tensors.
+        parameters: number of trained tensors of the whole model; a push to each server carries as many floats for them,
+            whatever part of the parameters the server has.
         settings: number of hyperparameters of the optimizer.
         variance: whether the variance of the workers' gradients is measured.
 
@@ -62,7 +63,8 @@ def async_floats(parameters: int, settings: int) -> Mapping[int, int]:
     """Return how many 64-bit floats beside the gradients a push to an asynchronous parameter server carries.
 
     Args:
-        parameters: number of trained tensors.
+        parameters: number of trained tensors of the whole model; a push to each server carries as many floats for them,
+            whatever part of the parameters the server has.
         settings: number of hyperparameters of the optimizer.
 
     Returns:
