@@ -256,7 +256,9 @@ class _ShardMode(EditWatch):
             # A DTensor of a norm or a sum is not added up over the ranks by itself. All ranks read it.
             self.asked = True
             if (engine := self.engine()) is not None:
-                engine.agree_on_call(f"a number of a sharded tensor, read by the script ({name})")
+                engine.agree_on_call(
+                    f"a figure of a sharded tensor, which all ranks must read in {script_line()} ({name})"
+                )
             return func(first.full_tensor(), *args[1:], **kwargs)
         if self.wholes and func not in METADATA and (rows := self._rows(args, kwargs)) is not None:
             return self._elementwise(func, args, kwargs, rows)

@@ -157,7 +157,7 @@ class StageParameters(QuietMode):
             with torch.no_grad(), TorchFunctionDisabled():
                 shape, dtype, device = tensor.shape, tensor.dtype, self._comm.device
                 value = torch.empty(shape, dtype=dtype, device=device) if is_absent(tensor) else tensor.detach().clone()
-                self._comm.broadcast(value, rank, f"{name}, which the script reads in {script_line()}")
+                self._comm.broadcast(value, rank, f"{name}, which all ranks must read in {script_line()}")
             if torch.is_grad_enabled() and tensor.requires_grad:
                 with TorchFunctionDisabled():
                     # With a graph on every rank; the gradient counts on those that have the parameter.
