@@ -61,21 +61,31 @@ def generator() -> nn.Module:
 
 
 def critic() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4), nn.LeakyReLU(0.2), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4), nn.Softplus(), nn.Linear(4, 1))
 
 
 def tied() -> Models:
-    """One matrix is in the first layer of one model and in the last of the other."""
-    models = {"generator": nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)), "critic": critic()}
-    own = nn.Linear(8, 4)
-    own.weight = models["critic"][2].weight  # type: ignore[index]
-    models["generator"] = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), own, nn.Tanh(), nn.Linear(4, 2))
-    return models
+    """One matrix is in the last layer of the generator and in the first of the critic, and so on two ranks."""
+    last, first = nn.Linear(2, 2), nn.Linear(2, 2)
+    last.weight = first.weight
+    return {
+        "generator": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2), nn.Tanh(), last),
+        "critic": nn.Sequential(first, nn.Tanh(), nn.Linear(2, 8), nn.Softplus(), nn.Linear(8, 1)),
+    }
+
+
+def tied_to_whole() -> Models:
+    """One matrix is in a model that is whole on the last rank, and in the first layers of the other one."""
+    critic, narrow = Deciding(), nn.Linear(2, 1)
+    narrow.weight = critic.inner.weight
+    blocks = nn.Sequential(nn.Linear(3, 2), narrow, nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 2))
+    return {"critic": critic, "generator": blocks}
 
 
 MODELS: dict[str, Callable[[], Models]] = {
     "plain": lambda: {"generator": generator(), "critic": critic()},
     "tied": tied,
+    "tied to whole": tied_to_whole,
     "whole": lambda: {"generator": generator(), "critic": Deciding()},
     "small": lambda: {"generator": generator(), "critic": nn.Linear(2, 1)},
     "branching": lambda: {"critic": critic(), "generator": Branching()},
@@ -146,11 +156,9 @@ BODIES = {each.__name__: each for each in (adversarial, together, penalty)}
 def build(kind: str) -> tuple[Models, dict[str, Any]]:
     torch.manual_seed(0)
     models = {name: model.double() for name, model in MODELS[kind]().items()}
-    if kind == "tied":
-        models["generator"][2].weight = models["critic"][2].weight  # type: ignore[index]
     known: set[nn.Parameter] = set()
     optimizers = {}
-    for name, model in models.items():
+    for name, model in sorted(models.items(), reverse=True):  # a tied matrix is updated with the generator
         own = [p for p in model.parameters() if p not in known]
         known |= {*own}
         optimizers[name] = torch.optim.Adam(own, lr=0.01)

@@ -208,6 +208,33 @@ class ForwardRecord:
         return RecordedStage(self, range(first, behind), received, sent)
 
 
+def hold_tensors(stage: nn.Module, names: Iterable[str], plain: nn.Module) -> None:
+    """Register parameters and buffers of the whole model on a pipeline stage's module, under their names there.
+
+    Args:
+        stage: the module, changed in place; containers are added to it where they are missing.
+        names: names of the tensors in the whole model.
+        plain: the whole model; the tensors are shared with it, not copied.
+    """
+    for name in sorted(names):
+        path, _, key = name.rpartition(".")
+        tensor = getattr(plain.get_submodule(path), key)
+        if isinstance(tensor, nn.Parameter):
+            _container(stage, path).register_parameter(key, tensor)
+        else:
+            persistent = key not in non_persistent_buffers(plain.get_submodule(path))
+            _container(stage, path).register_buffer(key, tensor, persistent=persistent)
+
+
+def _container(stage: nn.Module, path: str) -> nn.Module:
+    at = stage
+    for key in filter(None, path.split(".")):
+        if key not in dict(at.named_children()):
+            at.add_module(key, nn.Module())
+        at = at.get_submodule(key)
+    return at
+
+
 class RecordedStage(nn.Module):
     """Module of one virtual pipeline stage, which runs the whole model's own forward but computes only its own blocks.
 
@@ -228,15 +255,7 @@ class RecordedStage(nn.Module):
         self.own, self.received, self.sent = own, received, sent
         for name in dict.fromkeys(record.calls[number].name for number in own):
             path, _, key = name.rpartition(".")
-            self._container(path).add_module(key, record.plain.get_submodule(name))
-
-    def _container(self, path: str) -> nn.Module:
-        at: nn.Module = self
-        for key in filter(None, path.split(".")):
-            if key not in dict(at.named_children()):
-                at.add_module(key, nn.Module())
-            at = at.get_submodule(key)
-        return at
+            _container(self, path).add_module(key, record.plain.get_submodule(name))
 
     def hold(self, names: Iterable[str], plain: nn.Module) -> None:
         """Register further parameters and buffers of the whole model on this pipeline stage, under their names there.
@@ -247,14 +266,7 @@ class RecordedStage(nn.Module):
             names: names of the tensors in the whole model.
             plain: the whole model; the tensors are shared with it, not copied.
         """
-        for name in sorted(names):
-            path, _, key = name.rpartition(".")
-            tensor = getattr(plain.get_submodule(path), key)
-            if isinstance(tensor, nn.Parameter):
-                self._container(path).register_parameter(key, tensor)
-            else:
-                persistent = key not in non_persistent_buffers(plain.get_submodule(path))
-                self._container(path).register_buffer(key, tensor, persistent=persistent)
+        hold_tensors(self, names, plain)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
         """Run the model's own forward up to the last block (module called as a unit) of this pipeline stage.

@@ -111,10 +111,9 @@ def stages_here(
     holders: dict[str, set[int]] = {}
     used: dict[str, set[int]] = {}
     callers: dict[str, set[int]] = {}
-    models = []
+    calls_before = {name: _calls_before(cuts, plain.get_submodule(name), streams) for name, cuts in found.items()}
     for name, cuts in found.items():
-        model = plain.get_submodule(name)
-        rows = _calls_before(cuts, model, streams)
+        model, rows = plain.get_submodule(name), calls_before[name]
         for stage, (nodes, held) in enumerate(zip(cuts.stages, _held(cuts, model), strict=True)):
             for tensor in held:
                 holders.setdefault(names[tensor], set()).add(stage)
@@ -123,7 +122,11 @@ def stages_here(
             for drawing, count in rows[stage + 1].items():
                 if count != rows[stage].get(drawing):
                     callers.setdefault(drawing, set()).add(stage % ranks)
-        virtual_stages = cut_into_stages(model, cuts.graph, cuts.bounds, _also(cuts, model), cuts.record)
+    models = []
+    for name, cuts in found.items():
+        model, rows = plain.get_submodule(name), calls_before[name]
+        also = _also(cuts, model, _held_in(name, model, holders, len(cuts.stages)))
+        virtual_stages = cut_into_stages(model, cuts.graph, cuts.bounds, also, cuts.record)
         own = {m for nodes in cuts.stages for _, m in modules_of(nodes, model) if id(m) not in streams}
         *calls, last = rows
         # Draws of the loss function continue where the model's last draw has ended, which may be on an earlier stage.
@@ -165,11 +168,21 @@ def _idle(cuts: stage_partition.StagePartition, model: nn.Module) -> set[str]:
     return {slot.name for slot in buffers([model]) if id(slot.get()) not in used} - everywhere
 
 
-def _also(cuts: stage_partition.StagePartition, model: nn.Module) -> list[frozenset[str]]:
+def _held_in(name: str, model: nn.Module, holders: Mapping[str, set[int]], stages: int) -> list[set[str]]:
+    """Return for each stage the names in a model of the parameters that the stage holds, also for other models.
+
+    A parameter that several models share has one name in checkpoints, the first, and each stage holds it under this.
+    """
+    names = {own: f"{name}.{own}".lstrip(".") for own, _ in model.named_parameters()}
+    return [{own for own, full in names.items() if stage in holders.get(full, ())} for stage in range(stages)]
+
+
+def _also(
+    cuts: stage_partition.StagePartition, model: nn.Module, held: Sequence[Collection[str]]
+) -> list[frozenset[str]]:
     """Return for each stage the names of tensors that it holds beside those of the modules that it calls."""
     everywhere = cuts.record.buffers if cuts.record is not None else frozenset[str]()
-    held = cuts.held(model)
-    also = [_aliases(row.keys(), model, nodes) | everywhere for row, nodes in zip(held, cuts.stages, strict=True)]
+    also = [_aliases(row, model, nodes) | everywhere for row, nodes in zip(held, cuts.stages, strict=True)]
     also[0] |= _idle(cuts, model)
     return also
 

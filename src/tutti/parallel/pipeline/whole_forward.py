@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from tutti.parallel.pipeline.recorded_forward import hold_tensors
 from tutti.torch_compat import uncompiled_call
 
 
@@ -62,12 +63,14 @@ class WholeStage(nn.Module):
         return self._plain[0]
 
     def hold(self, names: Iterable[str], plain: nn.Module) -> None:
-        """Do nothing: the stage has all tensors of the model.
+        """Register tensors of the whole model on a stage that computes nothing; another has all of them already.
 
         Args:
-            names: unused.
-            plain: unused.
+            names: names of the tensors in the whole model.
+            plain: the whole model; the tensors are shared with it, not copied.
         """
+        if self.whole is None:
+            hold_tensors(self, names, plain)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Any) -> Any:
         """Return the model's output, or an empty tuple on a stage that computes nothing.
