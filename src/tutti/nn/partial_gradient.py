@@ -14,7 +14,7 @@ from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.incomplete_gradient import CLEARING, IncompleteGradient
 from tutti.nn.script_mode import acts_by_element
-from tutti.nn.written_tensors import METADATA, may_write, share_memory
+from tutti.nn.written_tensors import METADATA, may_write, read_only, share_memory
 from tutti.torch_compat import TorchFunctionDisabled, in_backward, tensor_version, tree_leaves, tree_map_only
 from tutti.types import FullTensorGatherer
 
@@ -235,7 +235,7 @@ class PartGradient(IncompleteGradient):
             return found[0].write(wholes[id(found[0])])
         for each in found:
             result = GradientView.among(result, each, wholes[id(each)])
-        return _read_only(func, result)
+        return read_only(func, result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -483,7 +483,7 @@ class GradientView(Tensor):
                 each._gradient.write(each._whole)
                 each._seen = tensor_version(each._gradient.probe)
             result = GradientView.among(result, each._gradient, each._whole)
-        return _read_only(func, result)
+        return read_only(func, result)
 
     def _gather_again(self) -> None:
         """Gather the gradient if the script has edited it since. Collective then."""
@@ -491,13 +491,6 @@ class GradientView(Tensor):
         if version != self._seen:
             self._whole.copy_(self._gradient.assembled())
             self._seen = version
-
-
-def _read_only(func: Any, result: Any) -> Any:
-    """Return the result of a function; an array of NumPy, into which a write would be lost, as one to be read only."""
-    if func in (Tensor.numpy, Tensor.__array__):
-        result.setflags(write=False)
-    return result
 
 
 def _plain(view: Tensor) -> Tensor:

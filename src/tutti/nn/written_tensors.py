@@ -67,6 +67,18 @@ def may_write(func: Any) -> bool:
     return func == DATA or name in _NAMES or (name.endswith("_") and not name.startswith("__"))
 
 
+def read_only(func: Any, result: Any) -> Any:
+    """Return the result of a function of a gathered copy; a NumPy array, into which a write would be lost, read-only.
+
+    Args:
+        func: the function, as ``__torch_function__`` is given it.
+        result: its result; an array of ``Tensor.numpy`` or ``Tensor.__array__`` is changed in place.
+    """
+    if func in (Tensor.numpy, Tensor.__array__):
+        result.setflags(write=False)
+    return result
+
+
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Return whether a tensor of ``some`` has elements in memory that also holds elements of a tensor of ``others``.
 

@@ -165,6 +165,16 @@ def test_a_change_between_epochs_that_needs_the_whole_parameter_is_refused(chang
         worlds.forget(devices)
 
 
+def array_between_epochs(model: nn.Sequential) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        model[0].weight.detach().cpu().numpy()[:] = 1.0
+
+
+def test_a_numpy_array_of_a_sharded_parameter_cannot_be_written() -> None:
+    for got in worlds.run(2, between_epochs, strategy="sharded", change=array_between_epochs):
+        assert not isinstance(got, str), got
+
+
 @pytest.mark.parametrize("change", [halved_between_epochs, noise_between_epochs, mixed_between_epochs])
 def test_a_change_between_epochs_element_by_element_equals_one_device(change: Any) -> None:
     want = worlds.alone(between_epochs, strategy="single", change=change)

@@ -532,10 +532,10 @@ def numbered() -> int:
     torch.manual_seed(0)
     model = Scaled().double()
     run = tutti.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data(), batch_size=BATCH, strategy="pipeline")
-    for inputs, _ in run.microbatches(0):
+    for batch, (inputs, _) in enumerate(run.microbatches(0)):
         first = model(inputs, 0.5)
         for number in range(140):
-            model(inputs, 1 + number / 140)
+            model(inputs, 1 + batch + number / 140)
         run.backward((first + model(inputs, 0.5)).square().mean())
     return max(len(passes.messages._forms) for passes in run.replica.passes)
 
@@ -543,6 +543,26 @@ def numbered() -> int:
 def test_calls_with_ever_new_numbers_do_not_fill_the_memory() -> None:
     for remembered in worlds.run(2, numbered):
         assert remembered < 300
+
+
+def arrays() -> list[str]:
+    """What a script is told that writes the parameters of all stages by NumPy."""
+    torch.manual_seed(0)
+    model = layers(*[nn.Identity() for _ in range(3)]).double()
+    tutti.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data(), batch_size=BATCH, strategy="pipeline")
+    said = []
+    for parameter in model.parameters():
+        for array in (parameter.detach().cpu().numpy(), parameter.data.cpu().numpy()):
+            try:
+                array += 1.0
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_numpy_arrays_of_parameters_cannot_be_written() -> None:
+    for said in worlds.run(2, arrays):
+        assert len(said) >= 8 and all("read-only" in text for text in said)
 
 
 def own_values(place: str) -> str:

@@ -27,7 +27,7 @@ from tutti.nn.script_mode import (
     tensors_among,
     tutti_caller,
 )
-from tutti.nn.written_tensors import DATA, METADATA, may_write
+from tutti.nn.written_tensors import DATA, METADATA, may_write, read_only
 from tutti.parallel.fsdp.fsdp_refusals import refuse_gathered_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
@@ -259,7 +259,7 @@ class _ShardMode(EditWatch):
                 engine.agree_on_call(
                     f"a figure of a sharded tensor, which all ranks must read in {script_line()} ({name})"
                 )
-            return func(first.full_tensor(), *args[1:], **kwargs)
+            return read_only(func, func(first.full_tensor(), *args[1:], **kwargs))
         if self.wholes and func not in METADATA and (rows := self._rows(args, kwargs)) is not None:
             return self._elementwise(func, args, kwargs, rows)
         if self.written and func not in METADATA and any(each in self.full for each in tensors_among(args, kwargs)):

@@ -14,7 +14,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import is_absent
 from tutti.nn.partial_gradient import PartGradient, agree_on_operand
 from tutti.nn.script_mode import QuietMode, acts_by_element, is_of_lists, tensors_among, tutti_caller
-from tutti.nn.written_tensors import DATA, METADATA, may_write, share_memory
+from tutti.nn.written_tensors import DATA, METADATA, may_write, read_only, share_memory
 from tutti.torch_compat import TorchFunctionDisabled, in_backward, tree_map_only
 
 _FORMS = frozenset(
@@ -128,7 +128,7 @@ class StageParameters(QuietMode):
             shared = share_memory([*wholes.values()], tensors_among((result,), {}))
         if shared:
             self._refuse(given[0], getattr(func, "__name__", "").strip("_"))
-        return result
+        return read_only(func, result)
 
     def _write(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Tensor:
         """Write a parameter by element where this rank has it. Collective where another tensor is read."""
