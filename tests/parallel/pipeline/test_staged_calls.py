@@ -591,8 +591,8 @@ def own_values(place: str) -> str:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("inputs", "UsageError the script calls the model with other values on each stage"),
-        ("loss", "UsageError the script's loss gives the output of the model other values on each stage"),
+        ("inputs", "UsageError the script calls the model with other arguments on each stage"),
+        ("loss", "UsageError the script's loss gives the model's output other gradients on each stage"),
         ("twice", "RuntimeError Trying to backward through the graph a second time"),
     ],
 )

@@ -207,10 +207,10 @@ def _names_in(name: str, names: Collection[str]) -> list[str]:
 
 
 class _Trial:
-    """Finds out what the loss function does with a model that is whole, on the first micro-batch.
+    """Runs the loss function on the first micro-batch with the whole model, and records its calls of the model.
 
     Attributes:
-        several_calls: whether it calls the model several times, or asks for a gradient of its inputs.
+        several_calls: whether the loss function calls the model several times, or asks for a gradient of its inputs.
     """
 
     def __init__(self, plain: nn.Module) -> None:
@@ -285,7 +285,7 @@ class PipelineRunner(ReplicaPart):
         for model in holding.models:
             self.passes.append(StagePasses(self, model, self._comm, holding.drawn_apart))
             label = f"stages of {model.name}" if len(holding.models) > 1 else "stages"
-            self.summary = {**self.summary, **_said(label, model.cuts, config, self._ranks)}
+            self.summary = {**self.summary, **_summary(label, model.cuts, config, self._ranks)}
         if config.schedule == "zero_bubble" and len(self.passes) == 1:
             self.split_backwards = [SplitBackward(stage.module) for stage in self.passes[0].virtual_stages]
         if not self.own_backward:
@@ -395,7 +395,7 @@ class PipelineRunner(ReplicaPart):
         [passes] = self.passes
         flights: dict[tuple[int, int], MicroBatchState] = {}
         turn = _Turn(passes, loss, grad_hook)
-        passes.look_what_learns()
+        passes.update_learns()
         for each in self.split_backwards:
             each.look()
         self._forget_writes()
@@ -432,7 +432,7 @@ class PipelineRunner(ReplicaPart):
             self._finish_shared(count, turn)
         if not micro_batches[0].samples:
             self.forget()
-        return self._spread(turn, sum(micro_batch.samples for micro_batch in micro_batches))
+        return self._broadcast_sums(turn, sum(micro_batch.samples for micro_batch in micro_batches))
 
     def _expect(self, passes: StagePasses, action: Action, micro_batch: MicroBatch, training: bool) -> bool:
         """Start the receives of an action's inputs; False where their forms are not known yet."""
@@ -453,7 +453,7 @@ class PipelineRunner(ReplicaPart):
             flight.calls = self.split_backwards[chunk].record()
         self._relay.enter(stage, flight)
         try:
-            self._lose(stage, micro_batch, flight, turn)
+            self._compute_loss(stage, micro_batch, flight, turn)
         except Exception as error:
             # The other ranks wait for the broadcast in _agree_on_loss.
             fatal = isinstance(error, TuttiError) and not isinstance(error, UsageError)
@@ -467,7 +467,7 @@ class PipelineRunner(ReplicaPart):
             flight.moment = self.draws.moment
         return flight
 
-    def _lose(self, stage: int, micro_batch: MicroBatch, flight: MicroBatchState, turn: _Turn) -> None:
+    def _compute_loss(self, stage: int, micro_batch: MicroBatch, flight: MicroBatchState, turn: _Turn) -> None:
         """Call the loss function; on the last stage, store the root of backward and add to the loss sums."""
         with self.script_code():
             result = self._relay.call(turn.loss, micro_batch.batch)
@@ -517,12 +517,7 @@ class PipelineRunner(ReplicaPart):
         if last and turn.grad_hook is not None:
             turn.arm()
         if kind != "W" and flight.roots is None:
-            key = (stage + 1, *flight.key)
-            gradients = turn.passes.messages.receive("gradients", key)[0] if flight.leaving else []
-            # Some values require a gradient in some batches only; a gradient is None where the loss ignores the value.
-            pairs = [
-                (v, g) for v, g in zip(flight.leaving, gradients, strict=True) if v.requires_grad and g is not None
-            ]
+            pairs = turn.passes.receive_gradients(flight, stage, flight.key)
             flight.roots = BackwardRoots([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         roots = flight.roots
         self._reporting = last
@@ -624,7 +619,7 @@ class PipelineRunner(ReplicaPart):
             for parameter in self.shared.parameters:
                 self._grad_hook.gradient_ready(parameter)
 
-    def _spread(self, turn: _Turn, samples: int) -> LossSums:
+    def _broadcast_sums(self, turn: _Turn, samples: int) -> LossSums:
         """Broadcast the last stage's loss sums to every stage."""
         _, names = self._known[turn.grad_hook is not None]
         sums = torch.zeros(2 + len(names), dtype=torch.float64, device=self._comm.device)
@@ -795,7 +790,7 @@ def _refuse_attribute(error: AttributeError) -> NoReturn:
     ) from error
 
 
-def _said(
+def _summary(
     label: str, found: stage_partition.StagePartition, config: PipelineConfig | LayersConfig, ranks: int
 ) -> dict[str, str]:
     """Return lines for the run's header: where the model is cut, and how long devices are idle."""

@@ -29,7 +29,7 @@ class _StageBackward(NamedTuple):
         flight: state of the call on the stage.
         outputs: y_s, tensors with a gradient.
         given: h_s, the gradients of ``outputs``.
-        leaves: x_s, what the stage has received, and then the model's inputs.
+        leaves: x_s, the activations that the stage has received, and then the model's inputs.
         found: g_s, the gradients of ``leaves``; None where ``outputs`` do not depend on a leaf.
     """
 
@@ -77,7 +77,7 @@ class SecondBackward:
         own: list[Maybe] = [None] * len(self._inputs)
         for chunk, stage in self._stages_here(backwards=True):
             flight = self._flights[chunk]
-            pairs = roots if stage == passes.last else self._gradients(flight, stage, self._key)
+            pairs = roots if stage == passes.last else passes.receive_gradients(flight, stage, self._key)
             outputs = [tensor for tensor, _ in pairs]
             given = [gradient.detach().requires_grad_() for _, gradient in pairs]
             leaves = [leaf for leaf in (*flight.entered, *self._inputs) if leaf.requires_grad]
@@ -137,7 +137,7 @@ class SecondBackward:
             for chunk, stage in self._stages_here(backwards=True):
                 at = self._stages[chunk]
                 passes.replica.draws.moment = at.flight.moment
-                pairs = [] if stage == passes.last else self._gradients(at.flight, stage, key)
+                pairs = [] if stage == passes.last else passes.receive_gradients(at.flight, stage, key)
                 roots = [*starts[chunk], *pairs]
                 found: list[Maybe] = [None] * len(at.leaves)
                 if roots:
@@ -170,16 +170,8 @@ class SecondBackward:
         rows = [(chunk, chunk * passes.ranks + passes.here) for chunk in range(len(self._flights))]
         return rows[::-1] if backwards else rows
 
-    def _gradients(self, flight: MicroBatchState, stage: int, key: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
-        """Receive the gradients of what a stage has sent, and return those tensors that have one, with it."""
-        if not flight.leaving:
-            return []
-        received = self._passes.messages.receive("gradients", (stage + 1, *key))[0]
-        pairs = zip(flight.leaving, received, strict=True)
-        return [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad and gradient is not None]
-
     def _send_back(self, stage: int, found: Sequence[Maybe], key: tuple[Any, ...]) -> None:
-        """Send the gradients of what a stage has received; ``found`` begins with them."""
+        """Send the gradients of the activations that a stage has received; ``found`` begins with them."""
         entered = self._flights[stage // self._passes.ranks].entered
         if entered:
             self._passes.messages.send_gradients(found[: len(entered)], entered, (stage, *key))

@@ -149,12 +149,11 @@ def stages_here(
 def _held(cuts: stage_partition.StagePartition, model: nn.Module) -> list[set[int]]:
     """Return for each stage the ``id()`` of its parameters, and of buffers that the model's own forward reads there."""
     slots = buffers([model])
-    everywhere = cuts.record.buffers if cuts.record is not None else frozenset[str]()
     known = {id(slot.get()) for slot in slots}
     rows = [
         {id(p) for p in row.values()}
         | ({id(t) for t in read_directly(nodes, model).values()} & known)
-        | {id(slot.get()) for slot in slots if slot.name in everywhere}
+        | {id(slot.get()) for slot in slots if slot.name in cuts.buffers_everywhere}
         for row, nodes in zip(cuts.held(model), cuts.stages, strict=True)
     ]
     rows[0] |= {id(slot.get()) for slot in slots if slot.name in _idle(cuts, model)}
@@ -164,8 +163,7 @@ def _held(cuts: stage_partition.StagePartition, model: nn.Module) -> list[set[in
 def _idle(cuts: stage_partition.StagePartition, model: nn.Module) -> set[str]:
     """Return the names of buffers that no stage uses; the first one holds them."""
     used = set().union(*(tensors_of(nodes, model) for nodes in cuts.stages))
-    everywhere = cuts.record.buffers if cuts.record is not None else frozenset[str]()
-    return {slot.name for slot in buffers([model]) if id(slot.get()) not in used} - everywhere
+    return {slot.name for slot in buffers([model]) if id(slot.get()) not in used} - cuts.buffers_everywhere
 
 
 def _held_in(name: str, model: nn.Module, holders: Mapping[str, set[int]], stages: int) -> list[set[str]]:
@@ -181,8 +179,8 @@ def _also(
     cuts: stage_partition.StagePartition, model: nn.Module, held: Sequence[Collection[str]]
 ) -> list[frozenset[str]]:
     """Return for each stage the names of tensors that it holds beside those of the modules that it calls."""
-    everywhere = cuts.record.buffers if cuts.record is not None else frozenset[str]()
-    also = [_aliases(row, model, nodes) | everywhere for row, nodes in zip(held, cuts.stages, strict=True)]
+    rows = zip(held, cuts.stages, strict=True)
+    also = [_aliases(row, model, nodes) | cuts.buffers_everywhere for row, nodes in rows]
     also[0] |= _idle(cuts, model)
     return also
 

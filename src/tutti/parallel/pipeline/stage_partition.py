@@ -73,6 +73,11 @@ class StagePartition:
         """
         return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
 
+    @property
+    def buffers_everywhere(self) -> frozenset[str]:
+        """Names of the buffers that every stage holds, because a recorded forward reads them on each stage."""
+        return frozenset(() if self.record is None else self.record.buffers)
+
     def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
         """Return for each virtual pipeline stage the parameters that this stage uses, by name.
 

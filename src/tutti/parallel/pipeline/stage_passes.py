@@ -85,7 +85,8 @@ class StagePasses:
         virtual_stages: this rank's virtual stages, in order.
         messages: this rank's messages to and from its neighbours.
         calls_before: for each of this rank's stages, how often earlier stages call each module that has an RNG stream.
-        learns: result of the most recent ``look_what_learns``.
+        learns: for each virtual stage of the whole model, and for the model's output, whether the activations that it
+            receives need a gradient: the result of the most recent ``update_learns``.
         ranks, here: number of ranks of the stages, and this rank's index among them.
         last: index of the last stage in the whole model.
         has_last: whether this rank has the last stage.
@@ -113,7 +114,7 @@ class StagePasses:
         self._signature = inspect.signature(cut.model.forward)
         self.backwards = -1
 
-    def look_what_learns(self, asked: bool = False) -> tuple[bool, ...]:
+    def update_learns(self, asked: bool = False) -> tuple[bool, ...]:
         """Find which stages receive activations that need a gradient, by the present ``requires_grad`` of parameters.
 
         Called before each pass, because scripts freeze and unfreeze parameters; sets the attribute ``learns``. Not
@@ -369,12 +370,8 @@ class StagePasses:
             for chunk, flight in reversed([*enumerate(flights)]):
                 stage = chunk * self.ranks + self.here
                 self.replica.draws.moment = flight.moment
-                pairs: Sequence[tuple[Tensor, Any]] = roots
-                if stage != self.last:
-                    received = self.messages.receive("gradients", (stage + 1, *key))[0] if flight.leaving else []
-                    pairs = [pair for pair in zip(flight.leaving, received, strict=True) if pair[1] is not None]
-                tensors = [tensor for tensor, _ in pairs if tensor.requires_grad]
-                gradients = [gradient for tensor, gradient in pairs if tensor.requires_grad]
+                pairs = roots if stage == self.last else self.receive_gradients(flight, stage, key)
+                tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
                 leaves = [leaf for leaf in (*flight.entered, *inputs) if leaf.requires_grad]
                 flight.gradients.clear()
                 if tensors and accumulate:
@@ -387,6 +384,24 @@ class StagePasses:
                     own = [flight.gradients.get(number) for number in range(len(flight.entered))]
                     self.messages.send_gradients(own, flight.entered, (stage, *key))
             self.messages.finish()
+
+    def receive_gradients(
+        self, flight: MicroBatchState, stage: int, key: tuple[Any, ...]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Wait for the gradients of the activations that a stage has sent. Nothing arrives where none needs a gradient.
+
+        Args:
+            flight: state of the micro-batch on the stage.
+            stage: index of the virtual stage in the whole model; this rank holds the stage.
+            key: equal for backwards in which the same activations have gradients.
+
+        Returns:
+            Pairs of an activation and its gradient; without those that the loss ignores, or that require none in this
+            micro-batch.
+        """
+        received = self.messages.receive("gradients", (stage + 1, *key))[0] if flight.leaving else []
+        pairs = zip(flight.leaving, received, strict=True)
+        return [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad and gradient is not None]
 
     @contextmanager
     def accumulating(self, accumulate: bool) -> Iterator[None]:

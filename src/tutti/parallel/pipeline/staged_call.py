@@ -90,10 +90,10 @@ class StagedModel:
         compared = self._calls & (self._calls - 1) == 0
         if compared:
             numbers = [torch.tensor(float(leaf)) for leaf in leaves if isinstance(leaf, int | float)]
-            self.compare([*inputs, *numbers], "the script calls the model with")
+            self.compare([*inputs, *numbers], "the script calls the model with other arguments on each stage")
         asked = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         with self.passes.replica.model_code():
-            learns = self.passes.look_what_learns(asked)
+            learns = self.passes.update_learns(asked)
             trains = torch.is_grad_enabled() and learns[-1]
             key = (trains, learns, structure, *(_form_of_argument(leaf, self.comm.device) for leaf in leaves))
             self._forget_oldest(key)
@@ -138,14 +138,14 @@ class StagedModel:
             )
 
     def compare(self, tensors: Sequence[Tensor | None], what: str) -> None:
-        """Compare tensors that the ranks of all stages should have alike: sums of their elements, to a thousandth.
+        """Check that tensors are equal on the ranks of all stages: compare sums of their elements, to a thousandth.
 
         Collective over the stages' ranks: an all-gather of three numbers a tensor. Rounding of ranks whose devices
         differ, or add in another order, is no difference.
 
         Args:
             tensors: this rank's tensors, as many on every rank; None for no tensor.
-            what: words for the error message, which continues with "other values on each stage".
+            what: the error message's first sentence.
 
         Raises:
             UsageError: the tensors differ; raised on every rank.
@@ -153,14 +153,14 @@ class StagedModel:
         if not tensors:
             return
         mine = torch.stack([_figures(tensor, self.comm.device) for tensor in tensors])
-        rows = self.comm.gather_slices(mine.flatten(), "sums of what stages should have alike")
+        rows = self.comm.gather_slices(mine.flatten(), "sums of tensors that are equal on all stages")
         table = rows.view(self.comm.size, *mine.shape).nan_to_num()
         apart = (table - table[0]).abs().amax(dim=(0, 2)) > 1e-3 * table[:, :, 2].amax(0).clamp(min=0)
         if bool(apart.any()):
             raise UsageError(
-                f"{what} other values on each stage",
+                what,
                 where=script_line(),
-                why="the ranks of all stages run the loop on one batch, and each would learn from values of its own",
+                why="the ranks of all stages compute one forward and backward of the model together",
                 remedy="compute them from the batch and from torch's random numbers, which are the same on these ranks;"
                 " give Python's random and NumPy the same seed on every rank",
             )
@@ -353,7 +353,7 @@ class _Call:
                 " freed. Specify retain_graph=True in the first backward"
             )
         if self._compared:
-            self._model.compare(gradients, "the script's loss gives the output of the model")
+            self._model.compare(gradients, "the script's loss gives the model's output other gradients on each stage")
 
     def backward(self, gradients: Sequence[Tensor | None], accumulate: bool, keep: bool) -> list[Tensor | None]:
         """Pass the gradients of the outputs back through all stages, and return those of the inputs. Collective.
@@ -472,7 +472,7 @@ def _text_of(structure: Any) -> str | None:
         text: str = treespec_dumps(structure)
     except (NotImplementedError, TypeError, ValueError):
         return None
-    # What a dict of keys other than texts comes back as is not what it was.
+    # JSON turns the keys of a dict into strings, so that a dict with other keys does not survive the round trip.
     return text if treespec_loads(text) == structure and json.loads(text) is not None else None
 
 
