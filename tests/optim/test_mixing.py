@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.parallel import mixers
 from tutti.optim import LAMB, Muon, mixing
@@ -160,3 +161,23 @@ def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_with_empty_slices_alone_mixes_nothing() -> None:
     empty = [nn.Parameter(torch.zeros(0, 6)), nn.Parameter(torch.zeros(0))]
     assert mixing.mixing_of(torch.optim.SGD(empty, lr=0.1)) == mixing.Mixing()
+
+
+def test_no_hook_for_all_optimizers_is_called_in_a_trial() -> None:
+    class Plain(torch.optim.SGD):
+        """A class that no earlier trial has seen."""
+
+    called: list[Any] = []
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        called.append(optimizer)
+
+    handles = [register_optimizer_step_pre_hook(hook), register_optimizer_step_post_hook(hook)]
+    try:
+        optimizer = Plain(mixers.model().parameters(), lr=0.1)
+        assert mixing_of(optimizer) == ALONE and called == []
+        optimizer.step()
+        assert called == [optimizer, optimizer]
+    finally:
+        for handle in handles:
+            handle.remove()

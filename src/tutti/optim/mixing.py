@@ -25,7 +25,7 @@ from tutti.comm.partition import block
 from tutti.optim.factory import built_alike, is_known, is_plain, settings_of
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.muon import Muon
-from tutti.torch_compat import FunctionModesDisabled
+from tutti.torch_compat import FunctionModesDisabled, step_hooks
 
 _SCALES = (1.0, 30.0, 0.03, 1e3, 1e-3, 1.0)
 """Scale of the gradients in each step: large steps after small ones, so that limits on an update take effect."""
@@ -172,7 +172,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
 def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
     closure = needs_closure(optimizer)
     wholes = [_Cut(i, _itself) for i in range(len(trial.values))]
-    with _own_generators():
+    with _without_effects(optimizer):
         before = random.getstate(), _numpy_state()
         written = set[str]()
         try:
@@ -202,13 +202,19 @@ def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing
 
 
 @contextmanager
-def _own_generators() -> Iterator[None]:
-    """Within the block the optimizer may draw from the global generators without an effect on later draws."""
+def _without_effects(optimizer: Optimizer) -> Iterator[None]:
+    """Within the block steps call no hook for all optimizers, and draw from the global generators without an effect."""
     states = random.getstate(), np.random.get_state()
+    _, _, *everywhere = step_hooks(optimizer)
+    hooks = [dict(table) for table in everywhere]
     with torch.random.fork_rng(devices=[]):
         try:
+            for table in everywhere:
+                table.clear()
             yield
         finally:
+            for table, before in zip(everywhere, hooks, strict=True):
+                table.update(before)
             random.setstate(states[0])
             np.random.set_state(states[1])
 
@@ -476,7 +482,7 @@ def unlike_one_closure(optimizer: Optimizer) -> str | None:
             type(copy).step(copy)
         return [param.detach() for param in params]
 
-    with _own_generators(), FunctionModesDisabled():
+    with _without_effects(optimizer), FunctionModesDisabled():
         try:
             got = stepped(with_closure=True)
             if len(calls) != 1:
