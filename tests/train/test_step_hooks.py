@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tutti
 from tests import worlds
@@ -41,11 +42,12 @@ def mean(model: Any, batch: Any) -> Any:
     return model(batch[0]).square().mean()
 
 
-def trained(strategy: str, hook: Hook, loop: bool = True) -> Any:
+def trained(strategy: str, hook: Hook | None = None, loop: bool = True) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    optimizer.register_step_pre_hook(hook)
+    if hook is not None:
+        optimizer.register_step_pre_hook(hook)
     if strategy == "plain":
         for batch in DATA.tensors[0].split(4):
             optimizer.zero_grad()
@@ -84,4 +86,27 @@ def test_hooks_that_would_see_parts_are_refused_before_the_update(strategy: str,
 def test_other_hooks_equal_one_device(strategy: str, hook: Hook, loop: bool) -> None:
     want = trained("plain", hook)
     for state in worlds.run(2, trained, strategy=strategy, hook=hook, loop=loop):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+def trained_twice(first: str, second: str, hook: Hook) -> Any:
+    """Train under two strategies in turn, with a hook for all optimizers of the process; return the second result."""
+    handle = register_optimizer_step_pre_hook(hook)
+    try:
+        trained(first)
+        return trained(second)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("second", "hook"), [("central_storage", counted), ("sharded:stage=1", centred)])
+def test_hooks_for_all_optimizers_are_refused_in_each_run(second: str, hook: Hook) -> None:
+    for updates, said in worlds.run(2, trained_twice, first="sharded:stage=1", second=second, hook=hook):
+        assert updates == 0 and "a step hook of an optimizer" in said and f"'{second.partition(':')[0]}'" in said
+    worlds.forget(2)
+
+
+def test_hooks_for_all_optimizers_may_mix_elements_outside_of_runs_with_parts() -> None:
+    want = trained("plain", clipped)
+    for state in worlds.run(2, trained_twice, first="sharded:stage=1", second="plain", hook=clipped):
         torch.testing.assert_close(state, want, rtol=0, atol=1e-10)

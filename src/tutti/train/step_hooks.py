@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from tutti.nn.written_tensors import DATA, METADATA
 from tutti.torch_compat import step_hooks
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+_guards: WeakSet[StepHookGuard] = WeakSet()
 
 
 class StepHookGuard:
@@ -36,12 +38,14 @@ class StepHookGuard:
 
     def __init__(self, optimizer: Optimizer, strategy: str, is_part: Callable[[Tensor], bool] | None) -> None:
         self._optimizer, self._strategy, self._is_part = ref(optimizer), strategy, is_part
+        _guards.add(self)
 
     def check(self) -> None:
         """Replace step hooks that the script has registered since the previous call by watched ones. Not collective.
 
         A watched hook calls the script's hook, and raises UsageError where that mixes elements of parts of parameters
-        or gradients. Hooks for all optimizers of the process are replaced, too.
+        or gradients. Hooks for all optimizers of the process are replaced, too; called with an optimizer without a
+        guard, they act as before.
 
         Raises:
             UsageError: the script has registered a step hook, and the optimizer's hooks are not called, or not for all
@@ -50,22 +54,39 @@ class StepHookGuard:
         optimizer = self._optimizer()
         for hooks in () if optimizer is None else step_hooks(optimizer):
             for key, hook in hooks.items():
-                if isinstance(hook, _WatchedHook) or hook_package(hook) in ("torch", "tutti"):
+                # Another run's guard may have replaced a hook for all optimizers.
+                of_script = hook.of_script if isinstance(hook, _WatchedHook) else hook
+                if hook_package(of_script) in ("torch", "tutti"):
                     continue
                 if self._is_part is None:
-                    _refuse_step_hook(hook, self._strategy)
-                hooks[key] = _WatchedHook(hook, self._strategy, self._is_part)
+                    _refuse_step_hook(of_script, self._strategy)
+                hooks[key] = _WatchedHook(of_script)
+
+    def watching(self, optimizer: Optimizer, hook: Any) -> _PartsWatched | None:
+        """Return a function mode that raises UsageError where a step hook mixes elements of parts.
+
+        Args:
+            optimizer: the optimizer that steps.
+            hook: the script's step hook, for the error.
+
+        Returns:
+            The mode, not entered; None for an optimizer that is not this guard's.
+        """
+        if self._is_part is None or self._optimizer() is not optimizer:
+            return None
+        return _PartsWatched(partial(_refuse_step_hook, hook, self._strategy), self._is_part)
 
 
 class _WatchedHook:
     """A step hook that raises UsageError where it mixes elements of parts of parameters or gradients."""
 
-    def __init__(self, hook: Any, strategy: str, is_part: Callable[[Tensor], bool]) -> None:
-        self._hook, self._strategy, self._is_part = hook, strategy, is_part
+    def __init__(self, of_script: Any) -> None:
+        self.of_script = of_script
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        with _PartsWatched(partial(_refuse_step_hook, self._hook, self._strategy), self._is_part):
-            return self._hook(optimizer, args, kwargs)
+        found = (guard.watching(optimizer, self.of_script) for guard in _guards)
+        with next((mode for mode in found if mode is not None), nullcontext()):
+            return self.of_script(optimizer, args, kwargs)
 
 
 class _PartsWatched(TorchFunctionMode):
