@@ -833,6 +833,12 @@ def test_a_private_name_does_what_it_is_used_for(check: Callable[[], None]) -> N
     check()
 
 
+def test_releases_without_a_count_of_references_report_more_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    tensor = torch.empty(4)
+    assert storage_uses(tensor) < storage_uses(tensor) < storage_uses(tensor)
+
+
 def test_every_name_is_touched() -> None:
     public = {
         name

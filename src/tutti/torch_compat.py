@@ -7,6 +7,7 @@ of CPython are in ``python_compat.py``, which loads no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 from collections.abc import Callable
@@ -260,17 +261,21 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+_more_uses = itertools.count()
+
+
 def storage_uses(tensor: Tensor) -> int:
     """Return the number of references to a tensor's storage: the tensor itself, its views, and Python's own objects.
 
     No public function tells whether a script keeps a view. Compare the number only with an earlier one of the same
-    storage: it is larger if there are more tensors on the storage now.
+    storage: it is larger if there are more tensors on the storage now. In a release without the private function, of
+    which torch 2.13 is tested, every number is larger than earlier ones, as if there were more tensors.
 
     Args:
         tensor: the tensor.
     """
-    uses: int = torch._C._storage_Use_Count(storage_key(tensor))
-    return uses
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return next(_more_uses) if count is None else count(storage_key(tensor))
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
