@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,6 +44,19 @@ def multiplied_through_data(net: nn.Module, optimizer: Any, number: float) -> No
 def multiplied_anew(net: nn.Module, optimizer: Any, number: float) -> None:
     for parameter in net.parameters():
         parameter.grad = parameter.grad.mul(number)  # type: ignore[union-attr]
+
+
+class Pair(NamedTuple):
+    """Two tensors, as a script may give them to ``torch.stack``."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def multiplied_in_pairs(net: nn.Module, optimizer: Any, number: float) -> None:
+    for parameter in net.parameters():
+        gradient: Any = parameter.grad
+        parameter.grad = torch.stack(Pair(gradient * number, gradient * number)).mean(0)
 
 
 def multiplied_in_groups(net: nn.Module, optimizer: Any, number: float) -> None:
@@ -121,7 +134,10 @@ def trained(
 GRADIENTS = [
     ("sharded:stage=2", multiplied),
     *(("sharded", edit) for edit in (multiplied, multiplied_by_a_tensor, multiplied_together, multiplied_in_groups)),
-    *(("sharded", edit) for edit in (multiplied_through_data, multiplied_anew, decayed, clipped, clamped)),
+    *(
+        ("sharded", edit)
+        for edit in (multiplied_through_data, multiplied_anew, multiplied_in_pairs, decayed, clipped, clamped)
+    ),
 ]
 
 

@@ -20,7 +20,6 @@ from tutti.torch_compat import TorchFunctionDisabled, local_tensor, storage_key
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-_NESTED = (list, tuple)
 _VALUES_STAY = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_"))
 _PLAIN = (bool, int, float, complex, str, slice, torch.dtype, torch.device, type(None), type(...))
 
@@ -85,7 +84,7 @@ class ScriptEdits:
             args, kwargs: its arguments.
             result: what the call has returned.
         """
-        if not kwargs and not any(id(each) in self._ids or type(each) in _NESTED for each in args):
+        if not kwargs and not any(id(each) in self._ids or isinstance(each, list | tuple) for each in args):
             # Most calls of a script.
             return
         known: dict[int, tuple[Tensor, _Record]] = {}
@@ -199,7 +198,7 @@ class EditWatch(QuietMode):
         return result
 
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call of the script; subclasses refuse calls, and give others another result."""
+        """Return the result of a call of the script; subclasses refuse some calls, and change the result of some."""
         return func(*args, **kwargs)
 
 
