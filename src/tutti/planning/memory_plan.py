@@ -26,7 +26,7 @@ from tutti.parallel.fsdp import fsdp_wrap_policy
 from tutti.planning.planned_run import PlannedRun
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
-from tutti.torch_compat import FakeTensorMode
+from tutti.torch_compat import FakeTensorMode, is_dtensor
 from tutti.train.main import built, prepare_process, prepared
 from tutti.workload.memory_formula import DeviceSplit, Memory, State, state_memory
 from tutti.workload.tensor_memory import Tracker, bytes_of
@@ -341,7 +341,7 @@ def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
     on_device = peak_memory(world.device)
     peak = tracker.peak if on_device is None else on_device
     parts = nn.ModuleList(run.replica.parts)
-    plain = [p for p in parts.parameters() if not hasattr(p, "to_local")]
+    plain = [p for p in parts.parameters() if not is_dtensor(p)]
     state = bytes_of([*plain, *run.replica.sharded.values()]), bytes_of(list(parts.buffers()))
     kept = [
         v for o in run.gradient_sync.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)

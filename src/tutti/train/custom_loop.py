@@ -131,7 +131,7 @@ class CustomLoop:
         self._alone = self._averaged = False
         self._ending: StepContext | None = None
         self._void: VoidBody | None = None
-        # Closures: whether this evaluation is not the first of its step; by optimizer what it does with a closure.
+        # Closures: whether this evaluation is not the first of its step; by optimizer why its step takes none.
         self._evaluated_again = False
         self._closures: dict[int, str | None] = {}
 

@@ -267,7 +267,7 @@ def prepare_run(
 
     # Layout: tensor slices, stages, activation checkpointing, compilation.
     layout, sync = choice.counted(checked.epochs.steps).make(_as_one(run_context, checked.together))
-    # What the script has: hooks, reads of parameters and other optimizers, found before objects are replaced.
+    # Hooks, reads of parameters and other optimizers of the script, found before objects are replaced.
     sharded = grid.shard > 1 and bool(checked.optimizers)
     others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
     hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
@@ -381,7 +381,7 @@ def _run_settings(
     in_bf16: Mapping[str, str],
     warn: Callable[[str], None] | None,
 ) -> RunSettings:
-    """Return what the run does around each step, from the checked arguments and what was made of them."""
+    """Return the settings of the run's steps, from the checked arguments and the objects made of them."""
     choice, contract = checked.choice, checked.contract
     return RunSettings(
         max_nonfinite=o.max_nonfinite,

@@ -322,7 +322,7 @@ class Run:
                 try:
                     yield shown(part.batch)
                 except GeneratorExit:
-                    # A break, or an exception of one rank alone: what is collective waits for a call of all ranks.
+                    # A break, or an exception of one rank alone: collective calls wait until all ranks make them.
                     if self.lifecycle.drawn is part:
                         self.lifecycle.drawn = None
                         self.callbacks.leave_step()

@@ -95,7 +95,7 @@ class _PartsWatched(TorchFunctionMode):
     def __init__(self, refuse: Callable[[], NoReturn], is_part: Callable[[Tensor], bool]) -> None:
         super().__init__()
         self._refuse, self._is_part = refuse, is_part
-        # Gradients, and what the hook has made of parts, by identity.
+        # Gradients, and tensors that the hook has computed from parts, by identity.
         self._made: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

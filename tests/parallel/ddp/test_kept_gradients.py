@@ -138,7 +138,7 @@ def mean(model: Any, batch: Any) -> Any:
     return model(batch[0]).square().mean()
 
 
-def trained(strategy: str, loop: bool = False) -> Any:
+def trained(strategy: str) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
     optimizer = WithEarlierGradient(model.parameters())
@@ -149,13 +149,8 @@ def trained(strategy: str, loop: bool = False) -> Any:
             optimizer.step()
         return dict(model.state_dict())
     run = tutti.prepare(model, optimizer, DATA, mean, strategy=strategy, batch_size=2, shuffle=False, clip=10)
-    for batch in run.microbatches(0) if loop else run.epoch(0):
-        if loop:
-            optimizer.zero_grad()
-            run.backward(mean(model, batch))
-            optimizer.step()
-        else:
-            run.step(batch)
+    for batch in run.epoch(0):
+        run.step(batch)
     return dict(run.state())
 
 

@@ -23,7 +23,7 @@ class LocalGradients:
 
     For runs with one worker a rank; it implements methods of ``AloneLoopSync``. The model on a rank and the script's
     optimizers are those of the rank's worker, so that ``.grad`` after ``run.backward`` is the whole gradient of the
-    worker's own samples, which the script may edit; other workers have others.
+    worker's own samples, which the script may edit, and differs between workers.
 
     Attributes:
         gradient_at: ``"rank"``: this rank has the whole gradient.
@@ -51,15 +51,13 @@ class LocalGradients:
         """Note that the script has left its own loop over an epoch; with one logical worker a rank without effect.
 
         With several workers a rank, buffers that the script writes within the loop count for the rank's last worker
-        alone, and those that it writes after this call for all of them; one worker is both. A logical worker is a fixed
-        share of the global batch with parameters and buffers of its own. Not collective.
+        alone, and buffers that it writes after this call for all of them; with one worker both are the same. A logical
+        worker is a fixed share of the global batch with parameters and buffers of its own. Not collective.
         """
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return a list of (name, parameter) of the parameters that are or were trainable in this run, in the model's
-        order.
-        """
+        """Return (name, parameter) pairs of the parameters that are or were trainable in this run, in model order."""
         return self._trained
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
