@@ -43,6 +43,15 @@ class Centred(nn.Module):
         return loss
 
 
+class Moved(Centred):
+    """The same loss, whose centre is written in place."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.cross_entropy(outputs - self.centre, targets)
+        self.centre.mul_(0.9).add_(outputs.detach().mean(0), alpha=0.1)
+        return loss
+
+
 class Bank:
     """A loss with a memory of embeddings of earlier batches, as in cross-batch memory (arXiv 1912.06798)."""
 
@@ -81,11 +90,13 @@ class Logged:
 
 
 class Taught:
-    """A loss towards a teacher in training mode, whose batch norm counts on."""
+    """A loss towards a teacher in training mode, whose norm layers count on."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
-        self.teacher = network().requires_grad_(False)
+        averages = nn.InstanceNorm1d(4, track_running_stats=True)
+        layers = nn.Linear(3, 8), nn.Unflatten(1, (4, 2)), averages, nn.Flatten(), nn.Linear(8, 3)
+        self.teacher = nn.Sequential(network(), *layers).double().requires_grad_(False)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.mse_loss(outputs, self.teacher(outputs.new_ones(len(outputs), 4).mul(targets[:, None])))
@@ -100,13 +111,18 @@ class Cleared:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.mask is None:
-            self.mask = torch.ones(3).to(outputs)
+            self.mask = torch.ones_like(outputs[0]) * torch.ones(3).to(outputs)
         self.sums.zero_()
         self.sums += outputs.detach().sum(0)
         return functional.cross_entropy(outputs * self.mask + 0 * self.sums, targets)
 
 
-CARRYING: dict[str, Callable[[], Any]] = {"a loss module": Centred, "a bank": Bank, "a baseline": Baseline}
+CARRYING: dict[str, Callable[[], Any]] = {
+    "a loss module": Centred,
+    "a loss module, in place": Moved,
+    "a bank": Bank,
+    "a baseline": Baseline,
+}
 HARMLESS: dict[str, Callable[[], Any]] = {"a log": Logged, "a teacher": Taught, "a workspace": Cleared}
 
 
@@ -160,10 +176,36 @@ def test_values_of_which_no_gradient_depends_are_right(kind: str, form: str) -> 
         assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
-def together(strategy: str) -> Any:
+def followed(strategy: str) -> Any:
+    """Train towards a teacher that follows the updated parameters, as in mean teacher (arXiv 1703.01780)."""
+    torch.manual_seed(0)
+    model, teacher = network(), network().requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, dataset(), strategy=strategy, workers=4, batch_size=12, seed=0)
+    for inputs, targets in run.microbatches(0):
+        outputs = model(inputs)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(outputs, targets) + functional.mse_loss(outputs, teacher(inputs))
+        run.backward(loss)
+        optimizer.step()
+        if run.stepped:
+            with torch.no_grad():
+                for own, new in zip(teacher.parameters(), model.parameters(), strict=True):
+                    own.lerp_(new, 0.5)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1"])
+def test_a_teacher_may_follow_the_updated_parameters(strategy: str) -> None:
+    [want] = worlds.run(1, followed, strategy="single")
+    for got in worlds.run(2, followed, strategy=strategy):
+        assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+def together(strategy: str, kind: type[Centred]) -> Any:
     """The way out: the loss module is prepared with the model."""
     torch.manual_seed(0)
-    model, criterion = network(), Centred()
+    model, criterion = network(), kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = tutti.prepare(
         *([model, criterion], optimizer, dataset(), lambda both, batch: both[1](both[0](batch[0]), batch[1])),
@@ -174,7 +216,8 @@ def together(strategy: str) -> Any:
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-def test_a_loss_module_among_the_models_has_its_values_for_each_worker() -> None:
-    [want] = worlds.run(1, together, strategy="single")
-    for got in worlds.run(3, together, strategy="mirrored"):
+@pytest.mark.parametrize("kind", [Centred, Moved])
+def test_a_loss_module_among_the_models_has_its_values_for_each_worker(kind: type[Centred]) -> None:
+    [want] = worlds.run(1, together, strategy="single", kind=kind)
+    for got in worlds.run(3, together, strategy="mirrored", kind=kind):
         assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())

@@ -271,8 +271,9 @@ class CarriedValues(TorchFunctionMode):
         if name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # In training, batch norm writes its averages and does not read them.
-        trains = func is functional.batch_norm and (args[5] if len(args) > 5 else kwargs.get("training", False))
+        # In training, instance norm writes its averages and does not read them. Of batch norm no write is seen.
+        is_norm = func is functional.instance_norm
+        trains = is_norm and (args[5] if len(args) > 5 else kwargs.get("use_input_stats", True))
         seen = given[:1] if trains or name in _OF_FIRST else given
         overwrites = name in ("copy_", "fill_", "zero_")
         origins = self._origins(seen[1:] if overwrites else seen)
