@@ -1,4 +1,4 @@
-"""``tutti bench strategies``: what the Python code of strategies takes, from tiny runs in real processes."""
+"""``tutti bench strategies``: seconds of the strategies' Python code, from tiny runs in real processes."""
 
 from __future__ import annotations
 

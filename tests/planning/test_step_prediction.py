@@ -518,11 +518,7 @@ def test_an_operation_in_training_costs_more_than_its_kernel() -> None:
         "shared/operation/training/2": Figure(11e-6, "s", 5, 0.0),
     }
     prices = MeasuredCosts(replace(machine(), figures={**machine().figures, **figures}), "fp32", Network(2))
-    work = {
-        "matmul": OperatorWork(Affine(), Affine(), Affine(100)),
-        "other": OperatorWork(Affine(), Affine(), Affine()),
-    }
-    work["matmul"] = OperatorWork(Affine(1.0), Affine(), Affine(100))
+    work = {"matmul": OperatorWork(Affine(1.0), Affine(), Affine(100))}
     found = []
     for devices in (1, 2):
         prices.share_node(devices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -378,7 +378,7 @@ class MeasuredCosts:
         return total
 
     def _here(self, name: str, slower: float) -> tuple[str, float]:
-        """Return the curve of as many ranks at once as compute on a node, or else the one and by how much it slows."""
+        """Return the curve that was measured in as many ranks at once and 1; else the given one and its slowdown."""
         together = f"shared/{name.removeprefix('device/')}/{self._local}"
         return (together, 1.0) if together in self.machine.curves else (name, slower)
 
@@ -404,9 +404,9 @@ class MeasuredCosts:
         if self.overlaps:
             return StrategyWork()
         found = {
-            part: self.machine.figures[f"strategy/{key}/{part}"].value
-            for part in StrategyWork.__dataclass_fields__
-            if f"strategy/{key}/{part}" in self.machine.figures
+            part.name: self.machine.figures[f"strategy/{key}/{part.name}"].value
+            for part in fields(StrategyWork)
+            if f"strategy/{key}/{part.name}" in self.machine.figures
         }
         if not found:
             self.note("the Python work of the strategies takes no time: tutti bench strategies measures it")
@@ -616,7 +616,7 @@ class MeasuredCosts:
         return sorted(int(name.removeprefix(prefix)) for name in self.machine.curves if name.startswith(prefix))
 
     def _curve_of(self, kind: str, causal: bool, backward: bool) -> str:
-        """Return the curve of an operator with FLOP; an older file knows no causal attention, and no backward."""
+        """Return the curve of an operator with FLOP; older files have none of causal attention and of backwards."""
         if kind == "recurrent":
             self.note("recurrent layers compute at the rate of matrix products")
             kind = "matmul"

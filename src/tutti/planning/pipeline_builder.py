@@ -14,7 +14,7 @@ from tutti.config.sync_config import AllReduceConfig
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
-from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, known
+from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, beside_passes, known
 from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import StageFacts, gradient_vectors, rank_row_bytes
@@ -268,7 +268,7 @@ class PipelineBuilder(ReplicaBuilder):
         """
         held = [[self.facts.tensors[place] for place in facts.held(rank, ranks)] for rank in range(ranks)]
         return {
-            (rank, later): self.between_passes(held[rank], not (begun or later))
+            (rank, later): beside_passes(self.costs, self.work, held[rank], not (begun or later))
             for rank in range(ranks)
             for later in (False, True)
         }

@@ -378,7 +378,7 @@ class ReplicaBuilder:
         modules, rows = wrapped_module_count(gathered), row_tensors(self.facts.tensors, shards)
         for micro, samples in enumerate(count for worker in parts for count in worker):
             order = [REST, *names, LOSS]
-            between = self.between_passes(rows, micro == 0, modules)
+            between = beside_passes(self.costs, self.work, rows, micro == 0, modules)
             last = program.add(StepAction(0, "forward", between, known(last), text="hooks"))
             computed = [last]
             for number, name in enumerate(order):
@@ -439,7 +439,7 @@ class ReplicaBuilder:
         # What overlaps the last worker's backward cannot overlap the delays of the workers before it.
         self.delay(program, earlier)
         order = self._backward_order()
-        earliest, later = (self.between_passes(self.facts.tensors, first) for first in (True, False))
+        earliest, later = (beside_passes(self.costs, self.work, self.facts.tensors, first) for first in (True, False))
         ends: dict[str, int] = {}
         shown = samples
         if len(samples) > _SHOWN:
@@ -785,22 +785,6 @@ class ReplicaBuilder:
     def work(self) -> StrategyWork:
         """A ``StrategyWork``: seconds of the Python work of the configuration's strategy on the machine; cached."""
         return self.costs.strategy_work(strategy_key(self.config, self.shape))
-
-    def between_passes(self, tensors: Sequence[TensorFacts], first: bool, units: float | None = None) -> Array:
-        """Predict the seconds of a micro-batch on a device besides its passes: Python work and adding up gradients.
-
-        Calls the function ``beside_passes`` for the configuration's machine and strategy.
-
-        Args:
-            tensors: trainable parameters of the device, each with the elements of its gradient there.
-            first: whether the micro-batch is the first of the step.
-            units: number of tensors, or wrapped modules, that the Python work grows with; None: of ``tensors``.
-
-        Returns:
-            Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
-            constants.
-        """
-        return beside_passes(self.costs, self.work, tensors, first, units)
 
     def _group(self, group: GroupWork, phase: Pass, samples: int) -> Array:
         """Price a group's forward or backward on the slowest device."""

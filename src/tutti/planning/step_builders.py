@@ -16,7 +16,6 @@ from tutti.config.sync_config import (
     LocalSGDConfig,
     ParameterServerConfig,
     RowsConfig,
-    ShardedConfig,
 )
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
@@ -28,7 +27,7 @@ from tutti.planning.replica_builder import ReplicaBuilder
 from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.server_builder import ServerBuilder, is_elementwise
 from tutti.planning.step_delays import check_delays
-from tutti.planning.step_facts import StepFacts, pipeline_layout
+from tutti.planning.step_facts import StepFacts, pipeline_layout, zero_stage
 from tutti.planning.step_program import StepProgram
 
 
@@ -143,11 +142,11 @@ def build_step(
     layout, exchange = pipeline_layout(choice, shape), choice.exchange
     if layout is not None and isinstance(exchange, AllReduceConfig):
         return PipelineBuilder(*common).build(layout, exchange, parts), slow
-    if isinstance(exchange, ShardedConfig) or (isinstance(exchange, RowsConfig) and shape["shard"] > 1):
-        builder = ReplicaBuilder(*common)
-        if exchange.stage > 1 and shape["shard"] > 1:
-            return builder.fully_sharded(exchange.stage, parts), slow
-        return builder.sharded_optimizer(parts), slow
+    stage = zero_stage(choice, shape)
+    if stage > 1:
+        return ReplicaBuilder(*common).fully_sharded(stage, parts), slow
+    if stage == 1:
+        return ReplicaBuilder(*common).sharded_optimizer(parts), slow
     if isinstance(exchange, LocalSGDConfig):
         return ReplicaBuilder(*common).local_steps(exchange, parts, config.device_count), slow
     if isinstance(exchange, CentralConfig):

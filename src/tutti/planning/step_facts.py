@@ -15,6 +15,7 @@ from tutti.comm.partition import even_share
 from tutti.comm.shared_memory import SMALL_BYTES
 from tutti.comm.tree_sum import tree_sum_traffic
 from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.config.sync_config import RowsConfig, ShardedConfig
 from tutti.parallel.choice import Choice
 from tutti.parallel.ddp.buckets import Tail, plan_buckets
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
@@ -186,6 +187,21 @@ def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig 
     if not isinstance(layout, PipelineConfig | LayersConfig):
         return None
     return layout if choice.name != "hybrid" or shape["stage"] > 1 else None
+
+
+def zero_stage(choice: Choice, shape: Mapping[str, int]) -> int:
+    """Return the ZeRO stage by which a strategy runs on a device mesh; 0 for a strategy that does not shard by rows.
+
+    Stage 1 for ``sharded`` where there is a single shard, whatever its option ``stage``: ranks then hold whole tensors.
+
+    Args:
+        choice: a parallel strategy with its options, as parsed from ``--strategy``.
+        shape: size of each dimension of the device mesh by its name; of these ``shard`` is read.
+    """
+    exchange = choice.exchange
+    if isinstance(exchange, RowsConfig) and shape["shard"] > 1:
+        return exchange.stage
+    return int(isinstance(exchange, ShardedConfig))
 
 
 def gradient_vectors(

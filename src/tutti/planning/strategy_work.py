@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tutti.config.sync_config import (
-    AllReduceConfig,
-    CentralConfig,
-    LocalSGDConfig,
-    ParameterServerConfig,
-    RowsConfig,
-    ShardedConfig,
-)
+from tutti.config.sync_config import AllReduceConfig, CentralConfig, LocalSGDConfig, ParameterServerConfig
 from tutti.planning.planned_run import PlannedRun
+from tutti.planning.step_facts import zero_stage
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,8 @@ def strategy_key(config: PlannedRun, shape: Mapping[str, int]) -> str:
         return "pipeline"
     if shape["tensor"] > 1:
         return "tensor"
-    if isinstance(exchange, ShardedConfig) or (isinstance(exchange, RowsConfig) and shape["shard"] > 1):
-        return f"sharded-{exchange.stage}" if shape["shard"] > 1 else "sharded-1"
+    if stage := zero_stage(config.choice, shape):
+        return f"sharded-{stage}"
     if isinstance(exchange, LocalSGDConfig):
         return "local_sgd"
     if isinstance(exchange, CentralConfig):
