@@ -80,7 +80,7 @@ def bench(
             why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise UsageError("the result cannot be written", where=f"{flag} {path}", why=why, remedy="give a file")
     several = [count for count in counts if count > 1]
-    found = bench_machine(chosen, several, device, disk, scaling, counts if ranks else [1, *counts], _strategies)
+    found = bench_machine(chosen, several, device, disk, _strategies, scaling, counts if ranks else [1, *counts])
     write_machine(found, output)
     if svg is not None:
         write_machine_figure(found, svg)
@@ -93,7 +93,7 @@ def bench(
 
 
 def _strategies(world: World, found: Findings) -> None:
-    """Measure the Python work of the strategies, as one of the launched ranks, which alone import what they train."""
+    """Measure the Python work of the strategies in a launched rank; the command itself imports no training code."""
     from tutti.planning.bench_strategies import bench_strategies
 
     bench_strategies(world, found)

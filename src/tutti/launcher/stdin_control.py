@@ -22,8 +22,8 @@ def control_by_stdin(environ: MutableMapping[str, str]) -> None:
     thread reads. SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGKILL are taken, other lines are ignored. The end of the input
     means that the launcher is gone: with the value ``stdin`` this process then gets SIGTERM, and SIGKILL after 30
     seconds; with ``stdin-kill`` its process group gets SIGKILL at once, because a launcher may start the job's ranks
-    again. For all other readers standard input is empty from now on. SIGTTOU is ignored from
-    now on, as a rank is no foreground process of the launcher's terminal. To be called in the main thread.
+    again. From now on standard input is empty for all other readers, and SIGTTOU is ignored, because a rank is no
+    foreground process of the launcher's terminal. To be called in the main thread.
 
     Args:
         environ: environment variables; ``TUTTI_TETHER`` is removed.

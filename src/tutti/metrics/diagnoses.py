@@ -119,7 +119,7 @@ class Diagnoses:
 
 
 _WITHIN = ("tutti.", "torch.", "contextlib.")
-"""Names of modules, each with a point, between the user's own line and a report."""
+"""Prefixes, ending in dots, of the modules whose frames lie between the user's own line and a report."""
 
 
 def _outside() -> int:

@@ -155,5 +155,5 @@ def _by_hand(layers: int, micro_batches: int) -> tuple[float, float]:
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:
-    """Return the lower quartile: in some steps a rank spins for another one that something else has held up."""
+    """Return the lower quartile: in some steps a rank spins while it waits for a rank that another process delays."""
     return statistics.quantiles(seconds, n=4, method="inclusive")[0]

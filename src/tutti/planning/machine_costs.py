@@ -146,7 +146,7 @@ class StepCosts(Protocol):
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
                 class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
             samples: number of samples in the micro-batch, for which these functions are evaluated.
-            backward: whether the first of ``works`` is a backward, whose operators are others than a forward's.
+            backward: whether the first of ``works`` is a backward, whose operators run at rates of their own.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain

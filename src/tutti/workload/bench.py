@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tutti.workload.bench_timing import Findings
 
 Measure = Callable[["World", "Findings"], None]
-"""Measures something as one of the ranks of a launch, and adds it to the findings."""
+"""A measurement that each rank of a launch makes and adds to its findings."""
 PARTS = ("device", "links", "collectives", "data", "disk", "optimizer", "strategies")
 _ALONE, _TOGETHER = ("device", "optimizer", "data", "disk"), ("links", "collectives")
 _FACTS = "facts.json"
@@ -39,9 +39,9 @@ def bench_machine(
     ranks: Sequence[int],
     device: str,
     folder: Path,
+    strategies: Measure,
     scaling: Sequence[str] = (),
     counts: Sequence[int] = (),
-    strategies: Measure | None = None,
 ) -> Machine:
     """Measure parts of this machine, in processes that the launcher starts; blocks until all are measured.
 
@@ -50,9 +50,9 @@ def bench_machine(
         ranks: numbers of ranks to measure links and collectives with, one after the other.
         device: ``auto``, ``cpu`` or the name of an accelerator.
         folder: a folder on the disk to measure.
+        strategies: measures the part ``strategies``, with one rank and with two.
         scaling: a task and further flags of ``tutti train``, whose throughput is measured; empty for none.
         counts: numbers of devices to measure that throughput on.
-        strategies: measures the part ``strategies``, with one rank and with two.
 
     Returns:
         A ``Machine``: ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``,
@@ -120,7 +120,7 @@ class _Failed(TuttiError):
 
 
 def bench_rank(
-    parts: Sequence[str], device: str, begin: float, directory: Path, folder: Path, strategies: Measure | None
+    parts: Sequence[str], device: str, begin: float, directory: Path, folder: Path, strategies: Measure
 ) -> None:
     """Measure parts of the machine as one of the ranks that the launcher has started.
 
@@ -167,7 +167,7 @@ def bench_rank(
         bench_ranks.bench_collectives(world, found)
         bench_ranks.bench_overlap(world, found)
         bench_ranks.bench_jitter(world, found)
-    if "strategies" in parts and strategies is not None:
+    if "strategies" in parts:
         strategies(world, found)
     if world.identity.rank == 0:
         accelerator = is_accelerator(world.device)

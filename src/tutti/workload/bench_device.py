@@ -314,20 +314,18 @@ def _draw(
     works: Iterable[Callable[[], _Work]],
     device: torch.device,
     found: Findings,
-    unit: str = "FLOP",
     results: int = 1,
     seconds: float = _SECONDS,
-) -> int:
+) -> None:
     """Measure calls in increasing size, two at least and up to one of ``_LONG`` seconds or that memory cannot hold.
 
-    Each call has ``results`` results, and the curve has the seconds of one. Returns the number of points.
+    Each call has ``results`` results, and the curve, over FLOP, has the seconds of one.
     """
     points: list[CurvePoint] = []
     for make in works:
         if not _add_point(points, make, device, seconds, results):
             break
-    found.draw(name, unit, points)
-    return len(points)
+    found.draw(name, "FLOP", points)
 
 
 def _add_point(

@@ -65,8 +65,8 @@ class ElasticSampler(Sampler[int]):
         Args:
             epoch: number of the epoch, which seeds the order of the samples.
 
-            Raises:
-                ValueError: ``hvd.init`` was not called.
+        Raises:
+            ValueError: ``hvd.init`` was not called.
         """
         if epoch == self.epoch:
             return
