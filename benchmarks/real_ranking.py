@@ -5,7 +5,8 @@
     python benchmarks/real_ranking.py --case deep --save     # another model and other plans
     python benchmarks/real_ranking.py --record FILE --rounds 1     # adds a round to those that FILE has
 
-The plans of ``gpt`` were known while the prices were made; those of the other cases were measured afterwards.
+The plans of ``gpt`` were known while the prices were made. The plans of ``deep`` and ``images`` prompted no change of
+the prices; the first of their two rounds of 2026-11-27 ran before the last change, which ``gpt`` had prompted.
 
 ``tutti bench`` measures the machine, every plan is predicted from its file alone, as ``tutti plan`` does before it has
 measured steps, and then all plans are trained in turn, several rounds of them. A plan's measured step is the median
@@ -109,18 +110,20 @@ class Case:
         task, model: as ``tutti train`` takes them.
         batch: samples of a global batch.
         plans: the plans.
+        origin: how the plans came about beside the prices; kept with each result.
     """
 
     task: str
     model: str
     batch: int
     plans: Sequence[Plan]
+    origin: str
 
 
 CASES = {
-    "gpt": Case("text", "gpt:layers=2", 32, GPT),
-    "deep": Case("text", "gpt:layers=6,width=96,heads=4", 48, DEEP),
-    "images": Case("digits", "cnn", 128, IMAGES),
+    "gpt": Case("text", "gpt:layers=2", 32, GPT, "the prices were made with these plans known"),
+    "deep": Case("text", "gpt:layers=6,width=96,heads=4", 48, DEEP, "these plans prompted no change of the prices"),
+    "images": Case("digits", "cnn", 128, IMAGES, "these plans prompted no change of the prices"),
 }
 BENCH = ("device", "links", "collectives", "optimizer", "strategies")
 _SKIPPED = 4
@@ -235,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "rounds": len(rows[0]["rounds"]),
                 "steps": given.steps,
             },
-            "note": given.note,
+            "note": "; ".join(filter(None, (case.origin, given.note))),
             "plans": len(rows),
             "pairs": len(rows) * (len(rows) - 1) // 2,
             "pairs_told_apart": apart,
