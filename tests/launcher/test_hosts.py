@@ -61,7 +61,12 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "hosts"),
-    [("a slots=2 # two\n\n b\n", "a:2,b:1"), ("a:3\nb max_slots=4 slots=1\n", "a:3,b:1"), ("a max-slots=4", "a:1")],
+    [
+        ("a slots=2 # two\n\n b\n", "a:2,b:1"),
+        ("a:3\nb max_slots=4 slots=1\n", "a:3,b:1"),
+        ("a max-slots=4", "a:1"),
+        ("fe80::1 slots=2", "fe80::1:2"),
+    ],
 )
 def test_a_host_file_as_of_open_mpi_or_mpich(text: str, hosts: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
@@ -74,6 +79,7 @@ def test_a_host_file_as_of_open_mpi_or_mpich(text: str, hosts: str, tmp_path: Pa
         (b"a slots=2\nb c d\n", r"the host file has 'b c d' .*hosts:2"),
         (b"a slots= 2\n", "the host file has 'a slots= 2'"),
         (b"a cores=2\n", "the host file has 'a cores=2'"),
+        (b"a:2 slots=3\n", "the host file has 'a:2 slots=3'"),
         (b"# none\n", "has no host"),
         (b"\xff\xfea", "it is no text in UTF-8"),
     ],

@@ -120,13 +120,15 @@ def parse_host_file(path: Path) -> str:
             continue
         name, *options = words
         given = dict(option.replace("-", "_").split("=", 1) for option in options if "=" in option)
-        if len(given) < len(options) or given.keys() - {"slots", "max_slots"}:
+        # An address of IPv6 has more than one colon.
+        counted = name.count(":") == 1
+        if len(given) < len(options) or given.keys() - {"slots", "max_slots"} or (counted and given):
             raise UsageError(
                 f"the host file has '{' '.join(words)}'",
                 where=f"{path}:{number}",
                 remedy="write HOST slots=N or HOST:N, one host a line",
             )
-        hosts.append(name if name.count(":") == 1 and not given else f"{name}:{given.get('slots', 1)}")
+        hosts.append(name if counted else f"{name}:{given.get('slots', 1)}")
     if not hosts:
         raise UsageError(f"the host file {path} has no host", remedy="write HOST slots=N, one host a line")
     return ",".join(hosts)
