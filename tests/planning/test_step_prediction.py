@@ -579,6 +579,18 @@ def test_python_work_of_the_strategy_is_part_of_a_step(strategy: str, devices: i
     assert seconds_of(facts(3), config, hidden) < 1.0
 
 
+def test_a_device_with_two_stages_does_its_python_work_once_a_micro_batch() -> None:
+    parts = {"step": 1.0, "tensor": 0.1, "micro_batch": 10.0, "unit": 1000.0}
+    figures = {f"strategy/pipeline/{part}": Figure(value, "s", 1, None) for part, value in parts.items()}
+    cpu = {"type": "cpu", "name": "lab", "threads": None}
+    lab = replace(machine(), device=cpu, curves={**machine().curves, "device/elementwise": line(1e15)})
+    config, forward = run("pipeline:schedule=interleaved,micro_batches=4", 2, batch_size=8), []
+    for found in (lab, replace(lab, figures={**lab.figures, **figures})):
+        actions = program_of(facts(4), config, MeasuredCosts(found, "fp32", Network(2))).actions
+        forward.append(sum(float(each.seconds[0]) for each in actions if (each.device, each.phase) == (1, "forward")))
+    assert forward[1] - forward[0] == pytest.approx(1.0 + 0.1 * 2 + 4 * (10.0 + 1000.0 * 2), rel=1e-6)
+
+
 def test_later_micro_batches_add_their_gradients_to_those_before() -> None:
     curves = {**machine().curves, "device/elementwise": line(1e9)}
     figures = {**machine().figures, "device/operation/seconds": Figure(1e-3, "s", 5, 0.0)}
