@@ -357,9 +357,11 @@ def test_ranks_that_cannot_join_again_raise_horovod_s_error(monkeypatch: pytest.
         fails(SimpleNamespace(**nothing))
 
 
-def test_a_rank_whose_launcher_has_ended_gets_no_place() -> None:
+@pytest.mark.parametrize("last", [b"", b'{"place": {"RA'], ids=["whole", "half a line"])
+def test_a_rank_whose_launcher_has_ended_gets_no_place(last: bytes) -> None:
     here, there = socket.socketpair()
     member = membership.Membership(here, {})
+    there.sendall(last)
     there.close()
     for _ in range(2):
         with pytest.raises(PeerError, match="launcher of the elastic job has ended"):

@@ -91,7 +91,8 @@ class Membership:
             raise PeerError(self.interrupted)
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError), self._line.makefile("rb") as lines:
+        # A driver that is killed may leave half a line.
+        with contextlib.suppress(OSError, json.JSONDecodeError), self._line.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
                 if "lost" in message:
