@@ -239,11 +239,13 @@ def test_the_ranks_of_a_launcher_that_is_not_understood_begin_no_runs_of_their_o
     assert not list(tmp_path.iterdir())
 
 
-def test_a_study_is_not_made_once_a_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["compare digits", "bench optimizer", "landscape run"])
+def test_a_measurement_is_not_made_once_a_rank(words: str, tmp_path: Path) -> None:
     environ = {name: value.format(rank=0, size=2) for name, value in HYDRA.items()}
-    process = start([sys.executable, "-m", "tutti", "compare", "digits"], tmp_path, **environ)
+    process = start([sys.executable, "-m", "tutti", *words.split()], tmp_path, **environ)
     _, err = process.communicate(timeout=SAFETY_NET)
-    assert process.returncode == 2 and "tutti compare starts processes of its own" in err
+    assert process.returncode == 2 and f"tutti {words.split()[0]} starts processes of its own" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_on_several_hosts_ask_where_to_meet(tmp_path: Path) -> None:

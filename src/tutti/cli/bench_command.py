@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from tutti import process_context
 from tutti.cli.console_tables import print_table
 from tutti.cli.workload_command import quantity
 from tutti.device import check_device, usable_cores
@@ -65,6 +67,7 @@ def bench(
         Exit code. 0: the measurements are printed, and written to ``output``. A wrong part or option raises
         UsageError, which ``tutti`` turns into exit code 2.
     """
+    process_context.check_own_processes("tutti bench", os.environ)
     words, scaling = _cut(parts)
     for part in words:
         if part not in PARTS:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from tutti import process_context
 from tutti.checkpoint.chosen_checkpoint import chosen_checkpoint
 from tutti.checkpoint.manifest import Manifest
 from tutti.checkpoint.weights import SavedWeights
@@ -142,6 +143,7 @@ def landscape(
     """
     if importlib.util.find_spec("scipy") is None:
         raise UsageError("a landscape needs the package scipy", remedy=f"run {pip_install('planning')}")
+    process_context.check_own_processes("tutti landscape", os.environ)
     check_device(device)
     count = (count_accelerators(device, os.environ) or 1) if devices is None else devices
     check_least({"--devices": count})
