@@ -14,7 +14,7 @@ from tutti.config.sync_config import AllReduceConfig
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
-from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, beside_passes, known
+from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, known, micro_batch_overhead
 from tutti.planning.scaling_laws import DRAWS, Array
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import StageFacts, gradient_vectors, rank_row_bytes
@@ -219,7 +219,7 @@ class PipelineBuilder(ReplicaBuilder):
         sizes = dict[tuple[int, int], float]()
         checkpointing, passes = self.config.activation_checkpointing, dict[tuple[Pass, int], Array]()
         arrivals: dict[Action, int] = {}
-        between = self._between(facts, ranks, begun=bool(program.actions))
+        overheads = self._overheads(facts, ranks, begun=bool(program.actions))
         # Collectives block their device: those of tensor ranks, and those between two workers' micro-batches.
         blocked = {rank: self._last(program, rank) for rank in range(ranks)} if program.actions else {}
         for rank, action, needed in _played(schedule, ranks, len(samples), order.chunks):
@@ -232,7 +232,7 @@ class PipelineBuilder(ReplicaBuilder):
                 passes[passed, count] = stage_passes(self.prices, facts, passed, count, checkpointing) * self.slow
             seconds = passes[passed, count][action.stage]
             if action.kind == "F" and action.stage < ranks:
-                seconds = seconds + between[rank, action.micro > 0]
+                seconds = seconds + overheads[rank, action.micro > 0]
             if action.kind in ("I", "W"):
                 # Input and weight backward each take half of a backward: a guess.
                 seconds = seconds / 2
@@ -258,8 +258,8 @@ class PipelineBuilder(ReplicaBuilder):
                 prices[size] = self.costs.message(size, self.config.device_count)
             arrivals[action] = self.message(program, prices[size], (places[action],), text, rank)
 
-    def _between(self, facts: StageFacts, ranks: int, begun: bool) -> dict[tuple[int, bool], Array]:
-        """Return the seconds beside the passes by rank, and whether its micro-batch is not the worker's first.
+    def _overheads(self, facts: StageFacts, ranks: int, begun: bool) -> dict[tuple[int, bool], Array]:
+        """Return the overhead of a micro-batch by rank, and whether the micro-batch is not the worker's first.
 
         Args:
             facts: parameters of each virtual stage.
@@ -268,7 +268,7 @@ class PipelineBuilder(ReplicaBuilder):
         """
         held = [[self.facts.tensors[place] for place in facts.held(rank, ranks)] for rank in range(ranks)]
         return {
-            (rank, later): beside_passes(self.costs, self.work, held[rank], not (begun or later))
+            (rank, later): micro_batch_overhead(self.costs, self.work, held[rank], not (begun or later))
             for rank in range(ranks)
             for later in (False, True)
         }

@@ -119,10 +119,10 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
     return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
 
 
-def beside_passes(
+def micro_batch_overhead(
     costs: StepCosts, work: StrategyWork, tensors: Sequence[TensorFacts], first: bool, units: float | None = None
 ) -> Array:
-    """Predict the seconds of a micro-batch on a device besides its forward and backward passes.
+    """Predict the seconds that a micro-batch takes on a device in addition to its forward and backward passes.
 
     They are the seconds of the strategy's Python work and of adding up gradients. The first micro-batch includes the
     Python work of the step. For each other micro-batch, autograd adds its gradients to those of the micro-batches
@@ -378,8 +378,8 @@ class ReplicaBuilder:
         modules, rows = wrapped_module_count(gathered), row_tensors(self.facts.tensors, shards)
         for micro, samples in enumerate(count for worker in parts for count in worker):
             order = [REST, *names, LOSS]
-            between = beside_passes(self.costs, self.work, rows, micro == 0, modules)
-            last = program.add(StepAction(0, "forward", between, known(last), text="hooks"))
+            overhead = micro_batch_overhead(self.costs, self.work, rows, micro == 0, modules)
+            last = program.add(StepAction(0, "forward", overhead, known(last), text="overhead"))
             computed = [last]
             for number, name in enumerate(order):
                 needs = [computed[-1]]
@@ -439,7 +439,9 @@ class ReplicaBuilder:
         # What overlaps the last worker's backward cannot overlap the delays of the workers before it.
         self.delay(program, earlier)
         order = self._backward_order()
-        earliest, later = (beside_passes(self.costs, self.work, self.facts.tensors, first) for first in (True, False))
+        earliest, later = (
+            micro_batch_overhead(self.costs, self.work, self.facts.tensors, first) for first in (True, False)
+        )
         ends: dict[str, int] = {}
         shown = samples
         if len(samples) > _SHOWN:
@@ -454,8 +456,8 @@ class ReplicaBuilder:
                 for count, number in before.items():
                     last = self.tensor_messages(program, phase, count, None, (last,), times=number)
         for number, count in enumerate(shown, len(samples) - len(shown)):
-            between = later if number else earliest
-            forward = sum((self._group(group, "forward", count) for group in groups.values()), between)
+            overhead = later if number else earliest
+            forward = sum((self._group(group, "forward", count) for group in groups.values()), overhead)
             last = program.add(StepAction(0, "forward", forward, known(len(program.actions) - 1)))
             last = self.tensor_messages(program, "forward", count, None, (last,))
             for name in order:

@@ -19,10 +19,10 @@ from tutti.planning.pipeline_builder import crossing_bytes, stage_groups, stage_
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.replica_builder import (
     all_reduce_seconds,
-    beside_passes,
     collective_seconds,
     gradient_norm_seconds,
     message_seconds,
+    micro_batch_overhead,
     pass_messages,
 )
 from tutti.planning.scaling_laws import DRAWS, Array
@@ -140,7 +140,7 @@ class _Floor:
         for count, number in samples.items() if self.facts.messages else ():
             computed = computed + number * sum(self._tensor(passed, count, None) for passed in PASSES)
         update = self._update(sum(t.elements for t in tensors), len(tensors))
-        computed = computed + self._norm() + self._beside_whole(sum(samples.values()))
+        computed = computed + self._norm() + self._whole_overhead(sum(samples.values()))
         if ranks < 2:
             return self._of(computed + update, self.computing + update)
         sums = self._sums(exchange, ranks)
@@ -192,31 +192,31 @@ class _Floor:
         )
         sent = self._rows_sent(stage) * (micro_batches if stage > 1 else 1)
         after = self._after_rows(stage) + self._norm(squares=1)
-        computed = self.computing * self.slow + self._beside_rows(stage, micro_batches)
+        computed = self.computing * self.slow + self._rows_overhead(stage, micro_batches)
         both = np.maximum(computed, sent) if stage > 1 and self.costs.overlaps else computed + sent
         return self._of(both + after + update, self.computing + update)
 
-    def _beside(self, tensors: Sequence[TensorFacts], micro_batches: int, units: int | None = None) -> Array:
-        """Return the seconds of a step's micro-batches beside their passes, and of the strategy's Python work."""
+    def _overhead(self, tensors: Sequence[TensorFacts], micro_batches: int, units: int | None = None) -> Array:
+        """Return the seconds that a step's micro-batches take in addition to their passes."""
         work = self.costs.strategy_work(strategy_key(self.config, self.shape))
-        first, later = (beside_passes(self.costs, work, tensors, each, units) for each in (True, False))
+        first, later = (micro_batch_overhead(self.costs, work, tensors, each, units) for each in (True, False))
         return first + (micro_batches - 1) * later
 
-    def _beside_whole(self, micro_batches: int) -> Array:
-        key = "beside whole", strategy_key(self.config, self.shape), micro_batches
-        return self.prices.once(key, lambda: self._beside(self.facts.tensors, micro_batches))
+    def _whole_overhead(self, micro_batches: int) -> Array:
+        key = "whole overhead", strategy_key(self.config, self.shape), micro_batches
+        return self.prices.once(key, lambda: self._overhead(self.facts.tensors, micro_batches))
 
-    def _beside_rows(self, stage: int, micro_batches: int) -> Array:
-        """Return the seconds of ``_beside`` of a rank that from stage 2 on adds up the gradients of its rows alone."""
+    def _rows_overhead(self, stage: int, micro_batches: int) -> Array:
+        """Return ``_overhead`` of a rank, which from stage 2 on adds up the gradients of its own rows alone."""
         shards = self.shape["shard"]
 
         def add() -> Array:
             if stage == 1:
-                return self._beside(self.facts.tensors, micro_batches)
+                return self._overhead(self.facts.tensors, micro_batches)
             modules = wrapped_module_count(module_bytes(self.facts, shards, frozen=True))
-            return self._beside(row_tensors(self.facts.tensors, shards), micro_batches, modules)
+            return self._overhead(row_tensors(self.facts.tensors, shards), micro_batches, modules)
 
-        return self.prices.once(("beside rows", stage, shards, micro_batches), add)
+        return self.prices.once(("rows overhead", stage, shards, micro_batches), add)
 
     def _norm(self, squares: int | None = None) -> Array:
         """Return the seconds of the all-reduce of the gradient norm over the devices of a replica."""
@@ -283,8 +283,8 @@ class _Floor:
         filled, drain, sent_within, typical = self._stage_work(stages, counts)
         sums = self._stage_sums(exchange, stages, devices, self.shape["replica"])
         after = np.maximum(sums, drain * self.slow * drains + sums[0])
-        beside = self._stage_beside(stages, sum(counts.values()))
-        found = (filled * self.slow + sent_within + beside + after).max(axis=0) + self._norm()
+        overhead = self._stage_overhead(stages, sum(counts.values()))
+        found = (filled * self.slow + sent_within + overhead + after).max(axis=0) + self._norm()
         sent = np.zeros(DRAWS)
         if len(stages.groups) > 1 and devices > 1:
             for samples, number in counts.items():
@@ -341,15 +341,15 @@ class _Floor:
         key = "stage sums", exchange, stages.tensors, devices, replicas, apart
         return self.prices.once(key, lambda: np.stack([add(device) for device in range(devices)]))
 
-    def _stage_beside(self, stages: StageFacts, micro_batches: int) -> Array:
-        """Return the seconds of ``_beside`` of each device of a pipeline, (devices, draws)."""
+    def _stage_overhead(self, stages: StageFacts, micro_batches: int) -> Array:
+        """Return ``_overhead`` of each device of a pipeline, (devices, draws)."""
         devices = self.shape["stage"]
 
         def add() -> Array:
             held = [[self.facts.tensors[i] for i in stages.held(device, devices)] for device in range(devices)]
-            return np.stack([self._beside(tensors, micro_batches) for tensors in held])
+            return np.stack([self._overhead(tensors, micro_batches) for tensors in held])
 
-        return self.prices.once(("stage beside", stages.tensors, devices, self.shape["tensor"], micro_batches), add)
+        return self.prices.once(("stage overhead", stages.tensors, devices, self.shape["tensor"], micro_batches), add)
 
     def _update(self, parameters: float, tensors: int) -> Array:
         optimizer = self.config.optimizer
