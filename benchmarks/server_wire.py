@@ -39,7 +39,7 @@ from tutti.parallel.parameter_server.request_handlers import AsyncHandler
 from tutti.parallel.parameter_server.server_session import ServerSession
 from tutti.parallel.parameter_server.server_wire import BACK, PUSH
 from tutti.parallel.parameter_server.staleness import StalenessTracker
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 SIZES = {"25 MB": 25 << 20, "4 KiB": 4 << 10}
 BLOCKS = {"25 MB": 4, "4 KiB": 200}

@@ -34,7 +34,7 @@ WITHIN_A_LAYER = {("train", "tasks")}
 MODULES = modules()
 KNOWN = frozenset(MODULES)
 
-TYPES_ONLY = {("types", "parallel"), ("types", "comm")}
+TYPES_ONLY = {("types", "comm")}
 """Imports allowed under TYPE_CHECKING alone, where they never run: the protocols name what a layout is built with."""
 
 ENTRANCES = frozenset({"tutti", "__main__"})

@@ -11,7 +11,7 @@ from tutti.chaos.following import Follower, Resume, checkpoints, unfinished
 from tutti.config.train_config import TrainConfig
 from tutti.metrics.listener import Pace
 from tutti.metrics.records import RunDirectory
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 
 
 def train(run: RunDirectory, *steps: int) -> None:

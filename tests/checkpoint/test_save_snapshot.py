@@ -15,7 +15,7 @@ from tutti.checkpoint import save_snapshot
 from tutti.checkpoint.read import load_manifest
 from tutti.launcher import context
 from tutti.train.run_checkpoints import Checkpoints
-from tutti.types import TensorSlice
+from tutti.types.shard_spec import TensorSlice
 
 STRATEGIES = ["mirrored", "sharded:units=Linear", "central_storage", "local_sgd:period=4", "tensor:least=1", "pipeline"]
 

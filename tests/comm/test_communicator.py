@@ -17,7 +17,7 @@ from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
 from tutti.errors import MismatchError, NotEnoughMemory, TuttiError
 from tutti.launcher import context
-from tutti.types import ShardSpec
+from tutti.types.shard_spec import ShardSpec
 
 
 def line() -> Communicator:

@@ -10,7 +10,7 @@ import pytest
 
 from tutti.metrics.events import TensorBoard
 from tutti.metrics.listener import EvalRecord, Pace, RunHeader
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 
 pytest.importorskip("tensorboard")
 

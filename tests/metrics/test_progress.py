@@ -14,7 +14,7 @@ import pytest
 from tutti.config.train_config import TrainConfig
 from tutti.metrics.listener import EvalRecord, Pace, RunHeader
 from tutti.metrics.progress import LiveDisplay, PlainLines, terminal_listener
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 
 HEADER = RunHeader("digits · mirrored · adam", {"workers": "8", "global batch": "128 = 8 × 16"}, 7, 7)
 

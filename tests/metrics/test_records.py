@@ -17,7 +17,7 @@ from tutti.errors import DiskError, UsageError
 from tutti.metrics import records
 from tutti.metrics.listener import Clock, EvalRecord, Pace
 from tutti.metrics.records import RunDirectory, make_run_directory, read_summary, record_exit
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 
 NAN = float("nan")
 

@@ -15,7 +15,7 @@ from tutti.metrics.listener import Pace, RunHeader
 from tutti.metrics.progress import PlainLines
 from tutti.metrics.records import RunDirectory
 from tutti.metrics.throughput import MFU, DeviceThroughput, device_rates
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 from tutti.workload.device_peaks import published_peak
 from tutti.workload.flop_formulas import decoder_flop_per_token
 from tutti.workload.machine_file import Figure, Machine, machine_json, peak_name, read_machine, write_machine

@@ -27,7 +27,7 @@ from tutti.nn.swap import describe_tensors
 from tutti.tasks.gpt import gpt
 from tutti.tasks.models import cnn, line_model, resnet18
 from tutti.tasks.unet import unet
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 CPU = torch.device("cpu")
 BACKEND = "default:backend=aot_eager"

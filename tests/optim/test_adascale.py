@@ -10,7 +10,7 @@ import pytest
 
 from tutti.optim.adascale import AdaScale
 from tutti.optim.noise_formulas import adascale_gain
-from tutti.types import GradientVariance, StepContext, StepStats
+from tutti.types.step_records import GradientVariance, StepContext, StepStats
 
 
 def agreed(mean_of_squares: float, square_of_mean: float, workers: int, finite: bool = True) -> StepStats:

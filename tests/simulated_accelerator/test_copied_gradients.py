@@ -18,7 +18,7 @@ from tests.simulated_accelerator.build import DEVICE
 from tutti.nn.swap import parameters
 from tutti.parallel.ddp.reducers import OverlappedReducer
 from tutti.parallel.fsdp.sharded import ShardedSync
-from tutti.types import StepContext
+from tutti.types.step_records import StepContext
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,13 +15,14 @@ from tutti.checkpoint.state_shards import region_index
 from tutti.checkpoint.weights import Weights
 from tutti.comm.communicator import Communicator
 from tutti.errors import CheckpointError, did_you_mean
-from tutti.types import ReplicaRunner, ShardSpec
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.shard_spec import ShardSpec
 
 _MOST_LISTED = 8
 
 
 class CheckpointReader:
-    """Reads tensors of a checkpoint, or regions of them, by group and name (as ``tutti.types.SavedState``).
+    """Reads tensors of a checkpoint, or regions of them, by group and name (as ``SavedState``).
 
     A group is a kind of state: ``model`` for parameters and buffers, ``optim`` for optimizer state, and so on.
 
@@ -91,7 +92,7 @@ class CheckpointReader:
 
 
 class WeightsReader:
-    """Gives the weights and buffers of a file the interface of a checkpoint (``tutti.types.SavedState``).
+    """Gives the weights and buffers of a file the interface of a checkpoint (``SavedState``).
 
     They form the group ``model``, the only one, so that a run that loads this object starts with a fresh optimizer
     state.

@@ -13,7 +13,8 @@ from tutti.checkpoint.state_shards import region_index
 from tutti.comm.communicator import Communicator
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import block
-from tutti.types import ReplicaRunner, ShardSpec
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.shard_spec import ShardSpec
 
 
 class GatheredModel(Mapping[str, Tensor], ABC):

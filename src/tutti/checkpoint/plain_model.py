@@ -9,7 +9,7 @@ from tutti.checkpoint.checkpoint_reader import check_model
 from tutti.checkpoint.dtypes import tensor_from_bytes
 from tutti.checkpoint.manifest import Manifest
 from tutti.checkpoint.weights import SavedWeights
-from tutti.types import ShardSpec
+from tutti.types.shard_spec import ShardSpec
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tutti.checkpoint.write import WritableSlice
 from tutti.host_memory import free_memory
-from tutti.types import ShardSpec, TensorSlice
+from tutti.types.shard_spec import ShardSpec, TensorSlice
 
 if TYPE_CHECKING:
     from torch import Tensor

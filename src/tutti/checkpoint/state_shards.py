@@ -11,7 +11,10 @@ from torch.optim import Optimizer
 
 from tutti.comm.communicator import Communicator
 from tutti.torch_compat import sparse_indices
-from tutti.types import NamedParameters, ReplicaRunner, SavedState, ShardSpec, TensorSlice
+from tutti.types.optimizer_protocols import NamedParameters
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import ShardSpec, TensorSlice
 
 _ROWS = ".rows"
 

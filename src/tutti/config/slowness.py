@@ -9,7 +9,7 @@ from tutti.config.spec import build_options, read_options
 from tutti.errors import UsageError
 
 if TYPE_CHECKING:
-    from tutti.types import MicroBatch
+    from tutti.types.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from tutti.data.source import AugmentKey, Sharded, Source
 from tutti.data.stream import Stream
 from tutti.device import pins_memory
 from tutti.errors import DataError, UsageError
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tutti.device import pins_memory
 from tutti.errors import DataError, UsageError
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from tutti.errors import DataError
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 _VALUES = Tensor | int | float | np.generic | str | bytes | None
 

@@ -17,7 +17,7 @@ from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.reader import BatchReader, RankBatch
 from tutti.data.source import Source
 from tutti.data.transfer import Transfer
-from tutti.types import Batch, MicroBatch
+from tutti.types.micro_batch import Batch, MicroBatch
 
 Plan = list[tuple[int, list[tuple[range | None, float]]]]
 """Each worker's micro-batches: range within the rank's batch (None: the whole batch), and weight of a sample."""

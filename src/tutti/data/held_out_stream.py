@@ -13,7 +13,7 @@ from tutti.data.stream import Stream, refuse_empty
 from tutti.data.stream_batches import StreamBatch, StreamReading
 from tutti.data.stream_reader import DIFFERENT, compare_samples
 from tutti.errors import DataError
-from tutti.types import Batch, MicroBatch
+from tutti.types.micro_batch import Batch, MicroBatch
 
 
 class HeldOutStream:

@@ -16,7 +16,7 @@ from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey
 from tutti.errors import DataError
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 # Random draws of a collate_fn, such as masks, must not repeat those of its first sample.
 _COLLATE = int.from_bytes(b"collate", "big")

@@ -41,7 +41,7 @@ from tutti.launcher.child import SIGNALS
 from tutti.launcher.forking import fork
 from tutti.launcher.orphans import die_with_parent
 from tutti.torch_compat import enter_loader_process
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
 """The arguments of one ``Source.fetch``."""

@@ -18,7 +18,7 @@ from tutti.data.loader import IN_PROCESS, Loader, Prefetch, Task
 from tutti.data.order import SampleOrder, ShuffledOrder
 from tutti.data.source import AugmentKey, Source
 from tutti.errors import CheckpointError
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 
 class Position(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tutti.data.collation import collate
 from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.keyed_random import hash64
 from tutti.errors import DataError, counted
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 _SKIPPED_TOGETHER = 64
 _COLLATE = int.from_bytes(b"collate", "big")

@@ -19,7 +19,7 @@ from tutti.data.reader import Position, RankBatch
 from tutti.data.stream import Cursor, Stream, refuse_empty
 from tutti.data.stream_batches import StreamBatch, StreamReading
 from tutti.errors import CheckpointError, DataError, counted
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 
 DIFFERENT = (
     "give every rank the same stream (the same seed, no sharding by rank), or wrap a data set that shards itself in "

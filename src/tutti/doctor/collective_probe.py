@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tutti.comm.mesh_communicators import Communicators
     from tutti.launcher.context import World
-    from tutti.types import RunContext
+    from tutti.types.run_context import RunContext
 
 TIMEOUT = 20.0
 """Seconds until a measurement counts as hanging."""
@@ -133,7 +133,7 @@ def _measure(begin: float, directory: Path) -> None:
     from tutti.comm.grid import Grid
     from tutti.comm.mesh_communicators import Communicators
     from tutti.launcher import context
-    from tutti.types import RunContext
+    from tutti.types.run_context import RunContext
 
     world = context.init("cpu", timeout=_PATIENCE)
     seconds = time.monotonic() - begin
@@ -208,7 +208,7 @@ def _by_shared_memory(run_context: RunContext, elements: int) -> Sum | None:
     import torch
 
     from tutti.parallel.ddp.shared_memory_reducer import attach_shared
-    from tutti.types import StepContext
+    from tutti.types.step_records import StepContext
 
     parameter = torch.nn.Parameter(torch.zeros(elements))
     reducer = attach_shared([("vector", parameter)], run_context)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tutti.metrics.listener import EvalRecord, Pace, RunHeader
 from tutti.torch_compat import write_event
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 
 
 class TensorBoard:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 
 
 @dataclass(frozen=True)

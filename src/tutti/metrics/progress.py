@@ -15,7 +15,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.config.verbosity import is_quiet
 from tutti.metrics.listener import EvalRecord, Listener, Listeners, Pace, RunHeader
 from tutti.metrics.throughput import MFU
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 
 if TYPE_CHECKING:
     from rich.console import Group

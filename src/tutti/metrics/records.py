@@ -32,7 +32,7 @@ from tutti.metrics import server_figure
 from tutti.metrics.listener import Clock, EvalRecord, Pace, RunHeader
 from tutti.metrics.metrics_file import METRICS, metric_lines, metric_records
 from tutti.native.native_library import kernels
-from tutti.types import StepRecord
+from tutti.types.step_records import StepRecord
 
 MOST_WAITING = 1000
 """Lines of metrics that are buffered while the disk is full, before an error is raised."""

@@ -25,7 +25,7 @@ from tutti.nn.rng_streams import module_draws as draws_by_itself
 from tutti.nn.swap import buffers, describe_tensors, registered_children
 from tutti.nn.sync import SyncBatchNorm
 from tutti.torch_compat import has_forward_hook, inductor_lacks, inductor_mode_options, tree_map
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 
 def restore_forwards(part: nn.Module) -> None:

@@ -16,7 +16,7 @@ from tutti.nn.incomplete_gradient import CLEARING, IncompleteGradient
 from tutti.nn.script_mode import acts_by_element
 from tutti.nn.written_tensors import METADATA, may_write, read_only, share_memory
 from tutti.torch_compat import TorchFunctionDisabled, in_backward, tensor_version, tree_leaves, tree_map_only
-from tutti.types import FullTensorGatherer
+from tutti.types.optimizer_protocols import FullTensorGatherer
 
 _NORMS = ("linalg_vector_norm", "_foreach_norm")
 _SCALING = (

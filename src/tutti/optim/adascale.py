@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from tutti.optim.noise_formulas import Averages, adascale_gain, simple_noise_scale, weighted_moments
-from tutti.types import StepContext, StepStats
+from tutti.types.step_records import StepContext, StepStats
 
 
 class AdaScale:

@@ -19,7 +19,7 @@ from tutti.errors import UsageError
 from tutti.optim.absent_state import AbsentState
 from tutti.optim.layerwise import LayerWise
 from tutti.torch_compat import optimizer_attributes
-from tutti.types import NamedParameters, OptimizerFactory
+from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 
 _FOLLOWERS: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 """Optimizers rebuilt in place of a script's optimizer, by that optimizer."""

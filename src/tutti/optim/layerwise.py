@@ -1,7 +1,7 @@
 """Base of layer-wise optimizers: options of groups, norms over ranks, compiled or multi-tensor passes.
 
 A step is: norms of all layers → one factor a layer → the update. If a rank holds only slices of tensors, an injected
-reduction (``tutti.types.NormReducer``) completes the norms, in one message for all layers.
+reduction (``NormReducer``) completes the norms, in one message for all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tutti.errors import UsageError
 from tutti.native import compiled_passes
 from tutti.native.passes import Foreach, Passes, dense_format
 from tutti.torch_compat import is_dtensor, local_tensor
-from tutti.types import NormReducer
+from tutti.types.optimizer_protocols import NormReducer
 
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tutti.config import optimizer_config
 from tutti.device import has_fused_optimizers
 from tutti.errors import UsageError
-from tutti.types import FullTensorGatherer
+from tutti.types.optimizer_protocols import FullTensorGatherer
 
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn")
 _ADAM = ("lr", "weight_decay", "betas", "eps")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
-from tutti.types import OptimizerFactory
+from tutti.types.optimizer_protocols import OptimizerFactory
 
 
 class SeveralOptimizers(Optimizer):

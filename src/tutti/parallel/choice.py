@@ -15,7 +15,10 @@ from tutti.config.layout_config import PipelineConfig
 from tutti.config.spec import Duration, Spec, StrategyOptions, build_options
 from tutti.errors import UsageError, counted, did_you_mean
 from tutti.parallel.registry import ALIASES, TABLE, Strategy
-from tutti.types import Average, GradientSync, ModelLayout, ReplicaRunner, RunContext
+from tutti.types.gradient_sync import GradientSync
+from tutti.types.replica_runner import ModelLayout, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.weight_average import Average
 
 # Option of a layout or gradient synchronisation → device mesh axis whose extent it sets.
 _AXES = {"replicas": "replica", "shards": "shard", "stages": "stage", "tensor": "tensor"}

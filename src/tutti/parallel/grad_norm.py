@@ -6,7 +6,7 @@ import torch
 
 from tutti.comm.communicator import Communicator
 from tutti.parallel.ddp.step_agreement import digests, digests_agree, refuse_mismatch
-from tutti.types import StepContext
+from tutti.types.step_records import StepContext
 
 
 def norm_across_model(comm: Communicator, square: float, stop: bool, step_context: StepContext) -> tuple[float, bool]:

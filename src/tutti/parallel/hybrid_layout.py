@@ -11,7 +11,7 @@ from tutti.parallel.pipeline.virtual_stage import read_directly
 from tutti.parallel.tensor.loss_parallel_plan import Outputs
 from tutti.parallel.tensor.tensor_layout import TensorLayout
 from tutti.parallel.tensor.tp_apply import TensorParallelizer
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 
 class HybridLayout:

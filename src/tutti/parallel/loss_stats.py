@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tutti.errors import UsageError
 from tutti.parallel.ddp.buckets import METRICS, ReducedSums
-from tutti.types import GradientVariance, LossSums, StepStats
+from tutti.types.micro_batch import LossSums
+from tutti.types.step_records import GradientVariance, StepStats
 
 
 class LossCounter:

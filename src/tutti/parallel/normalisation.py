@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tutti.parallel.ddp.buckets import values_of
 from tutti.parallel.ddp.reducers import scale_all, squares_of
-from tutti.types import LossSums, StepContext
+from tutti.types.micro_batch import LossSums
+from tutti.types.step_records import StepContext
 
 
 def divisor_of_backward(step_context: StepContext) -> float:

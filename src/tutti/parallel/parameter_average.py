@@ -15,7 +15,10 @@ from tutti.config.averaging import Averaging
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
 from tutti.torch_compat import foreach_lerp_
-from tutti.types import ReplicaRunner, RunContext, SavedState, TensorSlice
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import TensorSlice
 
 _NARROW = (torch.float16, torch.bfloat16)
 

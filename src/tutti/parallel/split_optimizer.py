@@ -13,7 +13,8 @@ from tutti.checkpoint.state_shards import region_index
 from tutti.comm.communicator import Communicator
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.muon import Muon
-from tutti.types import FullTensorGatherer, NormReducer, ShardSpec
+from tutti.types.optimizer_protocols import FullTensorGatherer, NormReducer
+from tutti.types.shard_spec import ShardSpec
 
 
 def support_split_tensors(
@@ -82,7 +83,7 @@ class SplitNormReducer:
     """Completes sums of squares of tensor-parallel slices to those of whole tensors, for layer-wise optimizers.
 
     Called with the squares of this rank's slices, the object sums them over the tensor ranks; tensors that are whole on
-    every rank count once. Implements the protocol ``tutti.types.NormReducer``.
+    every rank count once. Implements the protocol ``NormReducer``.
 
     Args:
         optimizer: the optimizer, whose parameters with a gradient are in the order of the squares.
@@ -122,7 +123,7 @@ class SplitNormReducer:
 class SplitMatrixGatherer:
     """Assembles whole matrices from tensor-parallel slices, for optimizers such as Muon.
 
-    Implements the protocol ``tutti.types.FullTensorGatherer`` over the tensor ranks.
+    Implements the protocol ``FullTensorGatherer`` over the tensor ranks.
 
     Args:
         split: the split parameters with the regions of their slices.

@@ -25,7 +25,10 @@ from tutti.errors import UsageError
 from tutti.optim.mixing import Mixing, mixing_of
 from tutti.optim.several import slots
 from tutti.parallel.split_optimizer import SliceRegions
-from tutti.types import NamedParameters, RunContext, SavedState, ShardSpec
+from tutti.types.optimizer_protocols import NamedParameters
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import ShardSpec
 
 Region = tuple[slice, ...]
 """Index of a region in a whole tensor, one slice a dimension; empty for a 0-d tensor."""

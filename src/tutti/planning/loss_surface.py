@@ -26,7 +26,7 @@ from tutti.errors import UsageError
 from tutti.launcher import heartbeat
 from tutti.parallel.ddp.loss_output import check_trains, read_loss
 from tutti.torch_compat import BatchNormBase, differentiable_once
-from tutti.types import Batch, LossFn, LossSums, MicroBatch
+from tutti.types.micro_batch import Batch, LossFn, LossSums, MicroBatch
 
 _END, _VALUE, _GRADIENT, _PRODUCT = range(4)
 _MASK = (1 << 63) - 1

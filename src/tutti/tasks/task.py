@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tutti.config.metric_direction import Direction, check_directions
-from tutti.types import LossFn
+from tutti.types.micro_batch import LossFn
 
 if TYPE_CHECKING:
     from torch import nn

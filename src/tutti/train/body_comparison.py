@@ -18,7 +18,7 @@ from tutti.nn.swap import parameters
 from tutti.python_compat import live_objects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
 from tutti.train.mistake_checks import Hook
-from tutti.types import CustomLoopSync
+from tutti.types.custom_loop_sync import CustomLoopSync
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

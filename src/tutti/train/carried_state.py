@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import buffers
 from tutti.torch_compat import functorch_level, is_compiled, tensor_version, tree_leaves, view_base
-from tutti.types import LossFn, MicroBatch
+from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

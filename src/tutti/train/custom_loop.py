@@ -36,18 +36,10 @@ from tutti.train.body_comparison import BodyComparison
 from tutti.train.carried_state import CarriedState
 from tutti.train.gradient_origin import GradientOrigin
 from tutti.train.void_body import VoidBody
-from tutti.types import (
-    SPLIT_OVER_MODEL,
-    AloneLoopSync,
-    Batch,
-    CustomLoopRunner,
-    CustomLoopSync,
-    LossSums,
-    MicroBatch,
-    StepContext,
-    StepStats,
-    UpdateResult,
-)
+from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, AloneLoopSync, CustomLoopSync
+from tutti.types.micro_batch import Batch, LossSums, MicroBatch
+from tutti.types.replica_runner import CustomLoopRunner
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

@@ -23,7 +23,7 @@ from tutti.errors import UsageError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.train.metric_objects import metric_objects
-from tutti.types import LossFn, LossSums, MicroBatch
+from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

@@ -24,7 +24,7 @@ from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient
 from tutti.parallel.ddp.step_agreement import agree_on_edits
 from tutti.torch_compat import local_tensor, tensor_version
-from tutti.types import SPLIT_OVER_MODEL, CustomLoopSync
+from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, CustomLoopSync
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

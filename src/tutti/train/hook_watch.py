@@ -15,7 +15,9 @@ from tutti.nn.gradient_hooks import (
 )
 from tutti.nn.swap import parameters
 from tutti.torch_compat import has_backward_hook
-from tutti.types import LossSums, RunContext, StepContext, StepStats
+from tutti.types.micro_batch import LossSums
+from tutti.types.run_context import RunContext
+from tutti.types.step_records import StepContext, StepStats
 
 _ELSEWHERE = "give tutti.prepare clip=…, or take --strategy mirrored"
 

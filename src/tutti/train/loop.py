@@ -26,7 +26,8 @@ from tutti.train.run import Run
 from tutti.train.run_checkpoints import Checkpoints
 from tutti.train.step_windows import Window
 from tutti.train.target_watch import EvaluatedAt, TargetWatch, wall_seconds
-from tutti.types import Batch, StepRecord
+from tutti.types.micro_batch import Batch
+from tutti.types.step_records import StepRecord
 
 _WINDOW = 30
 

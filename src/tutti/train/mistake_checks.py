@@ -38,7 +38,7 @@ from tutti.train.metric_objects import metric_objects
 from tutti.train.python_state import numbers, python_state
 from tutti.train.sample_mixing import MixingProbe
 from tutti.train.target_mixing import TargetProbe
-from tutti.types import Batch, LossFn, MicroBatch
+from tutti.types.micro_batch import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

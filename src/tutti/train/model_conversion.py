@@ -20,7 +20,8 @@ from tutti.nn import ghost, norms, sync
 from tutti.nn.float8 import convert_to_float8
 from tutti.nn.init_on_disk import as_built
 from tutti.optim.loss_scale import LossScale
-from tutti.types import LossFn, RunContext
+from tutti.types.micro_batch import LossFn
+from tutti.types.run_context import RunContext
 from tutti.workload.tensor_memory import bytes_of
 
 _DTYPES = {

@@ -20,18 +20,11 @@ from tutti.optim.several import members_of
 from tutti.parallel import Choice
 from tutti.parallel.ddp.reducers import squares_of
 from tutti.parallel.normalisation import divisor_of_backward, mean_factor
-from tutti.types import (
-    GradientReadyHook,
-    GradientSync,
-    LossFn,
-    LossSums,
-    MicroBatch,
-    OwnGradients,
-    ReplicaRunner,
-    RunContext,
-    StepContext,
-    StepStats,
-)
+from tutti.types.gradient_sync import GradientSync, OwnGradients
+from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.step_records import StepContext, StepStats
 
 _THETA = 0.95
 

@@ -22,7 +22,7 @@ from tutti.nn.sparse_layers import check_sparse_step
 from tutti.optim.factory import from_config, from_instance
 from tutti.optim.scaling import scaled
 from tutti.optim.several import several
-from tutti.types import OptimizerFactory
+from tutti.types.optimizer_protocols import OptimizerFactory
 
 
 def factory(

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tutti.errors import UsageError
 from tutti.python_compat import live_objects
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 _REFUSED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Handle of the state-dict hook of each refused module."""

@@ -18,7 +18,7 @@ from tutti.nn.script_mode import SIZES, acts_by_element, self_of, size_of_whole,
 from tutti.nn.written_tensors import METADATA
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled
-from tutti.types import ShardSpec, TensorSlice
+from tutti.types.shard_spec import ShardSpec, TensorSlice
 
 _PASSED_BY = frozenset((__name__, "collections.abc", "contextlib"))
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -56,7 +56,10 @@ from tutti.train.state_loads import StateLoads
 from tutti.train.strategy_spec import StrategySpec
 from tutti.train.training_data import call_model, first_micro_batch_trial
 from tutti.train.warm_start import load_warm_start
-from tutti.types import Average, GradientSync, LossFn, RunContext
+from tutti.types.gradient_sync import GradientSync
+from tutti.types.micro_batch import LossFn
+from tutti.types.run_context import RunContext
+from tutti.types.weight_average import Average
 
 log = logging.getLogger("tutti.prepare")
 

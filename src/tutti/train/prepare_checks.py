@@ -40,7 +40,7 @@ from tutti.train.run_options import DEFAULT_BATCH_SIZE, Models, Optimizers, RunO
 from tutti.train.schedulers import Schedulers
 from tutti.train.strategy_spec import strategy_text
 from tutti.train.training_data import choose_sampling, samples_per_epoch, wrap_training_data
-from tutti.types import LossFn
+from tutti.types.micro_batch import LossFn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from tutti.train.run_options import Models, RunOptions
-from tutti.types import LossFn
+from tutti.types.micro_batch import LossFn
 
 PrepareHandler: TypeAlias = "Callable[[Models, Any, Any, LossFn | None, RunOptions], Any]"
 """Takes model, optimizer, data set, loss and options of ``tutti.prepare``; its result is that of ``tutti.prepare``."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tutti.errors import UsageError
 from tutti.parallel import Choice
 from tutti.torch_compat import is_wrapped_by_scheduler
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 _models: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _optimizers: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from torch import Tensor
 from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.comm.communicator import Communicator
 from tutti.errors import MismatchError, counted
-from tutti.types import ShardSpec
+from tutti.types.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

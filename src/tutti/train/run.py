@@ -52,17 +52,12 @@ from tutti.train.step_hooks import StepHookGuard
 from tutti.train.step_lifecycle import StepLifecycle
 from tutti.train.step_windows import profiled, traced
 from tutti.train.trainability import TrainabilityWatch
-from tutti.types import (
-    Average,
-    Batch,
-    GradientReadyHook,
-    GradientSync,
-    LossFn,
-    ReplicaRunner,
-    RunContext,
-    StepStats,
-    UpdateResult,
-)
+from tutti.types.gradient_sync import GradientSync
+from tutti.types.micro_batch import Batch, LossFn
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.step_records import StepStats, UpdateResult
+from tutti.types.weight_average import Average
 
 if TYPE_CHECKING:
     from tutti.train.conversions import ModelConversions

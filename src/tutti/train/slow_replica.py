@@ -13,7 +13,8 @@ from typing import Any
 from tutti.config.slowness import Slowness
 from tutti.device import is_accelerator
 from tutti.launcher.context import World
-from tutti.types import MicroBatch, ReplicaRunner
+from tutti.types.micro_batch import MicroBatch
+from tutti.types.replica_runner import ReplicaRunner
 
 
 def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: World, workers: int) -> ReplicaRunner:

@@ -15,7 +15,7 @@ from tutti.errors import UsageError
 from tutti.nn.swap import buffers, parameters
 from tutti.parallel import Choice
 from tutti.parallel.tensor.split_reads import slice_of
-from tutti.types import ShardSpec
+from tutti.types.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

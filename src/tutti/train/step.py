@@ -11,16 +11,10 @@ from dataclasses import replace
 
 from tutti.train.hook_watch import HookWatch
 from tutti.train.noise_probe import NoiseProbe
-from tutti.types import (
-    GradientReadyHook,
-    GradientSync,
-    LossFn,
-    MicroBatch,
-    ReplicaRunner,
-    StepContext,
-    StepStats,
-    UpdateResult,
-)
+from tutti.types.gradient_sync import GradientSync
+from tutti.types.micro_batch import LossFn, MicroBatch
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 
 def train_step(

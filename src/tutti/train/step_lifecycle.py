@@ -19,7 +19,8 @@ from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.train.carried_state import CarriedValues
 from tutti.train.written_parameters import WrittenParameters
-from tutti.types import Batch, LossFn, MicroBatch, StepContext, StepStats, UpdateResult
+from tutti.types.micro_batch import Batch, LossFn, MicroBatch
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.data.global_generators import own_generators
 from tutti.parallel.ddp.loss_output import read_loss
 from tutti.torch_compat import tensor_version, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from tutti.types import MicroBatch
+from tutti.types.micro_batch import MicroBatch
 
 _MOST = 1_000_000
 """Largest number of elements of the model's outputs; they are computed with twice more."""

@@ -11,7 +11,10 @@ from torch.optim import Optimizer
 
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
-from tutti.types import Average, GradientSync, NamedParameters, ReplicaRunner
+from tutti.types.gradient_sync import GradientSync
+from tutti.types.optimizer_protocols import NamedParameters
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.weight_average import Average
 
 
 class TrainabilityWatch:

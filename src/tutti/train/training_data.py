@@ -22,7 +22,7 @@ from tutti.errors import UsageError
 from tutti.parallel import Choice
 from tutti.train.python_state import python_state
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, RunOptions
-from tutti.types import LossFn
+from tutti.types.micro_batch import LossFn
 
 
 def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:

@@ -20,7 +20,7 @@ from tutti.metrics.throughput import DeviceThroughput
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 from tutti.tasks.task import Task
 from tutti.train.run import Run
-from tutti.types import Batch
+from tutti.types.micro_batch import Batch
 from tutti.workload.device_peaks import published_peak
 from tutti.workload.machine_file import peak_name, read_machine
 from tutti.workload.workload_trace import TracedModel, tokens_of, trace_workload

@@ -20,7 +20,7 @@ from tutti.comm.broadcast import broadcast_result
 from tutti.config.init_map import FittedWeights, InitMap
 from tutti.errors import CheckpointError, UsageError
 from tutti.train.run import Run
-from tutti.types import ShardSpec
+from tutti.types.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.torch_compat import tensor_version
 from tutti.train.replicas import differing_copies
-from tutti.types import CustomLoopSync, LossFn, MicroBatch, NamedParameters
+from tutti.types.custom_loop_sync import CustomLoopSync
+from tutti.types.micro_batch import LossFn, MicroBatch
+from tutti.types.optimizer_protocols import NamedParameters
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

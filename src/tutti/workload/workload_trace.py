@@ -43,7 +43,7 @@ from tutti.torch_compat import (
     storage_key,
     tree_leaves,
 )
-from tutti.types import Batch, LossFn
+from tutti.types.micro_batch import Batch, LossFn
 from tutti.workload.flop_formulas import OperatorFlop, class_without_flop, count_flop, lacks_formula, operator_name
 from tutti.workload.message_log import GroupMessage, MessageLog
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, PassWork, Workload

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tutti.parallel.ddp.buckets import METRICS, Bucket, Tail, plan_buckets
-from tutti.types import StepContext
+from tutti.types.step_records import StepContext
 
 CPU = torch.device("cpu")
 

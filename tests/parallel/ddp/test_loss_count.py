@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_output import read_loss
-from tutti.types import MicroBatch
+from tutti.types.micro_batch import MicroBatch
 
 TARGETS = torch.tensor([[0, 1, 2], [3, -100, -100], [-100, -100, -100], [4, 2, -100]])
 """Of four samples; the third has none."""

@@ -10,7 +10,7 @@ import torch
 
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_output import read_loss
-from tutti.types import MicroBatch
+from tutti.types.micro_batch import MicroBatch
 
 CELL = MicroBatch(worker=0, micro=0, batch=None, samples=6, weight=1 / 24, key=0, last=True)
 

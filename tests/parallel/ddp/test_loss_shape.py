@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_output import read_loss
-from tutti.types import MicroBatch
+from tutti.types.micro_batch import MicroBatch
 
 SAMPLES = 8
 mse, bce, entropy = functional.mse_loss, functional.binary_cross_entropy_with_logits, functional.cross_entropy

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tutti.parallel.ddp.reducers import OverlappedReducer, read_with_squares, squares_of
-from tutti.types import StepContext
+from tutti.types.step_records import StepContext
 
 
 @pytest.mark.parametrize("dtypes", [(), ("float32",), ("float32", "float64"), ("bfloat16", "float32")])

@@ -17,7 +17,7 @@ from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import even_share
 from tutti.launcher import context
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 
 def setting(workers: int) -> RunContext:

@@ -44,19 +44,13 @@ from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.parameter_average import ParameterAverage, wide_type
 from tutti.parallel.whole_tensors import WholeTensors, agreed_mixing, refuse_parts
 from tutti.torch_compat import is_compiled
-from tutti.types import (
-    GradientReadyHook,
-    NamedParameters,
-    OptimizerFactory,
-    OwnGradients,
-    ReplicaRunner,
-    RunContext,
-    SavedState,
-    StepContext,
-    StepStats,
-    TensorSlice,
-    UpdateResult,
-)
+from tutti.types.gradient_sync import OwnGradients
+from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import TensorSlice
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 _ALIGN = 64
 

@@ -57,23 +57,15 @@ from tutti.parallel.whole_tensors import (
     refuse_parts,
     trained_by,
 )
-from tutti.types import (
-    GradientPlace,
-    GradientReadyHook,
-    GradientVariance,
-    LossSums,
-    NamedParameters,
-    OptimizerFactory,
-    OwnGradients,
-    ReplicaRunner,
-    RunContext,
-    SavedState,
-    ShardSpec,
-    StepContext,
-    StepStats,
-    TensorSlice,
-    UpdateResult,
-)
+from tutti.types.custom_loop_sync import GradientPlace
+from tutti.types.gradient_sync import OwnGradients
+from tutti.types.micro_batch import LossSums
+from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import ShardSpec, TensorSlice
+from tutti.types.step_records import GradientVariance, StepContext, StepStats, UpdateResult
 
 _BUCKET_MB = 25.0
 

@@ -16,7 +16,7 @@ from tutti.device import numbers_for
 from tutti.errors import UsageError
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree
 from tutti.torch_compat import foreach_copy_, storage_uses
-from tutti.types import StepContext
+from tutti.types.step_records import StepContext
 
 METRICS = 6
 _TOTALS = 3 + METRICS

@@ -12,7 +12,7 @@ from tutti.comm.communicator import Pending
 from tutti.errors import UsageError
 from tutti.nn.swap import BufferRef
 from tutti.torch_compat import BatchNormBase, tensor_version
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 _KIND = "buffers of a shared worker"
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

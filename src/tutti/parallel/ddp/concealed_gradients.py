@@ -13,7 +13,9 @@ from tutti.nn.incomplete_gradient import IncompleteGradient, after_clearing
 from tutti.nn.partial_gradient import GradientParts, GradientSplit
 from tutti.nn.swap import parameters
 from tutti.parallel.split_optimizer import SliceRegions, SplitMatrixGatherer
-from tutti.types import GradientPlace, ReplicaRunner, RunContext
+from tutti.types.custom_loop_sync import GradientPlace
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.run_context import RunContext
 
 
 class ConcealedGradients:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_shape import check_adds_up
 from tutti.torch_compat import cross_entropy_of, divisor_of_node, is_scalar_node
-from tutti.types import MicroBatch
+from tutti.types.micro_batch import MicroBatch
 
 _MEAN_OF = "tutti.mean_of"
 _MOST = 64

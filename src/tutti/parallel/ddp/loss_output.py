@@ -12,7 +12,7 @@ from tutti.comm.random_keys import mix, name_key
 from tutti.device import widest_float
 from tutti.errors import UsageError, counted
 from tutti.parallel.ddp.loss_count import loss_count
-from tutti.types import LossSums, MicroBatch
+from tutti.types.micro_batch import LossSums, MicroBatch
 
 _NOISE = name_key("gradient noise")
 _MASK = (1 << 63) - 1

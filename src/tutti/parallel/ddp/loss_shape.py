@@ -11,7 +11,7 @@ from typing import Any
 
 from tutti.errors import UsageError, counted
 from tutti.torch_compat import divisor_of_node, is_scalar_node, shape_of_node
-from tutti.types import MicroBatch
+from tutti.types.micro_batch import MicroBatch
 
 _CURVED = frozenset(
     f"{name}Backward0"

@@ -14,7 +14,9 @@ from tutti.device import widest_float
 from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets, values_of
 from tutti.parallel.ddp.step_agreement import layout_key, refuse_mismatch
 from tutti.torch_compat import foreach_mul_, foreach_norm
-from tutti.types import NamedParameters, RunContext, StepContext
+from tutti.types.optimizer_protocols import NamedParameters
+from tutti.types.run_context import RunContext
+from tutti.types.step_records import StepContext
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,7 +17,10 @@ from tutti.nn.rng_streams import RngStreams, keyed_modules
 from tutti.nn.swap import BufferRef, buffers, other_names, parameters, swapped, training_mode
 from tutti.nn.sync import SyncBatchNorm, peers_of
 from tutti.parallel.ddp import loss_output
-from tutti.types import EditRecords, GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext, ShardSpec
+from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
+from tutti.types.replica_runner import EditRecords, GradientReadyHook
+from tutti.types.run_context import RunContext
+from tutti.types.shard_spec import ShardSpec
 
 
 class ReplicaPart:

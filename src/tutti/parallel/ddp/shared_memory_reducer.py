@@ -21,7 +21,9 @@ from tutti.device import is_accelerator
 from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
 from tutti.parallel.ddp.reducers import scale_all
 from tutti.parallel.ddp.step_agreement import edits_key, layout_key, refuse_mismatch
-from tutti.types import NamedParameters, RunContext, StepContext
+from tutti.types.optimizer_protocols import NamedParameters
+from tutti.types.run_context import RunContext
+from tutti.types.step_records import StepContext
 
 _CHUNK_BYTES = 256 << 10
 _ALIGN = 64

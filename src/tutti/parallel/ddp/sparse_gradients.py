@@ -19,7 +19,7 @@ from tutti.nn.sparse_layers import sparse_parameters
 from tutti.parallel.ddp.buckets import ReducedSums
 from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer
 from tutti.torch_compat import sparse_indices, sparse_values
-from tutti.types import StepContext
+from tutti.types.step_records import StepContext
 
 
 @dataclass

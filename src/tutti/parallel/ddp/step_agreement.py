@@ -14,7 +14,8 @@ import torch
 from tutti.comm.communicator import Communicator
 from tutti.comm.random_keys import mix, name_key
 from tutti.errors import MismatchError, UsageError, script_line
-from tutti.types import NamedParameters, StepContext
+from tutti.types.optimizer_protocols import NamedParameters
+from tutti.types.step_records import StepContext
 
 DIGESTS = 4
 """Number of the numbers that ``digests`` returns."""

@@ -7,7 +7,7 @@ from torch import nn
 from tutti.config.layout_config import WholeConfig
 from tutti.nn import ac_policy
 from tutti.parallel.ddp.replica_part import ReplicaPart
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 
 class WholeLayout:

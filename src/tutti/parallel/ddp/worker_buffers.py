@@ -17,7 +17,8 @@ from tutti.errors import UsageError
 from tutti.nn.swap import BufferRef, buffers
 from tutti.parallel.ddp.buffer_handover import BufferHandover
 from tutti.torch_compat import BatchNormBase, foreach_norm, foreach_sub, tensor_version
-from tutti.types import RunContext, SavedState
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
 
 
 class _Writer(Enum):

@@ -12,7 +12,7 @@ from tutti.checkpoint.fingerprint import is_compared, tensor_digests
 from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.torch_compat import foreach_norm, tensor_version
-from tutti.types import NamedParameters
+from tutti.types.optimizer_protocols import NamedParameters
 
 _BY_NORM = 2
 """Updates before which norms are compared, too, in a custom training loop."""

@@ -47,7 +47,8 @@ from tutti.torch_compat import (
     tensor_version,
     tree_leaves,
 )
-from tutti.types import ReplicaRunner, ShardSpec
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.shard_spec import ShardSpec
 
 Pairs = Sequence[tuple[ShardedParameter, nn.Parameter]]
 

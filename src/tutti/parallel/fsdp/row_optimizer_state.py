@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import number_tensor, place_step_counters
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
-from tutti.types import SavedState, TensorSlice
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import TensorSlice
 
 
 def optimizer_pieces(

@@ -68,21 +68,15 @@ from tutti.parallel.whole_tensors import (
     trained_by,
 )
 from tutti.torch_compat import foreach_copy_
-from tutti.types import (
-    GradientPlace,
-    GradientReadyHook,
-    LossSums,
-    OptimizerFactory,
-    OwnGradients,
-    ReplicaRunner,
-    RunContext,
-    SavedState,
-    ShardSpec,
-    StepContext,
-    StepStats,
-    TensorSlice,
-    UpdateResult,
-)
+from tutti.types.custom_loop_sync import GradientPlace
+from tutti.types.gradient_sync import OwnGradients
+from tutti.types.micro_batch import LossSums
+from tutti.types.optimizer_protocols import OptimizerFactory
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import ShardSpec, TensorSlice
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 if TYPE_CHECKING:
     from tutti.parallel.fsdp.sharded_reads import ShardedReads

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import block
-from tutti.types import SavedState, ShardSpec, TensorSlice
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import ShardSpec, TensorSlice
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from tutti.parallel.ddp.reducers import accumulated
 from tutti.parallel.fsdp.row_collectives import RowGatherer
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.torch_compat import chunk_cat, module_parameters, tensor_version
-from tutti.types import ShardSpec
+from tutti.types.shard_spec import ShardSpec
 
 _BUCKET_BYTES = 25 << 20
 

@@ -16,16 +16,11 @@ from tutti.checkpoint.state_shards import mine_of, read_local, stored_name
 from tutti.config.sync_config import DiLoCoConfig
 from tutti.parallel.local_sgd.local_sgd import OUTER, LocalSGDSync
 from tutti.torch_compat import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_
-from tutti.types import (
-    GradientReadyHook,
-    OptimizerFactory,
-    ReplicaRunner,
-    RunContext,
-    SavedState,
-    StepContext,
-    StepStats,
-    UpdateResult,
-)
+from tutti.types.optimizer_protocols import OptimizerFactory
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 _PARAMETER, _MOMENTUM = f"{OUTER}/parameter/", f"{OUTER}/momentum/"
 

@@ -15,7 +15,9 @@ from tutti.parallel.ddp.allreduce import optimizer_step
 from tutti.parallel.ddp.reducers import accumulated, scale_all, squares_of
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.normalisation import clip_norm, nonfinite_names
-from tutti.types import GradientPlace, RunContext, StepContext, UpdateResult
+from tutti.types.custom_loop_sync import GradientPlace
+from tutti.types.run_context import RunContext
+from tutti.types.step_records import StepContext, UpdateResult
 
 
 class LocalGradients:

@@ -37,17 +37,12 @@ from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, is_finite, nonfinite_names, own_mean, own_sum
 from tutti.parallel.whole_tensors import agreed_mixing
 from tutti.torch_compat import foreach_copy_
-from tutti.types import (
-    GradientReadyHook,
-    LossSums,
-    OptimizerFactory,
-    ReplicaRunner,
-    RunContext,
-    SavedState,
-    StepContext,
-    StepStats,
-    UpdateResult,
-)
+from tutti.types.micro_batch import LossSums
+from tutti.types.optimizer_protocols import OptimizerFactory
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 OUTER, _PARAMETER = "outer", "/parameter/"
 

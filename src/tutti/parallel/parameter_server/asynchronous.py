@@ -37,18 +37,13 @@ from tutti.parallel.parameter_server.server_session import ServerSession
 from tutti.parallel.parameter_server.server_wire import BACK, PULL, PUSH, READ, SKIP, WAIT
 from tutti.parallel.parameter_server.staleness import StalenessTracker
 from tutti.torch_compat import foreach_copy_
-from tutti.types import (
-    GradientReadyHook,
-    LossSums,
-    OptimizerFactory,
-    ReplicaRunner,
-    RunContext,
-    SavedState,
-    StepContext,
-    StepStats,
-    TensorSlice,
-    UpdateResult,
-)
+from tutti.types.micro_batch import LossSums
+from tutti.types.optimizer_protocols import OptimizerFactory
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import TensorSlice
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 
 class AsynchronousServerSync(RemoteGradients):

@@ -20,7 +20,7 @@ from tutti.optim.several import members_of
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.flat_views import in_order, shaped, strides
 from tutti.parallel.parameter_server.server_partition import ServerPiece, ServerPlan
-from tutti.types import NamedParameters, OptimizerFactory
+from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 
 Vectors = list[Tensor]
 """One flat tensor per dtype section: an element for each element of the server's shard."""

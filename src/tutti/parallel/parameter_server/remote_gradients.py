@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from tutti.errors import UsageError
 from tutti.nn.incomplete_gradient import conceal, is_cleared
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
-from tutti.types import GradientPlace, StepContext
+from tutti.types.custom_loop_sync import GradientPlace
+from tutti.types.step_records import StepContext
 
 
 class RemoteGradients:

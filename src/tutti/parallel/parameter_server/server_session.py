@@ -34,7 +34,10 @@ from tutti.parallel.parameter_server.server_snapshot import Snapshots
 from tutti.parallel.parameter_server.server_supervisor import ServerSupervisor
 from tutti.parallel.parameter_server.server_wire import Terms
 from tutti.parallel.whole_tensors import agreed_mixing, refuse_changed_settings, refuse_parts
-from tutti.types import NamedParameters, OptimizerFactory, RunContext, SavedState, ShardSpec
+from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import ShardSpec
 
 _SNAPSHOT = 100
 _BLOB = 1 << 24

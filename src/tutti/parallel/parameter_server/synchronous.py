@@ -35,19 +35,13 @@ from tutti.parallel.parameter_server.server_flows import sync_floats
 from tutti.parallel.parameter_server.server_session import ServerSession, workers_by_rank
 from tutti.parallel.parameter_server.server_wire import APPLY, PUSH, READ, SKIP, SUM
 from tutti.torch_compat import foreach_copy_
-from tutti.types import (
-    GradientReadyHook,
-    NamedParameters,
-    OptimizerFactory,
-    OwnGradients,
-    ReplicaRunner,
-    RunContext,
-    SavedState,
-    StepContext,
-    StepStats,
-    TensorSlice,
-    UpdateResult,
-)
+from tutti.types.gradient_sync import OwnGradients
+from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import TensorSlice
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 _SERVED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose state is, or was, on parameter servers."""

@@ -43,7 +43,9 @@ from tutti.parallel.pipeline.staged_call import StagedModel
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import compiled_module, is_compiled, is_fake, replace_call, tree_leaves, uncompiled_call
-from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
+from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
+from tutti.types.replica_runner import GradientReadyHook
+from tutti.types.run_context import RunContext
 
 
 class PipelineLayout:

@@ -14,7 +14,7 @@ from tutti.nn.swap import buffers, parameters
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.graph_trace import draws_by_functions, graph_draws
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, cut_into_stages, modules_of, read_directly, tensors_of
-from tutti.types import RunContext
+from tutti.types.run_context import RunContext
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from tutti.torch_compat import (
     module_parameters,
     tree_map_only,
 )
-from tutti.types import ShardSpec
+from tutti.types.shard_spec import ShardSpec
 
 _SAMPLES = 2
 """Samples of the trial of the forward."""

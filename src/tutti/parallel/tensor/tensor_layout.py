@@ -16,7 +16,9 @@ from tutti.nn import ac_policy
 from tutti.parallel.ddp.whole_layout import WholeRunner
 from tutti.parallel.tensor.loss_parallel_plan import Outputs
 from tutti.parallel.tensor.tp_apply import TensorParallelizer
-from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
+from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
+from tutti.types.replica_runner import GradientReadyHook
+from tutti.types.run_context import RunContext
 
 
 class TensorLayout:

@@ -44,7 +44,8 @@ from tutti.parallel.tensor.tp_plan_by_hand import check_asked, roles_asked
 from tutti.parallel.tensor.tp_verify import TensorCut
 from tutti.parallel.tensor.unwrap_split import seen_as_shares
 from tutti.torch_compat import FUSED_ACTIVATION, module_parameters
-from tutti.types import RunContext, ShardSpec
+from tutti.types.run_context import RunContext
+from tutti.types.shard_spec import ShardSpec
 
 _LARGE = 0.2
 """Share of whole parameters from which on the header warns."""

@@ -1,0 +1,329 @@
+"""Protocol of gradient synchronisation: it reduces gradients over replicas and makes the optimizer's update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from tutti.types.micro_batch import LossSums
+from tutti.types.optimizer_protocols import OptimizerFactory
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.saved_state import SavedState
+from tutti.types.shard_spec import TensorSlice
+from tutti.types.step_records import StepContext, StepStats, UpdateResult
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class OwnGradients:
+    """This rank's own gradients before the reduction over data ranks, for the gradient noise scale.
+
+    Attributes:
+        parameters: trained parameters whose ``.grad`` accumulates this rank's micro-batches, and which this rank counts
+            in the gradient's norm.
+        take_squares: returns and resets the sum of squares of this rank's gradients that backward itself reduced
+            (FSDP2) since the last call; None where backward reduces none.
+        optimizers: the optimizers that have the state of ``parameters``, in full, on this rank; empty where that state
+            is on other ranks, on servers or in host memory.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    take_squares: Callable[[], float] | None = None
+    optimizers: Sequence[Optimizer] = ()
+
+
+class GradientSync(Protocol):
+    """Protocol of the part of a strategy that reduces gradients over replicas and makes the optimizer's update.
+
+    Attributes:
+        loss_normalisation: what backward divides losses by: ``step``, the samples of the global batch; ``worker``, the
+            samples of each logical worker (fixed share of the global batch), which then makes updates of its own.
+        shares_parameters: whether other ranks write into the memory of this rank's parameters.
+        optimizers: the optimizers over this rank's parameters.
+    """
+
+    loss_normalisation: Literal["step", "worker"]
+    """Samples over which a gradient is the mean: "step" the global batch, "worker" the worker's share of it."""
+
+    shares_parameters: bool
+    """Whether other ranks write into the memory of this rank's parameters (``central_storage`` on a CPU)."""
+
+    optimizers: Sequence[Optimizer]
+
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """Build the optimizer over this rank's part of the model, and make all data ranks start from one state.
+
+        ``tutti.prepare`` calls this once, after ``ModelLayout.build``. Collective over the data ranks: an all-gather of
+        digests verifies that they hold models with the same names, shapes, dtypes and ``requires_grad``, and broadcasts
+        give them data rank 0's parameters and buffers. Further: sharding (FSDP2, ZeRO) replaces parameters of the model
+        by new objects; ``central_storage`` moves them into shared memory; parameter servers are started or joined.
+
+        Args:
+            replica: this rank's part of the model; its parameters and buffers are overwritten or replaced in place.
+            make_optimizer: builds the optimizer over a list of (name, parameter), or returns None where this rank has
+                nothing to train. Local SGD calls it once for each logical worker of the rank, other strategies once;
+                ``adopt`` and ``reattach`` may call it again.
+
+        Returns:
+            The receiver of gradients for ``replica.connect`` and ``replica.run``: its ``gradient_ready(parameter)`` is
+            called for each gradient that a backward has accumulated.
+
+        Raises:
+            MismatchError: the data ranks hold models with different parameters or buffers.
+            UsageError: the strategy cannot step the optimizer on this rank's part of the model, cannot shard or share
+                its parameters, or cannot start servers as asked.
+            ValueError: with parameter servers, no parameter is trained.
+        """
+
+    def begin_worker(self, worker: int, step_context: StepContext) -> None:
+        """Load a logical worker's own state into the model before the worker's micro-batches run.
+
+        A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch, in
+        turn. The state is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ
+        (local SGD, asynchronous servers). What the call waits for depends on the strategy: where several data ranks
+        share a worker, the message with the worker's buffers from the rank before; with ZeRO stage 1, in the first call
+        of a step an all-gather of the parameters over the shard ranks if the script has written their rows, which all
+        of these ranks must then have done; with asynchronous servers of mode ``bounded``, workers that are too many
+        steps behind. Otherwise nothing.
+
+        Args:
+            worker: index of the logical worker, one of those of this rank.
+            step_context: facts of the step, such as its number and loss scale; kept for the calls that end the step.
+
+        Raises:
+            UsageError: the script has written a buffer, or a parameter, of which each worker has a value of its own.
+            PeerError: a parameter server does not reply in time, or has ended.
+        """
+
+    def end_worker(self, worker: int, part: LossSums | None) -> None:
+        """Collect a logical worker's gradients and loss sums for the reduction, after its last micro-batch of the step.
+
+        A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch. With
+        most strategies the loss sums are added to the rank's, gradients stay in ``.grad``, and nothing is sent. Where
+        gradients are summed worker by worker (reproducible mode, AdaScale), the worker's gradients go to a summation
+        tree, and ``.grad`` becomes None. Where workers train parameters of their own, this makes the worker's update in
+        place of ``optimizer_step``, without other data ranks, and sets ``.grad`` to None: local SGD steps the worker's
+        optimizer, with asynchronous servers the gradient is pushed and the call waits for the servers' reply.
+        Synchronous servers may receive the gradient here as well.
+
+        Args:
+            worker: index of the logical worker, that of the last ``begin_worker``.
+            part: the worker's sums of loss, count and metrics in this step; None if it had no samples on this rank.
+
+        Raises:
+            PeerError: a parameter server does not reply in time, or has ended.
+            UsageError: parameter servers cannot follow what the script has changed in its optimizer.
+        """
+
+    def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        """Complete the reduction of this step's gradients over ranks; return the reduced loss and metrics.
+
+        Called after the last ``end_worker`` of the step. Afterwards ``.grad`` is the mean over the global batch,
+        without loss scale and not yet clipped; with these exceptions: ranks with shards have their rows of it,
+        parameter servers keep it, under ``central_storage`` a rank has only those of the parameters that it updates
+        (all of them in a custom training loop), and where logical workers (shares of the global batch) make updates of
+        their own there is none.
+
+        Collective over the data ranks, for which it waits: all-reduces (data parallelism; a reduction in shared memory
+        under ``central_storage``), reduce-scatters over the shard ranks and all-reduces over their copies (FSDP2,
+        ZeRO), or a sum of the workers' losses by an all-to-all and an all-gather (local SGD), which in every H-th step
+        also averages parameters. The gradient norm takes an all-reduce over the stages and tensor ranks of a replica.
+        Synchronous parameter servers: waits for the servers' sums. Asynchronous ones: sends nothing and waits for
+        nothing.
+
+        Args:
+            step_context: facts of the step, such as its number and loss scale; the ranks compare its number, batch size
+                and settings.
+
+        Returns:
+            A ``StepStats`` of Python numbers, equal on all data ranks except with asynchronous servers: ``loss`` and
+            ``metrics`` (by name), means over the global batch; ``count`` (samples or tokens); ``grad_norm``, the L2
+            norm of the whole gradient before clipping (of workers with updates of their own the mean of their norms);
+            ``finite``, whether all gradients are; and ``stop``, whether a rank asks all ranks to stop after this step.
+
+        Raises:
+            MismatchError: ranks are in different steps, or their settings differ.
+            UsageError: the script has written a parameter or buffer at a time at which the strategy cannot follow the
+                write.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
+        """
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Clip the reduced gradients and step the optimizers, or skip the update where a gradient is not finite.
+
+        Called on every rank after ``reduce_gradients``. What is exchanged for the update: nothing with all-reduced
+        gradients, unless an optimizer needs whole tensors that are split over ranks; with ZeRO stage 1 an all-gather of
+        the updated rows over the shard ranks (with FSDP2 the next forward all-gathers); under ``central_storage`` a
+        barrier; with synchronous servers a request to each server, for whose reply the call waits. Where workers made
+        their updates in ``end_worker`` (local SGD, asynchronous servers), this only reports them. For a skipped update
+        names of parameters are all-gathered over the ranks that may have different ones: the stages and tensor ranks of
+        a replica (data parallelism), all ranks (FSDP2, ZeRO), the data ranks (local SGD, ``central_storage``), none
+        with servers.
+
+        Args:
+            stats: the result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.
+            step_context: facts of the step, such as the factor on the learning rate.
+
+        Returns:
+            An ``UpdateResult``: ``updates``, the number of updates made (0 if the update was skipped; with asynchronous
+            servers those of all workers since this rank's last step); ``skipped``, whether the update, or that of one
+            of the workers, was skipped; ``nonfinite``, the names of parameters whose gradient is not finite (where
+            names are all-gathered at most three from each rank); ``together``, whether the parameters on this rank are
+            now those of the whole run; and ``global_step``, the steps of all workers with asynchronous servers that
+            count these, else None.
+
+        Raises:
+            UsageError: an optimizer does not take sparse gradients; or the script has written parameters, or changed an
+                optimizer's option, where the strategy cannot follow.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
+        """
+
+    def clear(self) -> None:
+        """Set ``.grad`` of all trained parameters on this rank to None after the update. Not collective.
+
+        With shards, ``.grad`` of the model's parameters and of the optimizer's rows. The next step's backward then
+        starts from no gradients.
+        """
+
+    def merged(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and buffers as one model, merged over all ranks' logical workers.
+
+        Called for evaluations, predictions, checkpoints and ``run.state``. A logical worker is one of N fixed shares of
+        the global batch, with its own buffers. Collective over the data ranks: one all-gather of all workers' buffers
+        for each dtype, none for N = 1. Batch-norm statistics are pooled over the workers, other floating buffers
+        averaged, of integers the largest is taken. Parameters are exchanged only where workers have their own (local
+        SGD: their mean, by an all-to-all and an all-gather for each dtype), where servers have newer ones (read between
+        two barriers), and where the script has written rows of ZeRO stage 1 (an all-gather over the shard ranks).
+
+        Returns:
+            A new dict from names in the unsplit model to detached tensors; those that are split over ranks are this
+            rank's slices or rows. Except with local SGD and asynchronous servers, parameters share memory with the
+            model's, so that the next update changes them; for N = 1 buffers do, too. Do not write to them.
+
+        Raises:
+            UsageError: the script has written parameters, of which workers on this rank have values of their own.
+        """
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """Return this rank's tensors of which several ranks must hold equal copies; None where ranks may differ in all.
+
+        The run compares digests of them over ranks, before checkpoints and at the end of some epochs, to find ranks
+        that have diverged. Not collective, except that ZeRO stage 1 first all-gathers rows that the script has written,
+        over the shard ranks. None with asynchronous servers, and with synchronous ones that have backup workers.
+
+        Returns:
+            A mapping from names to tensors, not copied. Where ``ReplicaRunner.specs`` has the name, the tensor is this
+            rank's slice, of which all ranks with the same slice hold copies; tensors of other names are whole. Tensors
+            that differ by design are left out, such as parameters between two averages of local SGD, and buffers where
+            the run has several logical workers (shares of the global batch, each with its own buffers).
+
+        Raises:
+            UsageError: the script has written parameters of which workers on this rank, or ranks that share memory,
+                hold one copy.
+        """
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
+        """Return this rank's tensors for a checkpoint; those of all ranks together are the full state.
+
+        Called on every rank. Collective over the data ranks: all-gathers of all workers' buffers, and of parameters
+        where workers have their own (as in ``merged``). With parameter servers rank 0 also reads the optimizer state
+        from them.
+
+        Returns:
+            Tensors by group and name, which may share memory with the model and the optimizer: write them before the
+            next step. A tensor of which several ranks hold copies is returned by one of them; with asynchronous servers
+            rank 0 returns everything. Group ``model`` has parameters and buffers by name, ``optim`` the optimizer state
+            by ``{parameter}/{key}``; neither depends on the strategy. ``workers`` has the own state of each logical
+            worker (fixed share of the global batch), such as buffers. A tensor that is split over ranks is given as a
+            ``TensorSlice``, with its position in the full tensor.
+        """
+
+    def load(self, saved: SavedState) -> None:
+        """Restore parameters, buffers and optimizer state of this rank from a checkpoint.
+
+        Called on every rank for a resume, a warm start and ``load_state_dict`` of the model. Tensors are overwritten in
+        place; a parameter without optimizer state in ``saved`` keeps the state that it has. Each rank reads for itself,
+        so that data parallelism and local SGD exchange nothing. ZeRO stage 1 then all-gathers parameters over the shard
+        ranks, ``central_storage`` waits at a barrier of all ranks, and with parameter servers rank 0 sends them what it
+        has read, after which all data ranks meet at a barrier. The group ``workers`` has state of each logical worker
+        (fixed share of the global batch), such as buffers; for state that is missing there, the worker starts from the
+        merged model in the group ``model``.
+
+        Args:
+            saved: the checkpoint's tensors, of which this rank reads its slices.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it is damaged.
+            UsageError: the optimizer state is larger than a parameter server accepts.
+        """
+
+    def own_gradients(self) -> OwnGradients:
+        """Return this rank's gradients before their reduction over ranks, to measure the gradient noise scale.
+
+        Called at the beginning of each step that measures the noise scale. Not collective. Parameters that another rank
+        of the replica counts in the norm (weights tied over pipeline stages) are left out.
+
+        Returns:
+            An ``OwnGradients``: ``parameters``, the trained parameters in whose ``.grad`` backward leaves this rank's
+            gradients; ``take_squares``, where backward itself reduces gradients (FSDP2) a function that returns the sum
+            of squares of those since its last call, else None; and ``optimizers``, which have the full state of these
+            parameters on this rank, empty where that is elsewhere.
+
+        Raises:
+            UsageError: logical workers (shares of the global batch) make updates by themselves, so that there is no
+                gradient of one global batch.
+        """
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return figures of this strategy, such as its traffic over ranks, for ``summary.json`` at the end of the run.
+
+        Called on all ranks. Collective over the data ranks only if tutti's own all-reduce schedule sums the gradients
+        (the strategy's option ``algorithm``). With parameter servers rank 0 alone asks the servers.
+
+        Returns:
+            JSON values by key, of which those of rank 0 are written; empty if the strategy has none.
+        """
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Begin to update the parameters that the script has added to one of its optimizers since ``tutti.prepare``.
+
+        The run calls this on every rank at the next step, for each of the script's optimizers of which a parameter
+        group has changed its size. Nothing is sent. Data parallelism and local SGD use the optimizer as it is, and a
+        rank that had none builds one; FSDP2 and ZeRO replace the new parameters in the groups by this rank's rows, in
+        place.
+
+        Args:
+            optimizer: one of the script's optimizers, with its present parameter groups.
+
+        Raises:
+            UsageError: the strategy cannot add parameters after ``tutti.prepare``: with parameter servers, with several
+                ranks under ``central_storage``, and for one of several optimizers of a model on several pipeline
+                stages.
+        """
+
+    def reattach(self, names: Sequence[str], late: bool = False) -> None:
+        """Begin to train parameters that were frozen: reduce their gradients and update them from now on.
+
+        The run calls this on every rank once it finds that the script has set ``requires_grad`` of parameters, before
+        the step or its update. Collective over the data ranks: an all-gather of digests of the model's names, shapes,
+        dtypes and ``requires_grad``. Data parallelism then plans the gradient buckets anew, FSDP2 and ZeRO shard those
+        of the parameters that they have not sharded yet, which gives the model new parameter objects, and local SGD
+        gives each logical worker its own copy. With parameter servers nothing is sent: the call only checks that the
+        parameters were trainable in ``tutti.prepare``.
+
+        Args:
+            names: names, in the unsplit model, of the parameters on this rank whose ``requires_grad`` the script has
+                set to True since the previous call of this method; at least one. The run does not call this on pipeline
+                stages without such a parameter.
+            late: True if the forward of the present step has already used these parameters, as in the body of a custom
+                training loop; a strategy that shards them then does so after the step's backward. Others ignore it.
+
+        Raises:
+            UsageError: the strategy cannot begin to train these parameters: an optimizer of the run steps on whole
+                tensors that are gathered from ranks, or parameter servers were started without them.
+            MismatchError: the data ranks have unfrozen different parameters; never with parameter servers.
+        """

@@ -1,0 +1,160 @@
+"""Records of a training step: its facts before it, its results, its update, and its line in ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Facts of one training step that are the same for all logical workers, the N fixed shares of the global batch.
+
+    Attributes:
+        taken: steps that this rank has taken before this one; ranks of asynchronous servers may differ in it.
+        samples: samples in this step's global batch; for a batch that the caller passed to ``run.step``, as many as the
+            configuration states.
+        lr_factor: factor on every parameter group's initial learning rate; None leaves the rate to the user.
+        stop: whether this rank asks all ranks to stop after the step; may differ between ranks, and so is reduced with
+            the loss sums.
+        loss_scale: factor on the loss in backward; gradients are divided by it before their norm is taken.
+        call: index of this gradient synchronisation within the step, from 0; a custom training loop may make several.
+        whole: whether the global batch is a single micro-batch, whose backward divides by the loss's count.
+        settings: learning rates, momenta and weight decays of the script's optimizers, compared over data ranks.
+        place: epoch and global batch after which the data stand, compared over data ranks; (0, 0) for a batch that the
+            caller made.
+        written: digest of the parameters if the script has written them since the last update, compared over data
+            ranks; 0 if it has not.
+        compare: function that compares the parameters over the data ranks and raises UsageError where they differ. It
+            is collective: all data ranks call it if ``written`` differs between any of them. None where the strategy
+            cannot compare parameters.
+        edits: a line for each parameter, of which each rank has a part, that the script has written since the last
+            step; compared over all ranks.
+        edited_in: place in the script of the last such write, as ``FILE:LINE``.
+    """
+
+    taken: int
+    samples: int
+    lr_factor: float | None = None
+    stop: bool = False
+    loss_scale: float = 1.0
+    call: int = 0
+    whole: bool = False
+    settings: str = ""
+    place: tuple[int, int] = (0, 0)
+    written: int = 0
+    compare: Callable[[], None] | None = None
+    edits: Sequence[str] = ()
+    edited_in: str = ""
+
+
+class GradientVariance(NamedTuple):
+    """Mean square of the logical workers' own gradients, before clipping and without loss scale.
+
+    A logical worker is one of N fixed shares of the global batch.
+
+    Attributes:
+        mean_of_squares: Σ pᵢ‖gᵢ‖², where pᵢ is worker i's part of the global count.
+        workers: number of workers with at least one sample.
+    """
+
+    mean_of_squares: float
+    workers: int
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Results of one training step, reduced over the global batch.
+
+    With asynchronous parameter servers the results are reduced over this rank's logical workers (fixed shares of the
+    global batch) alone.
+
+    Attributes:
+        loss: mean over ``count``.
+        count: samples, tokens, pixels or other units that the loss function counts.
+        metrics: means over ``count`` by name.
+        grad_norm: norm of the complete gradient, before clipping and without loss scale; where workers make updates of
+            their own, the mean of their gradients' norms.
+        finite: whether no gradient has a NaN or infinity.
+        stop: whether a rank asked all ranks to stop after this step.
+        gradient_variance: mean square of the workers' own gradients; None where it is not measured.
+    """
+
+    loss: float
+    count: float
+    metrics: Mapping[str, float]
+    grad_norm: float
+    finite: bool
+    stop: bool = False
+    gradient_variance: GradientVariance | None = None
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Result of the update at the end of a training step (``GradientSync.optimizer_step``).
+
+    A worker is a logical worker, one of N fixed shares of the global batch; under local SGD each updates by itself.
+
+    Attributes:
+        updates: number of updates of the parameters that this step counts for: 1, 0 for a skipped update; with
+            asynchronous parameter servers all updates since this rank's last step.
+        skipped: whether the update, or that of one of the workers, was skipped because a gradient is not finite.
+        nonfinite: names of parameters whose gradient is not finite.
+        together: whether the parameters on this rank are now those of the whole run, and not one worker's own.
+        global_step: steps of all workers together, where the run counts these (asynchronous servers); None where each
+            rank's own steps count.
+    """
+
+    updates: int
+    skipped: bool = False
+    nonfinite: tuple[str, ...] = ()
+    together: bool = True
+    global_step: int | None = None
+
+    @classmethod
+    def joint(cls, stats: StepStats, nonfinite: tuple[str, ...]) -> UpdateResult:
+        """Return the result of the one update that all workers make together, which a non-finite gradient skips.
+
+        A worker is a logical worker, one of N fixed shares of the global batch. Makes no update itself.
+
+        Args:
+            stats: results of the step; its ``finite`` tells whether the update was made.
+            nonfinite: names of parameters whose gradient is not finite; empty where all are.
+
+        Returns:
+            An ``UpdateResult`` with ``updates`` 1 and ``skipped`` False, or 0 and True where ``finite`` is False.
+        """
+        return cls(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Numbers of one training step for loggers; each step is a line of ``metrics.jsonl``.
+
+    Attributes:
+        step: number of steps made so far, this one included.
+        epoch: epoch of the step, from 1.
+        samples: number of training samples so far.
+        updates: number of updates of the parameters so far.
+        loss, metrics: means over the global batch.
+        grad_norm: norm of the gradient, before clipping; None if unknown.
+        lr: learning rate of the first parameter group; None without one.
+        skipped: whether the update was skipped because a gradient is not finite.
+        loss_scale: factor on the loss in backward; None without loss scaling.
+        adascale: figures of AdaScale by name; empty without it.
+        noise: figures of the gradient noise by name; empty in steps that do not measure it.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    updates: int
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    lr: float | None = None
+    skipped: bool = False
+    loss_scale: float | None = None
+    adascale: Mapping[str, float] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
