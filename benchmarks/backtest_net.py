@@ -333,8 +333,9 @@ class Predictor:
         """Return the predicted median of a step's seconds."""
         import numpy as np
 
-        from tutti.planning.machine_costs import MeasuredCosts, Network
-        from tutti.planning.scaling_laws import DRAWS
+        from tutti.planning.cluster_network import Network
+        from tutti.planning.measured_costs import MeasuredCosts
+        from tutti.planning.monte_carlo import DRAWS
         from tutti.planning.step_builders import build_step
         from tutti.planning.step_program import evaluate_program
 
@@ -382,8 +383,8 @@ def slept_prices(workload: Any, costs: Any, slept: Slept, call: float, passes: f
     """
     import numpy as np
 
+    from tutti.planning.monte_carlo import DRAWS
     from tutti.planning.pass_prices import PassPrices
-    from tutti.planning.scaling_laws import DRAWS
     from tutti.workload.workload_file import REST
 
     class SleptPrices(PassPrices):

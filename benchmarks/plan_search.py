@@ -34,7 +34,7 @@ from tutti.planning.device_plan import (
     device_plans,
     lost_reason,
 )
-from tutti.planning.machine_costs import open_machine
+from tutti.planning.machine_choice import open_machine
 from tutti.planning.plan_candidates import PlanCandidates
 from tutti.planning.plan_search import STRATEGIES, StepPricer, plan_choices, search_plans
 from tutti.planning.planned_run import PlannedRun

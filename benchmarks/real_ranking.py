@@ -40,7 +40,7 @@ from tutti.device import cpu_model, usable_cores
 from tutti.distribution import VERSION
 from tutti.errors import ExitCode
 from tutti.planning.device_plan import PlannedStep
-from tutti.planning.machine_costs import open_machine
+from tutti.planning.machine_choice import open_machine
 from tutti.planning.plan_search import StepPricer
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_prediction import TaskSizes

@@ -35,7 +35,9 @@ from tutti.data.adapt import adapt_training
 from tutti.device import cpu_model, usable_cores
 from tutti.distribution import VERSION
 from tutti.optim.factory import from_config
-from tutti.planning.machine_costs import MeasuredCosts, Network, open_machine
+from tutti.planning.cluster_network import Network
+from tutti.planning.machine_choice import open_machine
+from tutti.planning.measured_costs import MeasuredCosts
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_prediction import gather_sizes, predict_step
 from tutti.tasks import task_registry

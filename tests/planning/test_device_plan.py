@@ -23,8 +23,8 @@ from tutti.planning.device_plan import (
     lost_reason,
     within_limits,
 )
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.recipe import TrainingRecipe
-from tutti.planning.scaling_laws import DRAWS
 
 # T14 of McCandlish et al.: S_min = 1000, E_min = 64000.
 LAW = TrainingRecipe("loss", 1.0, 64000.0, 64.0, (), "made by hand")

@@ -12,12 +12,13 @@ from tests.planning.test_step_prediction import TASK, costs
 from tutti.comm.collective_schedules import LinkCost
 from tutti.errors import UsageError
 from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData, best_by_devices, device_plans
-from tutti.planning.machine_costs import StepCosts, open_machine
+from tutti.planning.machine_choice import open_machine
 from tutti.planning.memory_plan import model_facts
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
 from tutti.planning.plan_search import STRATEGIES, StepPricer, calibrate, plan_choices, search_plans
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import DRAWS
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_prediction import TaskSizes
 
 DATA = TargetData([MeasuredTarget(8, 1600, 1), MeasuredTarget(64, 3200, 1)], None, {}, "digits")

@@ -13,9 +13,10 @@ from torch import nn
 
 from tests.faults.commands import tutti
 from tutti.errors import UsageError
+from tutti.planning.cluster_network import Network
 from tutti.planning.conformal_band import shipped_residuals
-from tutti.planning.machine_costs import Network, PublishedCosts
 from tutti.planning.planned_run import PlannedRun
+from tutti.planning.published_costs import PublishedCosts
 from tutti.planning.script_task import copy_model, load_script
 from tutti.planning.step_prediction import ModelSizes, gather_sizes, predict_step
 from tutti.torch_compat import FakeTensorMode, is_fake

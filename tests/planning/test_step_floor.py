@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from tests.planning.test_step_prediction import LINK, costs, facts, free_messages, run, split
-from tutti.planning.machine_costs import MeasuredCosts, Network, open_machine
+from tutti.planning.cluster_network import Network
+from tutti.planning.machine_choice import open_machine
+from tutti.planning.measured_costs import MeasuredCosts
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.pass_prices import PassPrices
-from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import build_step
 from tutti.planning.step_facts import StageFacts, StepFacts
 from tutti.planning.step_floor import step_floor

@@ -20,19 +20,17 @@ from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
+from tutti.planning.cluster_network import Network
 from tutti.planning.conformal_band import NO_BAND, CellScores, band_unit
 from tutti.planning.hardware_anchor import matching_anchors, shipped_anchors
-from tutti.planning.machine_costs import (
-    MeasuredCosts,
-    Network,
-    StepCosts,
-    curve_seconds,
-    open_machine,
-    published_chips,
-)
+from tutti.planning.machine_choice import open_machine
+from tutti.planning.measured_costs import MeasuredCosts
+from tutti.planning.measured_curves import curve_seconds
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import DRAWS
+from tutti.planning.published_costs import published_chips
 from tutti.planning.step_builders import build_step, check_buildable
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import TaskSizes, alone_config, gather_sizes, predict_step, step_band
 from tutti.planning.step_program import UPDATE, StepProgram, evaluate_program

@@ -13,9 +13,9 @@ import tutti
 from tests import worlds
 from tutti.comm.collective_schedules import Algorithm, LinkCost, schedule_of
 from tutti.errors import UsageError
-from tutti.planning.machine_costs import schedule_seconds, slowest_factor
+from tutti.planning.collective_laws import schedule_seconds
+from tutti.planning.monte_carlo import DRAWS, slowest_factor
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import check_buildable
 from tutti.planning.step_facts import TensorFacts, gradient_vectors, local_sgd_collectives
 from tutti.planning.step_prediction import step_shares

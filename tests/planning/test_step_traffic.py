@@ -12,10 +12,13 @@ from tests import worlds
 from tests.planning.test_step_prediction import LINK, line, machine, run
 from tutti.errors import UsageError
 from tutti.parallel.parameter_server.server_flows import flow_totals
-from tutti.planning.machine_costs import MeasuredCosts, Network, StepCosts, open_machine
+from tutti.planning.cluster_network import Network
+from tutti.planning.machine_choice import open_machine
+from tutti.planning.measured_costs import MeasuredCosts
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import DRAWS
 from tutti.planning.step_builders import build_step
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_prediction import TaskSizes
 from tutti.planning.step_program import StepProgram, collective_totals, evaluate_program
 from tutti.tasks import task_registry

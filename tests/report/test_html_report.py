@@ -18,7 +18,8 @@ from tutti.errors import UsageError
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from tutti.planning.device_plan import DRAWS, MeasuredTarget, PlannedStep, TargetData, device_plans
+from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData, device_plans
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.plan_file import plan_json
 from tutti.report.html_report import write_report
 from tutti.report.landscape_section import landscape_section

@@ -25,9 +25,9 @@ from tutti.tasks import task_registry, user
 
 if TYPE_CHECKING:
     from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData
-    from tutti.planning.machine_costs import StepCosts
     from tutti.planning.plan_candidates import PlanCandidates
     from tutti.planning.run_evidence import RunEvidence
+    from tutti.planning.step_costs import StepCosts
     from tutti.tasks.task import Task
 
 _Precision = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -173,7 +173,7 @@ def plan_devices(
     costs = None
     search: Callable[[list[PlannedStep]], PlanCandidates] = _planned_alone
     if machine is not None:
-        from tutti.planning.machine_costs import open_machine
+        from tutti.planning.machine_choice import open_machine
 
         costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
         steps = _steps_of_machine(steps, evidence, costs, base.precision, notes)
@@ -400,7 +400,7 @@ def _base(
 
 def _of_machine(evidence: Sequence[RunEvidence], costs: StepCosts, precision: str) -> tuple[list[RunEvidence], int]:
     """Return the runs that were trained on the machine in this precision, and the number of others."""
-    from tutti.planning.machine_costs import MeasuredCosts
+    from tutti.planning.measured_costs import MeasuredCosts
 
     if not isinstance(costs, MeasuredCosts):
         return [], len(evidence)
@@ -414,7 +414,7 @@ def _check_here(costs: StepCosts | None, evidence: Sequence[RunEvidence]) -> Non
     """Raise UsageError if the plan is for another machine than this one."""
     import platform
 
-    from tutti.planning.machine_costs import MeasuredCosts
+    from tutti.planning.measured_costs import MeasuredCosts
 
     host = platform.node()
     if isinstance(costs, MeasuredCosts):

@@ -23,7 +23,7 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.planning.task_or_script import TaskOrScript
 
 if TYPE_CHECKING:
-    from tutti.planning.machine_costs import StepCosts
+    from tutti.planning.step_costs import StepCosts
     from tutti.planning.step_prediction import StepPrediction
     from tutti.planning.step_program import StepTimes
 
@@ -171,7 +171,7 @@ def simulate_step(
         return PlannedRun(devices=str(count), batch_size=samples, data=data, model=model, augment=augment, **chosen)
 
     from tutti.planning.conformal_band import shipped_residuals
-    from tutti.planning.machine_costs import open_machine
+    from tutti.planning.machine_choice import open_machine
     from tutti.planning.step_prediction import gather_sizes, predict_step, prediction_json
 
     costs = open_machine(machine, chosen["precision"], devices_per_node, parse_link(network))

@@ -18,8 +18,8 @@ from tutti.errors import UsageError, counted
 from tutti.metrics.metrics_file import METRICS, metric_records
 from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
 from tutti.planning.branch_fit import BranchFit
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.recipe import CriticalBatchWay, TrainingRecipe
-from tutti.planning.scaling_laws import DRAWS
 
 _NOISE_SPREAD = 0.7
 _BRANCH_SPREAD = 0.35

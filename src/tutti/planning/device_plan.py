@@ -19,8 +19,9 @@ from tutti.errors import UsageError, counted
 from tutti.parallel import Choice, parse_strategy
 from tutti.planning.conformal_band import Residuals, band_factor, band_unit, distance_class
 from tutti.planning.law_fit import fit_target
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.recipe import TrainingRecipe
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.scaling_laws import Array
 
 WORTH = 1.5
 """A doubling of the devices is worth it if the time falls by this factor."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tutti.planning.machine_costs import StepCosts
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.replica_builder import copy_seconds
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_costs import StepCosts
 
 _MEMORY_RATE = 1e10
 _DEVICE_LINK, _DEVICE_HOP = 1.2e10, 1e-5

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti.planning.scaling_laws import DRAWS, Array, Inputs, ScalingLaw, samples_to_target
+from tutti.planning.monte_carlo import DRAWS
+from tutti.planning.scaling_laws import Array, Inputs, ScalingLaw, samples_to_target
 
 _RESIDUAL = 0.05
 """Relative error of a law at which a row's influence starts to level off (soft L1): a guess, the same for all laws."""

@@ -9,8 +9,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from tutti.errors import UsageError
-from tutti.planning.machine_costs import StepCosts
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.monte_carlo import DRAWS
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_costs import StepCosts
 from tutti.workload.workload_file import GroupWork, PassWork, Workload
 
 Pass = Literal["forward", "backward"]

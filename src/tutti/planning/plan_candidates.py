@@ -13,9 +13,9 @@ from tutti import parallel
 from tutti.config.layout_config import PipelineConfig
 from tutti.errors import UsageError, counted
 from tutti.planning.device_plan import PlannedStep
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.planned_run import PlannedRun, mesh_extents
 from tutti.planning.run_evidence import RunEvidence
-from tutti.planning.scaling_laws import DRAWS
 
 _OPTIONS = ("micro_batch", "activation_checkpointing")
 """Options of a run that are part of a plan, besides devices, batch and strategy."""

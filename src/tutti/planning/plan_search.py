@@ -20,12 +20,13 @@ from tutti.errors import UsageError, counted
 from tutti.parallel import check_strategy, parse_strategy
 from tutti.planning.conformal_band import NO_BAND
 from tutti.planning.device_plan import DevicePlan, PlannedStep, TargetData, device_plans, may_tie
-from tutti.planning.machine_costs import StepCosts, median_draw
+from tutti.planning.monte_carlo import DRAWS, median_draw
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import build_step, rank_micro_batches
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_facts import StepFacts
 from tutti.planning.step_floor import step_floor
 from tutti.planning.step_prediction import TaskSizes, step_shares

@@ -12,10 +12,12 @@ import numpy as np
 
 from tutti.config.sync_config import AllReduceConfig, DiLoCoConfig, LocalSGDConfig
 from tutti.parallel.ddp.step_agreement import DIGESTS
-from tutti.planning.machine_costs import StepCosts, schedule_seconds
+from tutti.planning.collective_laws import schedule_seconds
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import (
     StepFacts,

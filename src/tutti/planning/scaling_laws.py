@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-DRAWS = 256
-"""Monte Carlo draws of an uncertain quantity, the length of its array."""
 Inputs = Mapping[str, Array]
 
 

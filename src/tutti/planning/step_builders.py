@@ -19,13 +19,14 @@ from tutti.config.sync_config import (
 )
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
-from tutti.planning.machine_costs import StepCosts, median_draw
+from tutti.planning.monte_carlo import DRAWS, median_draw
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.pipeline_builder import PipelineBuilder
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.replica_builder import ReplicaBuilder
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.scaling_laws import Array
 from tutti.planning.server_builder import ServerBuilder, is_elementwise
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_delays import check_delays
 from tutti.planning.step_facts import StepFacts, pipeline_layout, zero_stage
 from tutti.planning.step_program import StepProgram

@@ -10,9 +10,9 @@ from tutti.comm.partition import workers_of
 from tutti.config.slowness import Slowness
 from tutti.config.sync_config import ParameterServerConfig
 from tutti.errors import UsageError
-from tutti.planning.machine_costs import median_draw
+from tutti.planning.monte_carlo import DRAWS, median_draw
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.scaling_laws import Array
 
 
 def check_delays(config: PlannedRun) -> None:

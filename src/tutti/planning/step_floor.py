@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.config.sync_config import AllReduceConfig, RowsConfig
-from tutti.planning.machine_costs import StepCosts, median_draw
+from tutti.planning.monte_carlo import DRAWS, median_draw
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.pipeline_builder import crossing_bytes, stage_groups, stage_passes
 from tutti.planning.planned_run import PlannedRun
@@ -25,8 +25,9 @@ from tutti.planning.replica_builder import (
     micro_batch_overhead,
     pass_messages,
 )
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import rank_micro_batches, slowness, typical_computing
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_facts import (
     StageFacts,
     StepFacts,

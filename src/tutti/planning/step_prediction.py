@@ -23,7 +23,6 @@ from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partit
 from tutti.parallel.pipeline.stage_partition import StagePartition, TracedForward
 from tutti.parallel.pipeline.virtual_stage import body, last_uses
 from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, band_unit, distance_class
-from tutti.planning.machine_costs import StepCosts, costs_json
 from tutti.planning.memory_plan import (
     Facts,
     memory_rows,
@@ -33,11 +32,13 @@ from tutti.planning.memory_plan import (
     resolve_task,
     wrapped_bytes,
 )
+from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.scaling_laws import DRAWS, Array
+from tutti.planning.scaling_laws import Array
 from tutti.planning.script_task import ScriptLoopLoss
 from tutti.planning.step_builders import build_step, check_buildable, rank_micro_batches
+from tutti.planning.step_costs import StepCosts, costs_json
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts, crossing_groups, pipeline_layout
 from tutti.planning.step_program import StepTimes, evaluate_program
 from tutti.planning.tensor_split import TensorSplit

@@ -1,0 +1,45 @@
+"""Seconds from measured curves: between their points, and of collectives over other numbers of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tutti.workload.machine_file import Curve
+
+
+def curve_seconds(curve: Curve, size: float) -> float:
+    """Return the seconds of a call of a given size, by interpolation in a measured curve of seconds over size.
+
+    Between points the logarithms are interpolated; a smaller size takes the seconds of the first point, a larger one
+    the rate (size a second) of the last. A curve without points is its fitted line.
+
+    Args:
+        curve: measured points of seconds over size, and a line fitted to them.
+        size: work or bytes of one call, in the curve's unit.
+    """
+    if not curve.points:
+        return curve.seconds(size)
+    sizes = [point.size for point in curve.points]
+    seconds = [point.seconds for point in curve.points]
+    if size <= sizes[0]:
+        return seconds[0]
+    if size >= sizes[-1]:
+        return seconds[-1] * size / sizes[-1]
+    return float(np.exp(np.interp(np.log(size), np.log(sizes), np.log(seconds))))
+
+
+def ring_scaled_seconds(curve: Curve, size: float, known: int, ranks: int) -> float:
+    """Return the seconds of a collective over a number of ranks, from those of a known number, as a ring's grow.
+
+    Args:
+        curve: measured seconds of the collective over the bytes of its whole tensor.
+        size: bytes of the whole tensor.
+        known: number of ranks of the measurement, at least 2.
+        ranks: number of ranks of the result.
+    """
+    whole = curve_seconds(curve, size)
+    if known == ranks:
+        return whole
+    fixed = curve_seconds(curve, 1.0)
+    moved = max(whole - fixed, 0.0) * ((ranks - 1) / ranks) / ((known - 1) / known)
+    return fixed * (ranks - 1) / (known - 1) + moved
