@@ -21,6 +21,8 @@ from tests.preloaded import MODULES
 
 _SERVER = Path(__file__).with_name("forkserver_main.py")
 _CLEARED = ("OMP_NUM_THREADS", "TUTTI_LOG_RANKS")
+# What the scripts of the pages import: half a second of each of their ranks.
+_OF_EXAMPLES = ("sklearn.datasets", "torch.distributed.checkpoint.state_dict")
 
 
 class _Server:
@@ -45,7 +47,7 @@ _servers: dict[bool, _Server] = {}
 def _server(torch: bool) -> _Server:
     """The server that has torch, or the one that has the command line alone."""
     if torch not in _servers or _servers[torch].owner != os.getpid():
-        _servers[torch] = _Server(MODULES if torch else ["tutti.cli.app"])
+        _servers[torch] = _Server([*MODULES, *_OF_EXAMPLES] if torch else ["tutti.cli.app"])
     return _servers[torch]
 
 
