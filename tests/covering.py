@@ -61,7 +61,10 @@ def table(*columns: Sequence[Any], strength: int = 2) -> list[Any]:
 
 @dataclass(frozen=True)
 class Continuations:
-    """Which places of a list save a checkpoint, all or every ``of``-th from ``turn`` on, and which continue it."""
+    """Which places of a list save a checkpoint, all or every ``of``-th from ``turn`` on, and which continue it.
+
+    All that are asked for, where all save; else the first of them, so that each place saves once, and continues once.
+    """
 
     turn: int = 0
     of: int = 1
@@ -70,10 +73,13 @@ class Continuations:
         """Each place that saves with those that continue it, which stand ``offsets`` behind it in the list.
 
         >>> list(Continuations(turn=1, of=2)("abcd", 1, 2))
-        [('b', ['c', 'd']), ('d', ['a', 'b'])]
+        [('b', ['c']), ('d', ['a'])]
+        >>> list(Continuations()("abc", 1, 2))
+        [('a', ['b', 'c']), ('b', ['c', 'a']), ('c', ['a', 'b'])]
         """
+        others = offsets if self.of == 1 else offsets[:1]
         for number in range(self.turn, len(places), self.of):
-            yield places[number], [places[(number + offset) % len(places)] for offset in offsets]
+            yield places[number], [places[(number + offset) % len(places)] for offset in others]
 
 
 def shared_out(*names: str) -> list[Any]:

@@ -165,7 +165,7 @@ STATES = [
 
 @pytest.mark.parametrize(("optimizer", "continuations"), shared_out("muon", "grouped", "adagrad"))
 def test_state_is_continued_by_any(optimizer: str, continuations: Continuations, tmp_path: Path) -> None:
-    """Row and column factors, which have another shape than their parameter; each strategy by two others."""
+    """Row and column factors, which have another shape than their parameter; each strategy by another or two."""
     want = worlds.alone(trained, strategy="single", optimizer=optimizer)
     for (strategy, devices), after in continuations(STATES, -1, -4):
         folder = str(tmp_path / strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
-from tests.covering import table
+from tests.covering import marked
 from tests.scripts import oracle
 
 BATCH, EPOCHS = 6, 2
@@ -323,12 +324,15 @@ def apart(found: tuple[dict[str, Tensor], list[Tensor]], wanted: tuple[dict[str,
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("at", "body", "kind", "optimizer"),
-    table(range(len(STRATEGIES)), [name for name in BODIES if name != "drawn"], list(MODELS), list(OPTIMIZERS)),
-)
-def test_a_loop_equals_plain_pytorch(at: int, body: str, kind: str, optimizer: str) -> None:
-    ranks, strategy = STRATEGIES[at]
+TABLE = [
+    (strategy, ranks, *rest)
+    for ranks, strategy in STRATEGIES
+    for rest in product([name for name in BODIES if name != "drawn"], MODELS, OPTIMIZERS)
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "body", "kind", "optimizer"), marked(TABLE))
+def test_a_loop_equals_plain_pytorch(strategy: str, ranks: int, body: str, kind: str, optimizer: str) -> None:
     wanted = plain(kind, body, optimizer)
     for found in worlds.run(ranks, looped, strategy=strategy, kind=kind, body=body, optimizer=optimizer):
         assert apart(found, wanted) <= 1e-10
