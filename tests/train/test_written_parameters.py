@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tutti.errors import TuttiError, UsageError
+from tutti.train import written_parameters
+from tutti.train.carried_state import CarriedValues
 
 DATA = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 
@@ -161,6 +164,37 @@ def test_a_teacher_that_the_forward_averages_in_every_micro_batch_is_refused(how
     assert updates <= 1 and "the loop's body writes parameters" in said
     for loop in (False, True):
         assert worlds.alone(written_within, how=how, loop=loop, workers=1) == 4
+
+
+def followed_in_hashes() -> tuple[int, int]:
+    """How often parameters are hashed around a forward, and how many calls of that are followed for carried values."""
+    hashes, calls, hashing = 0, 0, False
+
+    def digests(tensors: Any, real: Any = written_parameters.tensor_digests) -> list[int]:
+        nonlocal hashes, hashing
+        hashes, hashing = hashes + 1, True
+        try:
+            return real(tensors)
+        finally:
+            hashing = False
+
+    def follow(mode: Any, *given: Any, real: Any = CarriedValues.__torch_function__) -> Any:
+        nonlocal calls
+        calls += hashing
+        return real(mode, *given)
+
+    with (
+        patch.object(written_parameters, "tensor_digests", digests),
+        patch.object(CarriedValues, "__torch_function__", follow),
+    ):
+        assert written_within("clamp", loop=False, workers=2) == 4
+    return hashes, calls
+
+
+def test_hashes_around_a_forward_are_not_followed_for_carried_values() -> None:
+    """Each has hundreds of small calls, and a check of the first steps would look at all of them."""
+    hashes, calls = worlds.alone(followed_in_hashes)
+    assert hashes > 0 and calls == 0
 
 
 def test_a_teacher_that_workers_of_a_rank_would_share_is_refused() -> None:

@@ -224,7 +224,8 @@ class StepLifecycle:
             loss: the loss function.
             work: the micro-batches of the step.
         """
-        return self.values.watched(self._written.guarded(self._run.checks.probed(loss), work), work)
+        # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
+        return self._written.guarded(self.values.watched(self._run.checks.probed(loss), work), work)
 
     # --- the update, and after it ----------------------------------------------------------------------------------
 
