@@ -13,6 +13,7 @@ from torch.nn import functional
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import in_turn, table
 
 TOLERANCE = 1e-10
 
@@ -113,8 +114,7 @@ def written(strategy: str, write: str, place: str) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("place", ["before", "steps", "epochs"])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("write", "place"), in_turn(list(WRITES), ["before", "steps", "epochs"]))
 def test_a_write_that_needs_the_whole_parameter_is_refused_outside_of_steps(write: str, place: str) -> None:
     for said in worlds.run(2, written, strategy="tensor:least=1", write=write, place=place):
         assert "0.weight, of which each tensor rank has a slice" in said
@@ -150,8 +150,7 @@ def test_sizes_that_the_script_reads_are_those_of_the_whole_parameter() -> None:
     assert worlds.run(3, sizes, strategy="tensor:least=1") == [alone] * 3
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("write", ALIKE)
+@pytest.mark.parametrize(("write", "devices"), in_turn(list(ALIKE), [2, 3]))
 def test_a_write_element_by_element_equals_one_device(write: str, devices: int) -> None:
     want = worlds.alone(written, strategy="single", write=write, place="steps")
     for got in worlds.run(devices, written, strategy="tensor:least=1", write=write, place="steps"):
@@ -251,13 +250,14 @@ def called(strategy: str, kind: str, own: bool) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "norm", "some features", "penalty", "features", "first layers"])
-def test_features_between_layers_that_the_script_calls(kind: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "own", "devices"),
+    table(["plain", "norm", "some features", "penalty", "features", "first layers"], [False, True], [2, 3]),
+)
+def test_features_between_layers_that_the_script_calls(kind: str, own: bool, devices: int) -> None:
     want = worlds.alone(called, strategy="single", kind=kind, own=own)
-    for devices in (2, 3):
-        for got in worlds.run(devices, called, strategy="tensor:least=1", kind=kind, own=own):
-            assert largest_difference(got, want) <= TOLERANCE
+    for got in worlds.run(devices, called, strategy="tensor:least=1", kind=kind, own=own):
+        assert largest_difference(got, want) <= TOLERANCE
 
 
 @pytest.mark.parametrize("own", [False, True])
