@@ -66,8 +66,8 @@ def with_and_without_shared_memory() -> list[Any]:
         if shared:
             comm.share_memory()
         generator, found = torch.Generator().manual_seed(rank), []
-        for turn in range(40):
-            elements = 300_000 if turn == 20 else 1 + turn % 7
+        for turn in range(12):
+            elements = 300_000 if turn == 6 else 1 + turn % 7
             mine = torch.randn(elements, generator=generator)
             whole, part = torch.empty(size * elements), torch.empty(elements)
             comm.gather_into(whole, mine, f"gather {turn}")

@@ -86,7 +86,8 @@ def signalled():
         return f"batches are lost: {error}"
 
 
-print(json.dumps({case.__name__: case() for case in (raised, daemonic, killed, signalled)}))
+print(json.dumps({case.__name__: case() for case in (raised, daemonic, killed, signalled)}), flush=True)
+os._exit(0)  # what a DataLoader with a dead process does as it ends takes five seconds
 '''
 
 WORDS = {
