@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests import worlds
 from tests.simulated_accelerator.build import DEVICE
-from tutti.checkpoint.fingerprint import tensor_digest, weights_sha256
+from tutti.checkpoint.fingerprint import tensor_digest, tensor_digests, weights_sha256
 
 TENSORS = {
     "b.weight": torch.tensor([[1.0, -2.0], [0.5, 3.0]]),
@@ -82,3 +82,18 @@ def test_a_small_tensor_takes_little_memory_on_an_accelerator() -> None:
     """Its blocks are 128 MiB, for large tensors alone."""
     [(equal, peak)] = worlds.run_on(DEVICE, 1, peak_of_a_digest)
     assert equal and peak < 1 << 20
+
+
+def digests_of_two_devices() -> list[list[int]]:
+    tensors = [
+        torch.arange(9.0),
+        torch.arange(9.0, device=DEVICE),
+        torch.arange(9000.0, device=DEVICE),
+        torch.ones(9000),
+    ]
+    return [tensor_digests(tensors), [int(tensor_digest(tensor)) for tensor in tensors]]
+
+
+def test_tensors_may_lie_on_several_devices() -> None:
+    [[together, apart]] = worlds.run_on(DEVICE, 1, digests_of_two_devices)
+    assert together == apart and together[0] == together[1]

@@ -75,7 +75,7 @@ def tensor_digests(tensors: Iterable[Tensor]) -> list[int]:
     operations; the digests are the same.
 
     Args:
-        tensors: tensors of any dtypes and shapes, all on one device.
+        tensors: tensors of any dtypes and shapes, on any devices.
 
     Returns:
         A signed 64-bit integer for each tensor, in their order; an empty list without tensors.
@@ -88,7 +88,8 @@ def tensor_digests(tensors: Iterable[Tensor]) -> list[int]:
         places = small[first : first + _TOGETHER]
         for i, digest in zip(places, _digests_together([every[i] for i in places]), strict=True):
             found[i] = digest
-    digests: list[int] = torch.stack(cast(list[Tensor], found)).tolist() if found else []
+    device = every[0].device if every else None
+    digests: list[int] = torch.stack([each.to(device) for each in cast(list[Tensor], found)]).tolist() if found else []
     return digests
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.checkpoint.fingerprint import tensor_digests
 from tutti.comm.communicator import Communicator
 from tutti.errors import MismatchError, counted
 from tutti.types.shard_spec import ShardSpec
@@ -72,7 +72,7 @@ def differing_copies(run: Run, comm: Communicator, what: str) -> tuple[str, str]
     run.compared = run.taken
     names = list(held)
     keys = [_key(name, held[name], run.replica.specs) for name in names]
-    digests = torch.stack([tensor_digest(held[name]).to(comm.device) for name in names]).tolist() if names else []
+    digests = tensor_digests(held.values())
     most = max(int(count) for count in comm.all_gather(torch.tensor([len(names)]), f"copies before {what}"))
     table = torch.zeros(most, 2, dtype=torch.int64)
     table[: len(names)] = torch.tensor([*zip(keys, digests, strict=True)], dtype=torch.int64).view(-1, 2)
