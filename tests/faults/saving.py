@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tests.checkpoint.checkpoints import same, save
+from tests.preloaded import preload
 from tutti.checkpoint.folder import newest_checkpoint, prune
 from tutti.errors import TuttiError
 
@@ -111,6 +112,7 @@ def main(what: str, when: str, folder: Path) -> int:
         return 0
     # What a killed process has written stays, fsynced or not; waiting for the disk would only make this slow.
     os.fsync = lambda descriptor: None
+    preload(())
     before = {"next": 10, "again": 20, "first": None}[what]
     print(json.dumps(play(folder, before, when == "after")))
     return 0

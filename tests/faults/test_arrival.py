@@ -14,7 +14,7 @@ from tests.launching import Result
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(22)]
 
-SCRIPT = "import tutti\ntutti.init('cpu', timeout=8)\nprint('arrived', tutti.rank())\n"
+SCRIPT = "import tutti\ntutti.init('cpu', timeout=5)\nprint('arrived', tutti.rank())\n"
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def start(
         (folder / "script.py").write_text(SCRIPT)
         words: tuple[str, ...] = ("run", "script.py")
     else:
-        words = ("train", write_task(folder), "--steps", "1", "--batch-size", "12", "--timeout", "8", "--out", "out")
+        words = ("train", write_task(folder), "--steps", "1", "--batch-size", "12", "--timeout", "5", "--out", "out")
     with ExitStack() as stack:
         running = []
         for rank in ranks:
@@ -65,19 +65,19 @@ def test_a_rank_that_was_never_started_is_named(size: int, tmp_path: Path, seed:
     port, absent = free_port(), 1 + seed % (size - 1)
     present = [rank for rank in range(size) if rank != absent]
     for rank, result in zip(present, start(tmp_path, present, size, "run", port=port), strict=True):
-        check(result, f"rank {absent} of {size} did not arrive within 8 s", f"rank {rank}", f"127.0.0.1:{port}")
+        check(result, f"rank {absent} of {size} did not arrive within 5 s", f"rank {rank}", f"127.0.0.1:{port}")
 
 
 def test_the_first_rank_was_never_started(tmp_path: Path) -> None:
     port = free_port()
     for result in start(tmp_path, [1, 2], 3, "run", port=port):
-        check(result, f"127.0.0.1:{port}", "rank 0", "within 8 s")
+        check(result, f"127.0.0.1:{port}", "rank 0", "within 5 s")
 
 
 def test_train_without_a_rank(tmp_path: Path) -> None:
     port = free_port()
     for result in start(tmp_path, [0, 2], 3, "train", port=port):
-        check(result, "rank 1 of 3 did not arrive within 8 s", f"127.0.0.1:{port}")
+        check(result, "rank 1 of 3 did not arrive within 5 s", f"127.0.0.1:{port}")
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

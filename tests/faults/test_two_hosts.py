@@ -212,7 +212,7 @@ def test_workers_go_on_after_a_link_to_their_servers_was_down_for_two_seconds(mo
 @pytest.mark.row(10)
 @pytest.mark.parametrize("strategy", ["mirrored:algorithm=native", "parameter_server", "parameter_server:mode=async"])
 def test_a_link_that_stays_down_ends_every_rank_on_both_sides(strategy: str, hosts: Hosts) -> None:
-    options = [*OPTIONS, "--steps", "100000", "--strategy", strategy, "--timeout", "12", "--log-every", "1"]
+    options = [*OPTIONS, "--steps", "100000", "--strategy", strategy, "--timeout", "8", "--log-every", "1"]
     words = ["train", write_task(hosts.folder, SLOW), *options, "--out", "out"]
     ranks = [hosts.slurm([2, 1], rank, *words) for rank in range(3)]
     # These hosts have their memory in common, in which mirrored ranks would go on without the cable.
@@ -221,7 +221,7 @@ def test_a_link_that_stays_down_ends_every_rank_on_both_sides(strategy: str, hos
     near, near_too, far = map(ended, ranks)
     for number, result in enumerate((near, near_too)):
         assert result.code == 5, result.err
-        assert "did not finish within 12 s; missing: rank 2 " in complaint(result)[0]
+        assert "did not finish within 8 s; missing: rank 2 " in complaint(result)[0]
         assert f"(rank {number})" in complaint(result)[0]
     assert far.code == 5, far.err
     # Of the servers it says "parameter server 0", where it waits for them alone.
@@ -253,7 +253,7 @@ input()
 
 @pytest.mark.row(22)
 def test_who_is_not_there_is_named_in_time(hosts: Hosts) -> None:
-    (hosts.folder / "script.py").write_text("import tutti\ntutti.init('cpu', timeout=8)\n")
+    (hosts.folder / "script.py").write_text("import tutti\ntutti.init('cpu', timeout=5)\n")
     taken = "29500"
     listener = hosts.start(0, [sys.executable, "-c", LISTEN, FIRST, taken])
     assert listener.stdout is not None and listener.stdout.readline() == "\n", "it listens"
@@ -262,8 +262,8 @@ def test_who_is_not_there_is_named_in_time(hosts: Hosts) -> None:
     wrong = hosts.slurm([1, 1], 1, *words, MASTER_ADDR=NOBODY)
     port = hosts.slurm([1, 1], 0, *words, MASTER_ADDR=FIRST, MASTER_PORT=taken)
     expected = {
-        absent: ("rank 1 of 2 did not arrive within 8 s", f"met at {FIRST}:10112"),
-        wrong: (f"cannot reach rank 0 at {NOBODY}:10112", "within 8 s", "MASTER_ADDR"),
+        absent: ("rank 1 of 2 did not arrive within 5 s", f"met at {FIRST}:10112"),
+        wrong: (f"cannot reach rank 0 at {NOBODY}:10112", "within 5 s", "MASTER_ADDR"),
         port: (f"cannot listen on {FIRST}:{taken}", "in use", "MASTER_PORT"),
     }
     for process, said in expected.items():

@@ -367,7 +367,7 @@ def fail_in_backward() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_collective_that_fails_in_backward_raises_horovod_s_error(size: int) -> None:
     for found in run(size, with_horovod, inside=fail_in_backward):
         names = ["allreduce.x", "allgather.x", "broadcast.x", "alltoall.x", "reducescatter.x"]
