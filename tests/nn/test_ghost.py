@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.covering import table
 from tutti.errors import UsageError
 from tutti.native import native_library
 from tutti.nn import ghost
@@ -139,9 +140,10 @@ LONG = {
     native_library.library(Path(native_library.__file__).with_name("ghost.cpp")) is None,
     reason="there is no C++ compiler",
 )
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", [*SHAPES, *LONG])
+@pytest.mark.parametrize(
+    ("name", "dtype", "affine"),
+    table([*SHAPES, *LONG], [torch.float32, torch.float64, torch.bfloat16], [True, False]),
+)
 def test_bits_do_not_depend_on_a_compiler(
     name: str, dtype: torch.dtype, affine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import table
 from tests.parity.loops import CASES, Result, by_cells, by_hand, by_step
 
 WORLDS = {
@@ -50,9 +51,7 @@ def test_hand_written_ddp_equals_the_plain_loop(name: str, ranks: int) -> None:
     check(name, worlds.run(ranks, on_name, name=name, way="ddp"))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("way", ["step", "cells"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "world", "way"), table(list(CASES), list(WORLDS), ["step", "cells"]))
 def test_tutti_equals_the_plain_loop(name: str, way: str, world: str) -> None:
     ranks, workers = WORLDS[world]
     check(name, worlds.run(ranks, on_name, name=name, way=way, workers=workers))

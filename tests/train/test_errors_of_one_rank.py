@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tests.train.test_callbacks import INPUTS, TARGETS, prepared
 from tutti.checkpoint import manager
 
@@ -106,8 +107,7 @@ def outcome(case: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "size"), in_turn(list(CASES), [2, 3]))
 def test_an_error_of_one_rank_is_told_to_the_others(case: str, size: int) -> None:
     said = worlds.run(size, outcome, case=case)
     worlds.forget(size)

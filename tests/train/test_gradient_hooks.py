@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import marked
 from tutti.errors import MismatchError, UsageError
 
 BATCH = 6
@@ -152,8 +153,10 @@ EQUAL = [
 ]
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("kind", "strategy", "size", "workers", "loss"), EQUAL)
+@pytest.mark.parametrize(
+    ("kind", "strategy", "size", "workers", "loss", "late"),
+    marked([(*each, late) for each in EQUAL for late in (False, True)]),
+)
 def test_hooks_are_given_each_micro_batchs_part(
     kind: str, strategy: str, size: int, workers: int, loss: str, late: bool
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tests.forkserver import run as start
 from tutti.errors import TuttiError
 
@@ -88,9 +89,7 @@ def script(
     return state, run.clock, run.samples, run.changes
 
 
-@pytest.mark.parametrize("count", [20, 26], ids=["same data", "more data"])
-@pytest.mark.parametrize("text", [False, True], ids=["object", "text"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "text", "count"), table([1, 2, 3], [False, True], [20, 26]))
 def test_named_changes_are_those_of_plain_pytorch(ranks: int, text: bool, count: int, tmp_path: Path) -> None:
     folder, change = str(tmp_path / "a"), "lr,batch_size" + ",data" * (count != 20)
     worlds.run(4 - ranks, script, folder=folder, second=False, text=text)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tests.parallel.models import NATIVE, trained
 from tests.worlds import RankError
 from tutti.parallel.ddp.sparse_gradients import SparseReducer
@@ -103,14 +104,12 @@ def test_one_worker_does_what_plain_pytorch_does(optimizer: str, clip: float | N
 SEVERAL = ["mirrored", NATIVE, "mirrored:algorithm=native,bucket_mb=0.0001", "central_storage"]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", SEVERAL)
-def test_several_devices_do_what_one_does(strategy: str, optimizer: str) -> None:
+@pytest.mark.parametrize(("strategy", "optimizer", "devices"), table(SEVERAL, list(OPTIMIZERS), [2, 3]))
+def test_several_devices_do_what_one_does(strategy: str, optimizer: str, devices: int) -> None:
     options: dict[str, Any] = {"clip": 0.5, "micro_batch": 1, "loss_scale": "8"}
     want = worlds.alone(words, optimizer=optimizer, workers=5, strategy="single", **options)
-    for devices in (2, 3):
-        for got in worlds.run(devices, words, optimizer=optimizer, workers=5, strategy=strategy, **options):
-            close(got, want)
+    for got in worlds.run(devices, words, optimizer=optimizer, workers=5, strategy=strategy, **options):
+        close(got, want)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd, momentum", "sparse adam"])

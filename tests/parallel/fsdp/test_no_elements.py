@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tests.covering import marked
 from tests.train.test_custom_loop import BATCH, DATA, batches, error_of
 
 
@@ -53,13 +54,14 @@ def through(strategy: str, workers: int, loop: bool, folder: Path) -> tuple[dict
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("loop", [False, True])
+WORLDS = [
+    *((f"sharded:stage={stage}", workers) for stage in (1, 2, 3) for workers in (2, 3)),
+    *(("mirrored", 2), ("central_storage", 2), ("tensor:least=1", 1), ("parameter_server", 2)),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "workers"),
-    [
-        *((f"sharded:stage={stage}", workers) for stage in (1, 2, 3) for workers in (2, 3)),
-        *(("mirrored", 2), ("central_storage", 2), ("tensor:least=1", 1), ("parameter_server", 2)),
-    ],
+    ("strategy", "workers", "loop"), marked([(*world, loop) for world in WORLDS for loop in (False, True)])
 )
 def test_parameters_without_elements(strategy: str, workers: int, loop: bool, tmp_path: Path) -> None:
     model = Hollow()

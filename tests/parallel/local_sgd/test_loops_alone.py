@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tests.scripts.oracle import global_batches
 from tutti.comm.partition import even_share
 from tutti.errors import PeerError, UsageError
@@ -224,9 +225,7 @@ def farthest(got: dict[str, Any], want: dict[str, Tensor]) -> float:
     return max(float(abs(got[name] - tensor.numpy()).max()) for name, tensor in want.items())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize(("kind", "body", "ranks"), table(list(STRATEGIES), list(BODIES), [2, 3]))
 def test_a_loop_trains_each_rank_s_worker_as_plain_loops_do(kind: str, body: str, ranks: int) -> None:
     nets = played(ranks, body, kind == "diloco")
     for rank, found in enumerate(worlds.run(ranks, trained, strategy=STRATEGIES[kind], body=body)):

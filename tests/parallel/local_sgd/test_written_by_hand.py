@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import table
 from tests.scripts import oracle
 from tests.scripts.oracle import Algorithm
 from tutti.errors import UsageError
@@ -80,9 +81,7 @@ def trained(strategy: str, workers: int, by: str) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("by", ["script", "forward", "nobody"])
-@pytest.mark.parametrize("strategy", ALGORITHMS)
+@pytest.mark.parametrize(("strategy", "by", "ranks"), table(list(ALGORITHMS), ["script", "forward", "nobody"], [2, 3]))
 def test_a_teacher_in_the_model_is_averaged_with_the_rest(strategy: str, by: str, ranks: int) -> None:
     [want, *_] = oracle.play(lambda prepare: taught(prepare, by), ranks, ALGORITHMS[strategy]).results
     for got in worlds.run(ranks, trained, strategy=strategy, workers=ranks, by=by):

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.graph_trace import openable, trace
 
@@ -64,9 +65,10 @@ def trained(strategy: str, kind: str, reproducible: bool = False) -> dict[str, A
     return {name: tensor.numpy() for name, tensor in run.state().items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
-@pytest.mark.parametrize("kind", ["frozen", "tied", "detached"])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "ranks"),
+    table(["frozen", "tied", "detached"], ["gpipe", "1f1b", "interleaved", "zero_bubble"], [2, 3]),
+)
 def test_equals_one_device(kind: str, schedule: str, ranks: int) -> None:
     want = worlds.alone(trained, strategy="single", kind=kind)
     chunks = ",virtual=2" if schedule == "interleaved" else ""
