@@ -146,9 +146,13 @@ GIVEN = [("numbered", 4), ("streamed", 5), ("numbered", 5), ("streamed", 4)]
 @pytest.mark.parametrize(("world", "given"), in_turn(WORLDS, GIVEN), ids=str)
 def test_every_sample_once_in_the_global_order(world: tuple[int, str], given: tuple[str, int]) -> None:
     """Every world with a data set or a stream; the test below has a stream with each of them."""
+    check(world, given, CASES)
+
+
+def check(world: tuple[int, str], given: tuple[str, int], cases: list[tuple[int, int, int | None]]) -> None:
     (devices, strategy), (data, workers) = world, given
-    answers = worlds.run(devices, seen, strategy=strategy, workers=workers, cases=CASES, data=data)
-    for case, (count, batch_size, _) in enumerate(CASES):
+    answers = worlds.run(devices, seen, strategy=strategy, workers=workers, cases=cases, data=data)
+    for case, (count, batch_size, _) in enumerate(cases):
         for which in (1, 2):
             batches = [[i for i, _ in batch] for batch in joined(answers, case, which)]
             shuffled = [permutation(0, epoch, count).tolist() for epoch in range(2)]

@@ -196,7 +196,7 @@ def test_a_stopped_worker_comes_back(
 ) -> None:
     write_task(tmp_path, TASK)
     fault = {"rank": 1 + seed % 3, "in": "step", "step": 10 + seed}
-    command = words(mode, 4, "--out", "out", steps=400, every="none")
+    command = words(mode, 4, "--out", "out", steps=150, every="none")
     with starting(tmp_path, *command, FAULT=json.dumps(fault), SIGNAL="stop") as running:
         until(lambda: (tmp_path / "victim").exists() and (tmp_path / "victim").read_text())
         lead, end = 0, time.monotonic() + (60 if mode == "async" else 2)
@@ -207,7 +207,7 @@ def test_a_stopped_worker_comes_back(
         result = running.finish()
     assert result.code == 0, result.err
     found = summary(tmp_path)
-    assert "lost_ranks" not in found and found["servers"][0]["steps"] == [400] * 5
+    assert "lost_ranks" not in found and found["servers"][0]["steps"] == [150] * 5
     record_property("lead over a stopped worker, steps", lead)
     # A step that is under way is not in the metrics yet.
     assert lead >= 10 if mode == "async" else lead <= BOUND + 1

@@ -95,7 +95,7 @@ def test_equals_one_device(
         for items in (False, True):
             settings = {"count": count, "batch_size": batch_size, "items": items, "reproducible": reproducible}
             single = strategy if "local" in strategy else "single"
-            [(want, losses, steps)] = worlds.run(1, train, strategy=single, custom_loop=custom_loop, **settings)
+            want, losses, steps = worlds.alone(train, strategy=single, custom_loop=custom_loop, **settings)
             assert steps == 3 * -(-count // batch_size)
             for state, own, clock in worlds.run(ranks, train, strategy=strategy, custom_loop=custom_loop, **settings):
                 assert clock == steps

@@ -22,6 +22,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, Subset, Tensor
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.data import Sharded
 from tutti.metrics.diagnoses import CLASSICS
 
@@ -166,19 +167,33 @@ def scheduled(make: Callable[[Any], LRScheduler], guarded: bool, micro: int | No
             scheduler.step()
 
 
-@pytest.mark.parametrize("make", [cosine, milestones, sequence, one_cycle])
-def test_a_schedule_that_steps_once_a_micro_batch(make: Callable[[Any], LRScheduler]) -> None:
-    assert names(1, partial(scheduled, make, False)) == ["fast-schedule"]
+FAST = ["fast-schedule"]
+STEPPED: list[tuple[int, dict[str, Any], list[str]]] = [
+    (1, {"guarded": False}, FAST),
+    (2, {"guarded": False, "micro": 6, "alone": True}, FAST),
+    (1, {"guarded": True}, []),
+    (3, {"guarded": True, "micro": 2}, []),
+    (4, {"guarded": False}, []),  # one worker a rank: once a global batch
+]
+SCHEDULES = [cosine, milestones, sequence, one_cycle]
+
+
+@pytest.mark.parametrize(("stepped", "make"), in_turn(STEPPED, SCHEDULES, each=2))
+def test_a_schedule_that_steps_once_a_micro_batch(
+    stepped: tuple[int, dict[str, Any], list[str]], make: Callable[[Any], LRScheduler]
+) -> None:
+    ranks, options, told = stepped
+    assert names(ranks, partial(scheduled, make, **options)) == told
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_schedule_that_steps_more_often_on_one_rank(make: Callable[[Any], LRScheduler]) -> None:
+    """One rank has two of the four workers, so that its rate is another one."""
     if make is sequence:
-        assert names(3, partial(scheduled, make, False)) == ["fast-schedule"]
+        assert names(3, partial(scheduled, make, False)) == FAST
     else:
         with pytest.raises(worlds.RankError, match="the optimizer's settings"):
-            # One rank has two of the four workers, so that its rate is another one.
             names(3, partial(scheduled, make, False))
-    assert names(2, partial(scheduled, make, False, micro=6, alone=True)) == ["fast-schedule"]
-    assert names(1, partial(scheduled, make, True)) == []
-    assert names(3, partial(scheduled, make, True, micro=2)) == []
-    assert names(4, partial(scheduled, make, False)) == [], "one worker a rank: once a global batch"
 
 
 def two_optimizers() -> None:

@@ -271,7 +271,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("name", ACTIONS)
 def test_an_action_gives_what_it_gives_on_the_cpu(name: str, ranks: int) -> None:
     action, arguments = ACTIONS[name]

@@ -81,7 +81,7 @@ CASES = [
 @pytest.mark.parametrize(("strategy", "workers", "devices", "norm", "reproducible"), CASES)
 def test_ranks_share_a_worker(strategy: str, workers: int, devices: int, norm: bool, reproducible: bool) -> None:
     arguments = {"workers": workers, "norm": norm, "reproducible": reproducible}
-    [want] = worlds.run(1, train, strategy="single", **arguments)
+    want = worlds.alone(train, strategy="single", **arguments)
     for got in worlds.run(devices, train, strategy=strategy, **arguments):
         compare(got, want, reproducible)
 
@@ -98,7 +98,7 @@ def compare(got: dict[str, Any], want: dict[str, Any], reproducible: bool) -> No
 def test_ranks_share_a_worker_in_a_custom_loop(workers: int, devices: int, reproducible: bool) -> None:
     arguments = {"workers": workers, "norm": True, "reproducible": reproducible, "own": True}
     arguments["micro"] = 24 // 4 if reproducible else 3
-    [want] = worlds.run(1, train, strategy="single", **arguments)
+    want = worlds.alone(train, strategy="single", **arguments)
     for got in worlds.run(devices, train, strategy="mirrored", **arguments):
         compare(got, want, reproducible)
 

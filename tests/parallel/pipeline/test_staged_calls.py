@@ -341,7 +341,7 @@ def test_a_loop_equals_plain_pytorch(strategy: str, ranks: int, body: str, kind:
 @pytest.mark.parametrize(("ranks", "strategy"), STRATEGIES[:-1])
 def test_random_numbers_of_a_loop_are_those_of_one_device(ranks: int, strategy: str) -> None:
     for kind in ("dropout first", "dropout"):
-        [wanted] = worlds.run(1, looped, strategy="single", kind=kind, body="drawn", optimizer="adam")
+        wanted = worlds.alone(looped, strategy="single", kind=kind, body="drawn", optimizer="adam")
         for found in worlds.run(ranks, looped, strategy=strategy, kind=kind, body="drawn", optimizer="adam"):
             assert apart(found, wanted) <= 1e-10, kind
 
@@ -381,7 +381,7 @@ def stepped(strategy: str, kind: str) -> tuple[dict[str, Tensor], list[Tensor]]:
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "pipeline"), (3, "pipeline"), (3, "model_parallel")])
 def test_a_loss_function_may_call_the_model_several_times(ranks: int, strategy: str) -> None:
     for kind in MODELS:
-        [wanted] = worlds.run(1, stepped, strategy="single", kind=kind)
+        wanted = worlds.alone(stepped, strategy="single", kind=kind)
         for found in worlds.run(ranks, stepped, strategy=strategy, kind=kind):
             assert apart(found, wanted) <= 1e-10, kind
 
