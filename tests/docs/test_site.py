@@ -58,7 +58,9 @@ def test_the_reference_is_made_from_the_code(site: ModuleType) -> None:
     assert {"prepare", "Run", "init", "launch", "allreduce"} <= listed <= set(tutti.__all__)
 
 
+@pytest.mark.full
 def test_it_is_built_without_a_warning() -> None:
+    """``make site``, which is run with ``make test``, ends at a warning, too."""
     pytest.importorskip("zensical", reason="zensical is not installed: make site")
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: make site")
     command = [sys.executable, str(ROOT / "docs" / "site" / "make_site.py")]
