@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
 from tutti.errors import UsageError
@@ -100,8 +101,7 @@ def compared(dtype: torch.dtype) -> list[tuple[str, float]]:
     return told
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("dtype", "ranks"), in_turn(list(DTYPES), [2, 3, 4], each=2), ids=str)
 def test_it_is_plain_batch_norm_on_all_samples(ranks: int, dtype: torch.dtype) -> None:
     for told in worlds.run(ranks, compared, dtype=dtype):
         assert len(told) >= len(SHAPES)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests import worlds
+from tests.covering import in_turn
 from tests.optim.problems import KINDS, SHAPES, feed, gradients, parameters
 from tutti.errors import UsageError
 from tutti.native import compiled_passes
@@ -82,9 +83,9 @@ SETTINGS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @compiled
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("kind", "options"), SETTINGS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_bits_do_not_depend_on_a_compiler(kind: Any, options: dict[str, Any], dtype: Any) -> None:
+@pytest.mark.parametrize(("settings", "dtype"), in_turn(SETTINGS, [torch.float64, torch.float32]), ids=str)
+def test_bits_do_not_depend_on_a_compiler(settings: tuple[Any, dict[str, Any]], dtype: Any) -> None:
+    kind, options = settings
     ours, theirs = (states_after(kind, fused, dtype, **options) for fused in (True, False))
     assert len(ours) == len(theirs) > 14
     assert [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)] == []

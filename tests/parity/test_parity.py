@@ -8,7 +8,7 @@ import pytest
 
 from tests import worlds
 from tests.contract.table import largest_difference
-from tests.covering import table
+from tests.covering import in_turn, table
 from tests.parity.loops import CASES, Result, by_cells, by_hand, by_step
 
 WORLDS = {
@@ -44,8 +44,7 @@ def check(name: str, results: list[Result]) -> None:
         assert own_rates == rates
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ranks"), in_turn(list(CASES), [2, 3]))
 def test_hand_written_ddp_equals_the_plain_loop(name: str, ranks: int) -> None:
     """What tutti is held to is true of PyTorch itself."""
     check(name, worlds.run(ranks, on_name, name=name, way="ddp"))
