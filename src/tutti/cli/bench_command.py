@@ -44,7 +44,8 @@ def bench(
     Takes one or several parts: device, links, collectives, data, disk,
     optimizer, strategies; all of them without. The last part may be scaling
     TASK, the samples a second of a task on 1, 2 and more devices, with flags
-    of tutti train after --. Nothing else should run meanwhile.
+    of tutti train after --. All parts take some minutes; each measurement is
+    shown on standard error. Nothing else should run meanwhile.
 
     Parameters
     ----------
