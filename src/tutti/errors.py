@@ -11,7 +11,7 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class TuttiError(Exception):
         remedy: what the user can do.
 
     Attributes:
-        what, where, why, remedy: the arguments, unchanged; ``str(error)`` joins them in sentences.
+        what, where, why, remedy: the arguments, until ``reword``; ``str(error)`` joins them in sentences.
         exit_code: the ``ExitCode`` of a command that ends on this exception, a constant of the class.
 
     >>> print(TuttiError("the run stopped", where="rank 1, step 7", remedy="raise --timeout"))
@@ -78,6 +78,16 @@ class TuttiError(Exception):
     ) -> None:
         self.what, self.where, self.why, self.remedy = what, where, why, remedy
         super().__init__(self._text())
+
+    def reword(self, words: Callable[[str], str]) -> None:
+        """Replace each part of the message by the text that a function makes of it.
+
+        Args:
+            words: returns the new text of a part: ``what``, ``where``, ``why`` or ``remedy``.
+        """
+        self.what = words(self.what)
+        self.where, self.why, self.remedy = (part and words(part) for part in (self.where, self.why, self.remedy))
+        self.args = (self._text(),)
 
     def _text(self) -> str:
         text = self.what.rstrip(".")

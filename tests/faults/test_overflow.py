@@ -80,7 +80,7 @@ def test_skips_count_where_no_scale_can_help() -> None:
         for scale, want in (("dynamic:init=4,min=1", [4, 2, 1]), ("4", [4])):
             for seen, _, end in worlds.run(3, train, steps=every, scale=scale, **arguments):
                 assert [used for _, used, _ in seen] == want
-                assert "2 steps in a row" in end and "--precision bf16" in end
+                assert "2 steps in a row" in end and "precision='bf16'" in end
         [*_, (seen, _, end)] = worlds.run(
             3,
             train,

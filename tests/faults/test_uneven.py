@@ -124,4 +124,4 @@ def test_a_batch_smaller_than_the_workers_is_refused() -> None:
     for failure in raised.value.failures:
         assert failure is not None
         assert (failure.kind, failure.exit_code) == ("UsageError", 2)
-        assert "take --batch-size 4 or more" in failure.text.lower()
+        assert "take batch_size=4 or more" in failure.text.lower()

@@ -88,7 +88,7 @@ def trained(strategy: str, kind: Callable[..., torch.optim.Optimizer]) -> Any:
 def test_a_closure_that_is_called_twice_is_refused_where_ranks_update_parts(strategy: str, kind: Any) -> None:
     for updates, said in worlds.run(2, trained, strategy=strategy, kind=kind):
         assert updates == 0 and f"optimizer.step(closure) of {kind.__name__} cannot be combined" in said, said
-        assert "test_closures.py:" in said and "--strategy mirrored" in said
+        assert "test_closures.py:" in said and "strategy='mirrored'" in said
 
 
 @pytest.mark.parametrize("strategy", [*PARTS, "mirrored"])

@@ -113,6 +113,6 @@ def test_from_python_true_means_the_default_and_what_cannot_be_is_refused_on_eve
         {"compile": True, "reproducible": True},
         {"activation_checkpointing": "blocks"},
     ]
-    words = ["", "", "Did you mean 'backend'", "CUDA graphs", "--reproducible cannot be combined", "finds nothing"]
+    words = ["", "", "Did you mean 'backend'", "CUDA graphs", "reproducible cannot be combined", "finds nothing"]
     for told in worlds.run(3, asked, ways=ways):
         assert [word in text and bool(word) == bool(text) for word, text in zip(words, told, strict=True)] == [True] * 6

@@ -43,7 +43,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 
 
 def test_an_enabled_scaler_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"GradScaler.*test_grad_scaler.py:\d+.*--precision fp16"):
+    with pytest.raises(UsageError, match=r"GradScaler.*test_grad_scaler.py:\d+.*precision='fp16'"):
         trained(torch.amp.GradScaler("cpu", init_scale=2.0**10))
 
 
@@ -60,7 +60,7 @@ def refused(strategy: str, unused: bool) -> str:
 def test_an_enabled_scaler_is_refused_where_the_optimizer_has_rows(strategy: str) -> None:
     for said in worlds.run(2, refused, strategy=strategy, unused=False):
         assert "torch.amp.GradScaler cannot be combined with several micro-batches" in said
-        assert "test_grad_scaler.py:" in said and "--precision fp16" in said
+        assert "test_grad_scaler.py:" in said and "precision='fp16'" in said
     worlds.forget(2)
 
 

@@ -132,7 +132,7 @@ def refused(**options: Any) -> list[str]:
 def test_what_would_move_or_keep_memory_of_graphs_is_refused_on_every_rank() -> None:
     words = [
         "cannot be combined with 4 logical workers on 2 data ranks for this model",
-        "cannot be combined with --batch-norm sync",
+        "cannot be combined with batch_norm=",
         "strategy 'sharded' cannot be combined",
         "strategy 'local_sgd' cannot be combined",
         "cannot be combined with a custom training loop",

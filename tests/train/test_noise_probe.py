@@ -160,14 +160,14 @@ def refusal(**options: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"workers": 1}, "Take --workers 4 or --micro-batch 3"),
+        ({"workers": 1}, "Take workers=4 or micro_batch=3"),
         ({"workers": 1, "strategy": "pipeline:micro_batches=2"}, "with one worker there is a single gradient"),
         ({"strategy": "local_sgd:period=2"}, "cannot be combined with strategy 'local_sgd'"),
         ({"strategy": "parameter_server:mode=async"}, "cannot be combined with strategy 'parameter_server'"),
         ({"strategy": "parameter_server:backup=1"}, "cannot be combined with backup workers"),
         ({"strategy": "mirrored:wire=bf16"}, "cannot be combined with a compressed wire"),
-        ({"gradient_noise": "multiplicative:base_batch=4"}, "cannot be combined with --gradient-noise"),
-        ({"batch_norm": "sync"}, "--batch-norm sync cannot be combined with --noise-every"),
+        ({"gradient_noise": "multiplicative:base_batch=4"}, "cannot be combined with gradient_noise"),
+        ({"batch_norm": "sync"}, "batch_norm sync cannot be combined with noise_every"),
         ({"every": 0}, "noise_every is 0"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_function_that_is_set_after_the_preparation_is_called_once_an_update(c
 @pytest.mark.parametrize("strategy", ["sharded", "parameter_server"])
 def test_a_function_in_place_of_step_is_refused_where_ranks_update_parts(strategy: str) -> None:
     for said in worlds.run(2, trained, strategy=strategy, micro=None, bound=False, closure=False):
-        assert "SGD.step is a function of the script" in said and "--strategy mirrored" in said, said
+        assert "SGD.step is a function of the script" in said and "strategy='mirrored'" in said, said
 
 
 def test_a_second_run_finds_the_scripts_own_methods() -> None:

@@ -135,7 +135,7 @@ def prepared_wrongly() -> list[str]:
 
 
 def test_what_cannot_be_prepared_is_refused_on_every_rank() -> None:
-    words = ["fp32, bf16, fp16, fp8, fp64", "'mirrored'", "'adam'", "--workers 3", "--batch-size 4", "requires_grad"]
+    words = ["fp32, bf16, fp16, fp8, fp64", "'mirrored'", "'adam'", "workers=3", "batch_size=4", "requires_grad"]
     for said in worlds.run(3, prepared_wrongly):
         for text, word in zip(said, words, strict=True):
             assert text.startswith("UsageError") and word in text

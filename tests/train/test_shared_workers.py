@@ -152,7 +152,7 @@ def test_buffers_that_ranks_cannot_hand_over_are_refused(strategy: str, again: b
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "Take --micro-batch 12 or less"),
+        ({}, "Take micro_batch=12 or less"),
         ({"strategy": "local_sgd"}, "each worker's gradient or update is made on one device"),
         ({"lr_scale": "adascale", "micro_batch": 3}, "never whole on one device"),
     ],

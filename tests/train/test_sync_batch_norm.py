@@ -184,7 +184,7 @@ REFUSED: list[tuple[dict[str, Any], nn.Module | None, str]] = [
     ({"strategy": "local_sgd:period=2"}, None, "hold different weights"),
     ({"reproducible": True}, None, "not reproducible on several devices"),
     ({"identical_batches": True}, None, "cannot be combined with identical batches"),
-    ({"micro_batch": 5}, None, "take --micro-batch 6 or leave it out"),
+    ({"micro_batch": 5}, None, "take micro_batch=6 or leave it out"),
     ({}, nn.Dropout(0.2), "cannot be combined with 8, which draws random numbers"),
     ({}, Noisy(), "by a function such as dropout"),
 ]

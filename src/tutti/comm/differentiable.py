@@ -73,7 +73,7 @@ class TensorRanks:
                 raise UsageError(
                     f"torch.func.grad and vmap cannot be combined with the split layer {name}",
                     why="torch.func cannot transform the collectives of the layer",
-                    remedy="take --strategy mirrored",
+                    remedy="take strategy='mirrored'",
                 ) from error
             self._copied = whole, tensor_version(whole), copied
         return self._copied[2]

@@ -199,9 +199,9 @@ def _copied(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return value
     raise UsageError(
-        f"a forward returns a {type(value).__name__}, and --compile records CUDA graphs",
+        f"a forward returns a {type(value).__name__}, and torch.compile records CUDA graphs",
         why="the next step overwrites tensors in it, which tutti cannot find and copy",
-        remedy="return tensors in tuples, lists and dicts, or take --compile default",
+        remedy="return tensors in tuples, lists and dicts, or take compile='default'",
     )
 
 

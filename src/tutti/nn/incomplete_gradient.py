@@ -91,7 +91,7 @@ def _refuse(place: str, name: str) -> NoReturn:
         f"the script reads or edits a gradient that this rank does not have whole ({name})",
         where=script_line(),
         why=f"the complete gradient is {place}",
-        remedy="give tutti.prepare clip=… to clip it, put the term into the loss, or take --strategy mirrored",
+        remedy="give tutti.prepare clip=… to clip it, put the term into the loss, or take strategy='mirrored'",
     )
 
 

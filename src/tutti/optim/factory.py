@@ -145,7 +145,7 @@ def check_fresh(optimizer: Optimizer) -> None:
 def _refuse_stepped() -> NoReturn:
     raise UsageError(
         "an optimizer that has already stepped cannot be rebuilt for this strategy",
-        remedy="call tutti.prepare before the first optimizer step, or take --strategy mirrored",
+        remedy="call tutti.prepare before the first optimizer step, or take strategy='mirrored'",
     )
 
 

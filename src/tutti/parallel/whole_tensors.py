@@ -299,7 +299,7 @@ def refuse_growth(optimizer: Optimizer | None, name: str) -> NoReturn:
     raise UsageError(
         f"the script trains {name} from here on, which was frozen in tutti.prepare",
         why=f"{_named(optimizer)} needs whole tensors, and which rank keeps the state of each was decided then",
-        remedy="freeze it after tutti.prepare, or take --strategy mirrored",
+        remedy="freeze it after tutti.prepare, or take strategy='mirrored'",
     )
 
 
@@ -511,7 +511,7 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
             f"{_named(optimizer)} draws random numbers in its step",
             why="every process would draw different numbers, and the parameters would diverge",
             remedy="let it draw from a torch.Generator of its own, with the same seed on every rank, or take"
-            " --strategy single",
+            " strategy='single'",
         )
     return Mixing(rows, columns, flat, tensors, False, not closed, found.untried, found.writes)
 

@@ -55,7 +55,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         raise UsageError(
             f"{kind.__name__}.step is a function of the script, which cannot be combined with strategy '{choice.name}'",
             why="ranks, logical workers or servers update a part each, and the function would not see all of it",
-            remedy="set it after tutti.prepare, around the step that it finds then; or take --strategy mirrored",
+            remedy="set it after tutti.prepare, around the step that it finds then; or take strategy='mirrored'",
         )
 
     def call(self: Optimizer, name: str, *arguments: Any) -> Any:
@@ -190,5 +190,5 @@ def _check_state(run: Run, choice: Choice, call: str) -> None:
             why="its state is distributed over ranks, logical workers or servers",
             remedy="call run.save(folder) and run.restore(folder), which handle all of it; optimizer.param_groups has"
             " the"
-            " settings; or take --strategy mirrored",
+            " settings; or take strategy='mirrored'",
         )

@@ -361,7 +361,7 @@ class CustomLoop:
                     "a global batch without an update cannot be combined with parameter servers",
                     where=f"step {self._run.clock + 1}",
                     why="servers wait for a gradient of every rank in every step",
-                    remedy="call run.backward and optimizer.step() for each, or take --strategy mirrored",
+                    remedy="call run.backward and optimizer.step() for each, or take strategy='mirrored'",
                 )
             self._counted = True
             self._lifecycle.count_batch(None, None)
@@ -567,14 +567,14 @@ class CustomLoop:
                 where=f"step {self._run.clock}, {script_line()}",
                 why="servers wait for one gradient of every rank in every step, and have updated with this step's",
                 remedy="call run.backward and optimizer.step() once for each batch of run.microbatches(), train more"
-                " epochs in place of several passes over a batch, or take --strategy mirrored",
+                " epochs in place of several passes over a batch, or take strategy='mirrored'",
             )
         if self._sync.gradient_at == "servers" and self._is_pushed:
             raise UsageError(
                 "a second gradient before optimizer.step() cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
                 why="the first one is on the servers, where a script cannot add to it",
-                remedy="add the losses up and call run.backward once, or take --strategy mirrored",
+                remedy="add the losses up and call run.backward once, or take strategy='mirrored'",
             )
 
     def _check_carried(self) -> None:
@@ -584,7 +584,7 @@ class CustomLoop:
                 "gradients that are not cleared after an update cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
                 why="the servers have applied them and keep none, and the script adds the next ones to them",
-                remedy="call optimizer.zero_grad() in every step, or take --strategy mirrored",
+                remedy="call optimizer.zero_grad() in every step, or take strategy='mirrored'",
             )
 
     # --- gradients without run.backward ----------------------------------------------------------------------------
@@ -614,7 +614,7 @@ class CustomLoop:
                 "gradients of a model that is split over ranks, which run.backward did not make",
                 where=f"step {self._run.clock + 1}",
                 why="each rank has a part of them, and what the script has done to them meanwhile cannot be known",
-                remedy="call run.backward(loss), or take --strategy mirrored",
+                remedy="call run.backward(loss), or take strategy='mirrored'",
             )
         if local and self._run.noise is not None:
             raise UsageError(
@@ -976,7 +976,7 @@ class CustomLoop:
                 f" '{self._choice.name}'",
                 where=f"step {self._run.clock + 1}, {script_line()}",
                 why=f"each rank updates a part of the parameters, and {unlike}",
-                remedy="take --strategy mirrored, where each rank updates all parameters",
+                remedy="take strategy='mirrored', where each rank updates all parameters",
             )
 
     # --- clearing --------------------------------------------------------------------------------------------------

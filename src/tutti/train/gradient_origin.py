@@ -342,7 +342,7 @@ class GradientOrigin:
                 "a script cannot edit gradients of split layers that are sharded, too",
                 where=f"step {run.clock + 1}",
                 why="each rank has rows of a slice of them, so that a norm or a rank's own draw would be another one",
-                remedy="give tutti.prepare clip=…, or take --strategy tensor or mirrored",
+                remedy="give tutti.prepare clip=…, or take strategy='tensor' or 'mirrored'",
             )
         comms = run.context.comms
         if place == "stages":

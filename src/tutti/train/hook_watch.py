@@ -19,7 +19,7 @@ from tutti.types.micro_batch import LossSums
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext, StepStats
 
-_ELSEWHERE = "give tutti.prepare clip=…, or take --strategy mirrored"
+_ELSEWHERE = "give tutti.prepare clip=…, or take strategy='mirrored'"
 
 
 class HookWatch:
@@ -94,7 +94,7 @@ class HookWatch:
             raise UsageError(
                 f"the script has replaced, added or removed the module {changed[0]} of the model after tutti.prepare",
                 why="the pipeline goes on to call the modules of which its stages were cut",
-                remedy="change the model before tutti.prepare, or take --strategy mirrored",
+                remedy="change the model before tutti.prepare, or take strategy='mirrored'",
             )
 
     def check_hooks(self, alone: bool) -> None:
@@ -134,7 +134,7 @@ class HookWatch:
             raise UsageError(
                 what,
                 why="FSDP2 computes with parameters that it gathers for each forward, and sums gradients into rows",
-                remedy="give tutti.prepare clip=…, or take sharded:stage=1 or --strategy mirrored",
+                remedy="give tutti.prepare clip=…, or take strategy='sharded:stage=1' or 'mirrored'",
             )
         if self._tensor and (after or self._stages):
             raise UsageError(what, why="each tensor rank computes a slice of the gradient alone", remedy=_ELSEWHERE)
@@ -156,7 +156,7 @@ class HookWatch:
                 f"a hook on what was the parameter {name} of the model before tutti.prepare",
                 why="the model computes with another object now, so that the hook is never called",
                 remedy=f"register it before tutti.prepare, or on the model's own: model.get_parameter('{name}')"
-                + (" (which this strategy refuses); or take --strategy mirrored" if self._rows else ""),
+                + (" (which this strategy refuses); or take strategy='mirrored'" if self._rows else ""),
             )
 
     def _look_at_module(self, name: str, module: nn.Module) -> None:
@@ -164,13 +164,13 @@ class HookWatch:
             raise UsageError(
                 f"the strategy cannot be combined with hooks on the gradients of modules ({name})",
                 why="each tensor rank computes slices of the gradients",
-                remedy="take --strategy mirrored",
+                remedy="take strategy='mirrored'",
             )
         if self._stages and next(module.children(), None) is not None:
             raise UsageError(
                 f"the strategy cannot be combined with hooks on the gradients of modules of several layers ({name})",
                 why="the pipeline calls the layers, which may be on several stages, and not the module",
-                remedy="register the hook on its layers, or take --strategy mirrored",
+                remedy="register the hook on its layers, or take strategy='mirrored'",
             )
         self._hooked = f"the hook on the gradients of {name}"
 

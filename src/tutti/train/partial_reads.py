@@ -45,7 +45,7 @@ class PartialReads:
                 "the strategy cannot be combined with torch.optim.swa_utils.AveragedModel",
                 why="it reads all parameters of the model, of which each rank has a part",
                 remedy="give tutti.prepare ema=… (run.state(averaged=True) is the average), or update the average from"
-                " run.state() on a copy of the model, or take --strategy mirrored",
+                " run.state() on a copy of the model, or take strategy='mirrored'",
             )
 
     def refuse(self) -> None:

@@ -294,7 +294,7 @@ def _refuse(what: str, how: str) -> NoReturn:
         where=script_line(),
         why="a norm, sum or element of a part is not that of the whole tensor, and each rank would get another",
         remedy="call run.optimizer_state() on every rank, which gives whole tensors, for figures; write only element by"
-        " element (zero_(), mul_ by a number); or take --strategy mirrored",
+        " element (zero_(), mul_ by a number); or take strategy='mirrored'",
     )
 
 

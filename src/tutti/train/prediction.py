@@ -53,7 +53,7 @@ def predict_samples(
         raise UsageError(
             "run.predict cannot be combined with a model that is split into stages or tensor slices",
             why="no device has the whole model's output",
-            remedy="save the run, and predict with --strategy mirrored or sharded after run.restore",
+            remedy="save the run, and predict with strategy='mirrored' or 'sharded' after run.restore",
         )
     held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
     run.together(f"predictions for {described(held_out)}" + " on the average" * averaged)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,11 +34,13 @@ from tutti.data.reading import make_reader
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
 from tutti.device import use_deterministic_kernels
-from tutti.errors import counted
+from tutti.errors import TuttiError, counted
 from tutti.launcher import context
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
+from tutti.process_context import read_identity
 from tutti.train.accumulating_optimizer import accumulate_steps
+from tutti.train.argument_words import as_arguments, unread_variables
 from tutti.train.conversions import ModelConversions
 from tutti.train.hook_watch import HookWatch
 from tutti.train.model_conversion import cast_loss, convert_model
@@ -206,11 +210,16 @@ def prepare(
         scheduler_every=scheduler_every,
         callbacks=callbacks,
     )
-    handler = prepare_handler()
-    if handler is not None:
+    handler = prepare_handler() or prepare_run
+    try:
+        unread = unread_variables({**vars(options), "optimizer": optimizer}, os.environ)
+        if unread and read_identity(os.environ).rank == 0:
+            warnings.warn(unread, stacklevel=2)
         run: Run = handler(model, optimizer, dataset, loss_fn, options)
-        return run
-    return prepare_run(model, optimizer, dataset, loss_fn, options)
+    except TuttiError as error:
+        error.reword(as_arguments)
+        raise
+    return run
 
 
 @tell_failures()

@@ -304,8 +304,8 @@ def _check_tables(model: nn.Module) -> None:
                 f"the embedding {name or 'that is the model'} has max_norm={module.max_norm:g}, whose forward writes"
                 " the rows that it looks up",
                 why="each data rank looks up other rows, so that the ranks' copies of the table would differ",
-                remedy="leave max_norm out and divide the looked-up vectors in the forward, take --strategy tensor or"
-                " pipeline, or take one device",
+                remedy="leave max_norm out and divide the looked-up vectors in the forward, take strategy='tensor' or"
+                " 'pipeline', or take one device",
             )
 
 

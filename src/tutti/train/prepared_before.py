@@ -117,6 +117,6 @@ def _refuse(subject: str, what: str, strategy: str) -> None:
     raise UsageError(
         f"{subject} was given to an earlier tutti.prepare with strategy {strategy}",
         why=f"since then this rank has only a part of its {what}, and this run would start from different ones",
-        remedy="take --strategy mirrored; or build both again and load with run.restore for the same data set, or "
+        remedy="take strategy='mirrored'; or build both again and load with run.restore for the same data set, or "
         "init_from=… for the weights only",
     )

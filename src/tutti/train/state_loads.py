@@ -120,7 +120,7 @@ class StateLoads:
                 "load_state_dict of the model in the middle of a run cannot be combined with this strategy",
                 where=f"step {self._run.clock}",
                 why="gradients of other weights are on their way to the servers",
-                remedy="call it before the first step, or take --strategy mirrored",
+                remedy="call it before the first step, or take strategy='mirrored'",
             )
 
     def _check_common(self, given: Mapping[str, Tensor]) -> None:

@@ -122,5 +122,5 @@ def _refuse_step_hook(hook: Any, strategy: str) -> NoReturn:
         why="each rank updates a part of the parameters, or another object does, so that the hook would compute with"
         " parts of parameters and gradients, or not be called",
         remedy="run its code in a custom loop, before or after optimizer.step(); give tutti.prepare clip=… to clip; or"
-        " take --strategy mirrored",
+        " take strategy='mirrored'",
     )

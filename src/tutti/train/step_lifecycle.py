@@ -300,6 +300,6 @@ class StepLifecycle:
                 f"{counted(self._nonfinite, 'step')} in a row had a NaN or infinite gradient",
                 where=f"step {run.clock}, {', '.join(updated.nonfinite[:3])}",
                 why="the loss diverged, or a batch holds values that are not finite",
-                remedy="lower the learning rate, warm up, clip the gradient (--clip 1), or check the data"
-                + ", or take --precision bf16, whose range is wider" * (run.loss_scale is not None),
+                remedy="lower the learning rate, warm up, clip the gradient (clip=1), or check the data"
+                + ", or take precision='bf16', whose range is wider" * (run.loss_scale is not None),
             )

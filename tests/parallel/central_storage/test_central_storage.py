@@ -140,7 +140,7 @@ def refused(hosts: list[str], directory: str) -> str:
 
 def test_several_hosts_and_no_shared_memory_are_refused_on_every_rank() -> None:
     for said in worlds.run(3, refused, hosts=["a", "b", "a"], directory="/dev/shm"):
-        assert "is for one node, and these ranks are on a, b" in said and "--strategy mirrored" in said
+        assert "is for one node, and these ranks are on a, b" in said and "strategy='mirrored'" in said
     for said in worlds.run(2, refused, hosts=[], directory="/dev/no-such-thing"):
         assert "cannot share" in said and "--shm-size" in said
 

@@ -243,7 +243,7 @@ def test_a_compressed_wire_costs_no_more_than_its_rounding(wire: str, bits: int)
 
 def test_options_that_exclude_each_other() -> None:
     text = worlds.run(3, refused)
-    assert all("--reproducible cannot be combined with a compressed wire" in t for t in text)
+    assert all("reproducible cannot be combined with a compressed wire" in t for t in text)
 
 
 def refused() -> str:

@@ -271,7 +271,7 @@ def refused(options: str) -> str:
         ("offload=true", "offload=true does nothing here"),
         ("units=Lineer", "Did you mean 'Linear'"),
         ("units=blocks", "is never called"),
-        ("shards=1,param_dtype=bf16", "take --precision bf16"),
+        ("shards=1,param_dtype=bf16", "take precision='bf16'"),
     ],
 )
 def test_what_cannot_be_is_refused(options: str, words: str) -> None:

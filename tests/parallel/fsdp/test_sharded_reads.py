@@ -73,7 +73,7 @@ def test_errors_about_shards_name_the_line_and_the_way_out(body: Any, stage: int
                 assert largest_difference(said, worlds.alone(told, strategy="single", body=body)) < 1e-12
                 continue
             assert "the script computes with sharded parameters as they are outside of the model's forward" in said
-            assert "test_sharded_reads.py:" in said and "--strategy sharded:stage=1" in said
+            assert "test_sharded_reads.py:" in said and "strategy='sharded:stage=1'" in said
         worlds.forget(devices)
 
 

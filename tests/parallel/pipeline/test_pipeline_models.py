@@ -196,7 +196,7 @@ def told(**arguments: Any) -> str:
         ({"strategy": "pipeline:micro_batches=4", "micro_batch": 2}, "both say how a worker's share is cut"),
         (
             {"strategy": "pipeline:schedule=zero_bubble", "compile": "default:backend=eager"},
-            "cannot be combined with --compile",
+            "cannot be combined with compile",
         ),
     ],
 )

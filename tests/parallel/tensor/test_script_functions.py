@@ -62,7 +62,7 @@ def trained(strategy: str, applied: Any, compiled: bool) -> Any:
 def test_a_function_of_the_output_of_a_split_layer_is_refused_by_name(function: Callable[..., Any]) -> None:
     for updates, said in worlds.run(2, trained, strategy="tensor:least=1", applied=function, compiled=False):
         assert updates == 0 and f"({function.__name__}.apply)" in said, said
-        assert "test_script_functions.py:" in said and "--strategy tensor:whole=0" in said
+        assert "test_script_functions.py:" in said and "strategy='tensor:whole=0'" in said
 
 
 def test_a_model_that_the_script_has_compiled_equals_one_device() -> None:

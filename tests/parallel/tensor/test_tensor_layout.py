@@ -238,7 +238,7 @@ def refused(kind: str) -> str:
 REFUSED = {
     "twice": "given to an earlier tutti.prepare with strategy tensor",
     "exact": "not reproducible",
-    "compiled": "sequence=true cannot be combined with --compile",
+    "compiled": "sequence=true cannot be combined with compile",
     "hooked": "cannot be combined with hooks on the gradients of modules",
 }
 

@@ -170,7 +170,7 @@ class CentralStorageSync(AllReduceSync):
             raise UsageError(
                 f"{type(optimizer).__name__} needs a closure, which central_storage cannot give it on accelerators",
                 why="the parameters are in host memory during an update, and a forward needs them on the device",
-                remedy="take --strategy mirrored, or --device cpu",
+                remedy="take strategy='mirrored', or the device cpu",
             )
         refuse_parts(optimizer, mixing, self._run_context.comms.replica.size, "ranks that own tensors")
         return None
@@ -254,7 +254,7 @@ class CentralStorageSync(AllReduceSync):
                 "the script has changed which parameters the optimizer has",
                 why="ranks share out the optimizer's parameters in tutti.prepare",
                 remedy="add or take away parameters before tutti.prepare; to stop training one freeze it"
-                " (requires_grad_(False)), or take --strategy mirrored",
+                " (requires_grad_(False)), or take strategy='mirrored'",
             )
 
     def own_gradients(self) -> OwnGradients:
@@ -424,7 +424,7 @@ class CentralStorageSync(AllReduceSync):
             raise UsageError(
                 f"central_storage is for one node, and these ranks are on {', '.join(hosts)}",
                 why="all devices compute from one copy of the parameters in its memory",
-                remedy="take --strategy mirrored, or the devices of one node",
+                remedy="take strategy='mirrored', or the devices of one node",
             )
         starts = [0]
         for tensor, dtype in wanted:
@@ -447,7 +447,7 @@ class CentralStorageSync(AllReduceSync):
                 where=f"rank {self._run_context.comms.replica.global_rank}",
                 why="the owners of parameters receive sums in host memory, and the rows of sparse gradients are on the "
                 "device",
-                remedy="set sparse=False, or take --strategy mirrored or --device cpu",
+                remedy="set sparse=False, or take strategy='mirrored' or the device cpu",
             )
         mine = [rank for (_, p), rank in zip(named, self._owner, strict=True) if p.requires_grad]
         shared = attach_shared(named, run_context, owners=None if self._custom else mine, of_devices=True)
@@ -520,7 +520,7 @@ class CentralAverage(ParameterAverage):
         raise UsageError(
             f"{what} cannot be combined with ema= under central_storage",
             why="the average lives in shared memory, which was laid out for the parameters that were trained then",
-            remedy="freeze after tutti.prepare, leave out ema, or take --strategy mirrored",
+            remedy="freeze after tutti.prepare, leave out ema, or take strategy='mirrored'",
         )
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -564,5 +564,5 @@ def _no_memory(size: int) -> UsageError:
     return UsageError(
         f"these ranks cannot share {size / 2**20:.0f} MiB of memory",
         why="/dev/shm has too little room or is not there, or the processor is not x86-64",
-        remedy="make /dev/shm larger (docker run --shm-size), or take --strategy mirrored",
+        remedy="make /dev/shm larger (docker run --shm-size), or take strategy='mirrored'",
     )

@@ -654,7 +654,7 @@ class AllReduceSync:
             raise UsageError(
                 "a group added to one of several optimizers cannot be combined with a model on several devices",
                 why="the optimizer may have no parameters on this device",
-                remedy="add the group before tutti.prepare, or take --strategy mirrored",
+                remedy="add the group before tutti.prepare, or take strategy='mirrored'",
             )
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:

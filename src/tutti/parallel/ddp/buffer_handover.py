@@ -189,7 +189,7 @@ class BufferHandover:
             "devices cannot share a worker whose buffers change in this way",
             where=f"step {self._step + 1}",
             why=why,
-            remedy=f"take --workers {self._comm.size} or more, or fewer devices",
+            remedy=f"take workers={self._comm.size} or more, or fewer devices",
         )
 
     def _flat(self) -> list[tuple[Tensor, list[Tensor]]]:

@@ -144,7 +144,7 @@ def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None
             why="each rank has a part of these tensors, or shares one copy with the others, so that only the same edit"
             " on every rank is an edit of the whole",
             remedy="make the edit on every rank, with numbers that are the same everywhere (run.stats, or all-reduced"
-            " ones) and not those of a rank's own samples, or take --strategy mirrored",
+            " ones) and not those of a rank's own samples, or take strategy='mirrored'",
         ) from error
 
 

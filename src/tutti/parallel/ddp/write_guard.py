@@ -123,7 +123,7 @@ class WriteGuard:
             f"the script has written the parameter {name} outside of optimizer.step()",
             where=where,
             why=self._why,
-            remedy="put the term into the loss or the optimizer, or take --strategy mirrored",
+            remedy="put the term into the loss or the optimizer, or take strategy='mirrored'",
         )
 
 

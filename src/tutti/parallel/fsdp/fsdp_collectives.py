@@ -150,7 +150,7 @@ def _same_modules(call: str) -> Iterator[None]:
             where=f"{call}, {script_line()}",
             why="a module is gathered when the forward calls it, on all ranks at once, and here the data or a random"
             " number choose which modules compute",
-            remedy="name the modules around them, which every forward calls (--strategy sharded:units=Name), or"
+            remedy="name the modules around them, which every forward calls (strategy='sharded:units=Name'), or"
             " take sharded:stage=1 or mirrored",
         ) from error
 

@@ -41,7 +41,7 @@ def refuse_gathered_write(name: str, written_by: str = "") -> NoReturn:
         where=script_line(),
         why="it has whole tensors there, which FSDP2 gathers for one pass and frees, so that the write would be lost",
         remedy="write between steps, when parameters are DTensors of the rows, or keep an average of the weights by"
-        " ema=… of tutti.prepare; or take --strategy sharded:stage=1 or mirrored",
+        " ema=… of tutti.prepare; or take strategy='sharded:stage=1' or 'mirrored'",
     )
 
 
@@ -66,7 +66,7 @@ def _refuse_functional_call(*_: Any) -> None:
             raise UsageError(
                 "torch.func.functional_call cannot be combined with sharded parameters",
                 why="FSDP2 gathers the model's own parameters, and not the tensors that are passed in their place",
-                remedy="take sharded:stage=1 or --strategy mirrored",
+                remedy="take strategy='sharded:stage=1' or 'mirrored'",
             )
         frame = frame.f_back
 
@@ -92,5 +92,5 @@ def _refuse_created_graph(gradient: Tensor) -> None:
         raise UsageError(
             "the loss has a gradient in it (create_graph=True), which cannot be combined with sharded parameters",
             why="FSDP2 frees the gathered parameters after the first backward, and the second needs them again",
-            remedy="take sharded:stage=1 or --strategy mirrored",
+            remedy="take strategy='sharded:stage=1' or 'mirrored'",
         )

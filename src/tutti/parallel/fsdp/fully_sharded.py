@@ -541,7 +541,7 @@ class FullySharded:
                     raise UsageError(
                         f"param_dtype cannot be combined with the hook on the gradient of {name}",
                         why=f"the hook would be given a gradient in {other.dtype}",
-                        remedy="leave out one of the two, or take sharded:stage=1 or --strategy mirrored",
+                        remedy="leave out one of the two, or take strategy='sharded:stage=1' or 'mirrored'",
                     )
         own = {name: twins[1] for name, twins in self._twins.items()}
         return wrap_hooks({**dict(parameters([self._model])), **own}.items(), self._wrap_hook)

@@ -1085,7 +1085,7 @@ def _refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:
         where=script_line(),
         why="since tutti.prepare that object holds the rows of this rank alone, so that each rank adds another term",
         remedy="read the parameters from the model each time (model.parameters(), or model.named_parameters()), or take"
-        " --strategy mirrored",
+        " strategy='mirrored'",
     )
 
 
@@ -1097,8 +1097,8 @@ def _refuse_rows_written(step_context: StepContext) -> NoReturn:
         where=f"step {step_context.taken + 1}, {script_line()}",
         why="since tutti.prepare the groups hold the rows of this rank, and the forwards of this step have the values"
         " from before",
-        remedy="take model.parameters() in place of group['params'], write after optimizer.step(), or take --strategy"
-        " mirrored",
+        remedy="take model.parameters() in place of group['params'], write after optimizer.step(), or take"
+        " strategy='mirrored'",
     )
 
 

@@ -55,7 +55,7 @@ _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _DESCRIBED = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__"))
 _REMEDY = (
     "write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank, or take"
-    " --strategy sharded:stage=1 or mirrored"
+    " strategy='sharded:stage=1' or 'mirrored'"
 )
 
 
@@ -366,7 +366,7 @@ class _ShardMode(EditWatch):
                 where=script_line(),
                 why="since tutti.prepare the groups hold the rows of this rank, and other ranks' rows reach the model"
                 " only at the beginning of the next step",
-                remedy="write model.parameters() in place of group['params'], or take --strategy mirrored",
+                remedy="write model.parameters() in place of group['params'], or take strategy='mirrored'",
             )
 
     def _elementwise(self, func: Any, args: Any, kwargs: Any, rows: Tensor) -> Any:
@@ -388,7 +388,7 @@ class _ShardMode(EditWatch):
                 why="since tutti.prepare that object holds the rows of this rank alone, so that each rank computes"
                 " another number, or has another shape",
                 remedy="read the parameters from the model each time (model.parameters()), write only element by"
-                " element (mul_, add_ of a number), or take --strategy mirrored",
+                " element (mul_, add_ of a number), or take strategy='mirrored'",
             )
         self.asked = True
         if func == _ASSIGN:

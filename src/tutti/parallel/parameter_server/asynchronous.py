@@ -452,7 +452,7 @@ class AsynchronousServerSync(RemoteGradients):
         """
         raise UsageError(
             "the gradient noise scale cannot be measured where workers make updates of their own",
-            remedy="take --strategy mirrored, or leave out --noise-every",
+            remedy="take strategy='mirrored', or leave out noise_every",
         )
 
     def facts(self) -> dict[str, object]:

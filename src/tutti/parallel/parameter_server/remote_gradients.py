@@ -155,7 +155,7 @@ class RemoteGradients:
             raise UsageError(
                 f"the script clears the gradient of {cleared[0]} between run.backward and optimizer.step()",
                 why="the parameter servers have added it up already",
-                remedy="freeze the parameter before the forward (requires_grad_(False)), or take --strategy mirrored",
+                remedy="freeze the parameter before the forward (requires_grad_(False)), or take strategy='mirrored'",
             )
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
@@ -250,5 +250,5 @@ def _refuse(what: str) -> NoReturn:
         what,
         why="parameter servers are started with the parameters and the optimizer groups that they keep",
         remedy="freeze after tutti.prepare what is to be trained later (requires_grad_(False), which also stops the"
-        " training of a parameter), and give the optimizer all groups before; or take --strategy mirrored",
+        " training of a parameter), and give the optimizer all groups before; or take strategy='mirrored'",
     )

@@ -98,13 +98,13 @@ class ServerSession:
             raise UsageError(
                 "parameter servers cannot be combined with several optimizers",
                 why="a server has one optimizer, and updates all of its parameters at once",
-                remedy="put the parameters into groups of one optimizer, or take --strategy mirrored",
+                remedy="put the parameters into groups of one optimizer, or take strategy='mirrored'",
             )
         mixing = agreed_mixing(handle, run_context, elsewhere=True)
         if mixing.closure:
             raise UsageError(
                 f"{type(handle).__name__} needs a closure, and parameter servers have no model to call",
-                remedy="take --strategy mirrored, or an optimizer whose step needs no closure",
+                remedy="take strategy='mirrored', or an optimizer whose step needs no closure",
             )
         refuse_changed_settings(handle, mixing)
         refuse_parts(handle, mixing, config.servers, "parameter servers")
@@ -294,7 +294,7 @@ class ServerSession:
                     f"{name} of parameter group {group} was changed from {before} to {now[group, name]}",
                     where=script_line(),
                     why="parameter servers follow changes of numbers such as lr, betas and weight_decay alone",
-                    remedy=f"give the optimizer its {name} before tutti.prepare, or take --strategy mirrored",
+                    remedy=f"give the optimizer its {name} before tutti.prepare, or take strategy='mirrored'",
                 )
         set_learning_rates(self._handle.param_groups, lr_factor)
         return hyperparameters.values(self._handle, self.keys)
@@ -377,7 +377,7 @@ class ServerSession:
             raise UsageError(
                 "the optimizer's saved state is too large for a parameter server",
                 why="a server takes sixteen times the bytes of the parameters",
-                remedy="take more servers, or --strategy mirrored",
+                remedy="take more servers, or strategy='mirrored'",
             )
         self.ask(server_wire.LOAD, "loading the servers' state", blobs=blobs)
 

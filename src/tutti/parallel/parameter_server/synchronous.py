@@ -281,7 +281,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             raise UsageError(
                 "the optimizer has already stepped on parameter servers",
                 why="what it keeps of the parameters was on them, and ended with that run",
-                remedy="make a new optimizer for another run, or take --strategy mirrored",
+                remedy="make a new optimizer for another run, or take strategy='mirrored'",
             )
         count, variance = len(trained), self._run_context.gradient_variance
         leaves, backup = self._leaves, self._servers.backup

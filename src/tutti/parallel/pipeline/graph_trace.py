@@ -162,7 +162,7 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
     name = type(model).__name__
     remedy = (
         "make the model an nn.Sequential of its blocks, or move what its forward decides, draws or keeps into modules; "
-        "or take --strategy mirrored"
+        "or take strategy='mirrored'"
     )
 
     def untraceable(why: str) -> UntraceableError:

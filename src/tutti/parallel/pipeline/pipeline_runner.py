@@ -659,7 +659,7 @@ def _as_reply(error: Exception) -> dict[str, Any]:
     return {
         "what": "the loss function failed on the last stage of the model",
         "why": f"{type(error).__name__}: {error}",
-        "remedy": "mend it there, or take --strategy mirrored",
+        "remedy": "mend it there, or take strategy='mirrored'",
     }
 
 
@@ -727,8 +727,8 @@ class _Relay:
                 "the loss function continues after an error of the model",
                 where=place,
                 why=f"{type(error).__name__}: {error}; the other stages cannot know what it does instead",
-                remedy="let the error propagate, look at the batch before calling the model, or take --strategy"
-                " mirrored",
+                remedy="let the error propagate, look at the batch before calling the model, or take"
+                " strategy='mirrored'",
             ) from error
         return None if self._handed_over else result
 
@@ -754,7 +754,7 @@ class _Relay:
                 "the loss function calls the model twice",
                 why="it called it once for the first micro-batch, and every stage has left it after this call",
                 remedy="call it as often for every batch, or once, as model(torch.cat([first, second])); or take"
-                " --strategy mirrored",
+                " strategy='mirrored'",
             )
         self.called = True
         given = self._passes.bind(args, kwargs)
@@ -764,7 +764,7 @@ class _Relay:
             raise UsageError(
                 f"the loss function asks for the gradient of the model's input '{asked}'",
                 why="the gradient would have to return through all stages before the loss function continues",
-                remedy="give the model inputs that do not require a gradient, or take --strategy mirrored",
+                remedy="give the model inputs that do not require a gradient, or take strategy='mirrored'",
             )
         self.computed = True
         return self._passes.compute(self._flight, self._stage, given)
@@ -788,7 +788,7 @@ def _refuse_attribute(error: AttributeError) -> NoReturn:
         " model does not have",
         where=script_line_of(error),
         why="a hook or a forward that sets an attribute sets the one of its own stage",
-        remedy="let the model's forward return the value, or take --strategy mirrored",
+        remedy="let the model's forward return the value, or take strategy='mirrored'",
     ) from error
 
 

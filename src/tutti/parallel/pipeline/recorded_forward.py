@@ -599,7 +599,7 @@ class _StageRun:
                 "the model's forward calls its blocks in another order than when it was cut into stages",
                 where=f"call {number}, of {name}",
                 why="the stages hold the blocks that the forward called with the first micro-batch",
-                remedy="take --strategy mirrored or sharded, which run the whole forward on every rank",
+                remedy="take strategy='mirrored' or 'sharded', which run the whole forward on every rank",
             )
         if number not in own:
             leaves, spec = tree_flatten(self._record.dispatch.shape(name, block, args, kwargs))
@@ -642,7 +642,7 @@ class _StageRun:
             raise UsageError(
                 f"{what} depend on a value of another stage that the stages do not send",
                 why="with the first micro-batch it did not depend on it",
-                remedy="take --strategy mirrored or sharded, which run the whole forward on every rank",
+                remedy="take strategy='mirrored' or 'sharded', which run the whole forward on every rank",
             )
 
     def end(self, output: Any) -> Any:
@@ -659,7 +659,7 @@ class _StageRun:
             raise UsageError(
                 "the model's forward calls fewer blocks than when it was cut into stages",
                 where=f"after {self._number} calls of {len(self._record.calls)}",
-                remedy="take --strategy mirrored or sharded, which run the whole forward on every rank",
+                remedy="take strategy='mirrored' or 'sharded', which run the whole forward on every rank",
             )
         return output
 
@@ -736,5 +736,5 @@ def _uncut(plain: nn.Module, why: str) -> UsageError:
         f"a {type(plain).__name__} cannot be cut into stages",
         why=why,
         remedy="make the model an nn.Sequential of its blocks, or move what its forward decides, draws or keeps into"
-        " modules; or take --strategy mirrored",
+        " modules; or take strategy='mirrored'",
     )

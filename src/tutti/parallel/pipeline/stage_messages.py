@@ -141,7 +141,7 @@ class StageMessages:
                     "the loss depends on values of an earlier stage in some batches only",
                     where=f"value {number} that stage {key[0]} takes",
                     why="the earlier stage expects a gradient in every batch or in none",
-                    remedy="multiply by zero in place of detach(), or take --strategy mirrored",
+                    remedy="multiply by zero in place of detach(), or take strategy='mirrored'",
                 )
             if known is not None and known[number].shape is not None:
                 place = key[0], number
@@ -229,7 +229,7 @@ class StageMessages:
                 where=f"value {lost[1]} that stage {lost[0]} takes",
                 why="parameters before it would be updated with gradients of zero (weight decay, momentum), where plain"
                 " PyTorch skips a parameter without a gradient",
-                remedy="freeze them with requires_grad_(False) before tutti.prepare, or take --strategy mirrored",
+                remedy="freeze them with requires_grad_(False) before tutti.prepare, or take strategy='mirrored'",
             )
 
     def forget(self, key: tuple[Any, ...]) -> None:

@@ -188,7 +188,7 @@ class StageParameters(QuietMode):
             where=script_line(),
             why="some ranks do not have the parameter: of a view they would have a copy, which updates do not change",
             remedy="compute by element, or take norms and sums; call other functions on a copy, parameter.clone(), or"
-            " take run.state() for the whole model; or --strategy mirrored",
+            " take run.state() for the whole model; or strategy='mirrored'",
         )
 
     def forget(self) -> None:

@@ -370,7 +370,7 @@ def _find(
     if bounds is None:
         raise UsageError(
             f"a model of {counted(len(nodes), 'block')} cannot be cut into {stages} stages",
-            remedy=f"take stages={len(nodes)} or fewer" if len(nodes) > 1 else "take --strategy mirrored",
+            remedy=f"take stages={len(nodes)} or fewer" if len(nodes) > 1 else "take strategy='mirrored'",
         )
     total = sum(weights) or 1
     shares = tuple(sum(weights[a:b]) / total for a, b in pairwise(bounds))

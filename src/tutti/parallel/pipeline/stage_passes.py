@@ -171,7 +171,7 @@ class StagePasses:
             raise UsageError(
                 f"the script has changed the model's {name}",
                 why="the model is cut into stages, and its forward was traced when this attribute had another value",
-                remedy="keep it in a buffer, or in the module that uses it alone; or take --strategy mirrored",
+                remedy="keep it in a buffer, or in the module that uses it alone; or take strategy='mirrored'",
             )
 
     def _check_containers(self) -> None:
@@ -184,7 +184,7 @@ class StagePasses:
                 where=place,
                 why="the pipeline calls the layers in this module, which may be on several stages, and not the module",
                 remedy="register the hook on one of its layers, do the hook's work in the loss function, or take"
-                " --strategy mirrored",
+                " strategy='mirrored'",
             )
 
     def compute(self, flight: MicroBatchState, stage: int, given: Mapping[str, Any]) -> Any:
@@ -248,7 +248,7 @@ class StagePasses:
             f"the model's forward writes {what} in place",
             where=f"stage {stage}, from {self.cuts.names[stage - 1]} on" if stage else f"stage {stage}",
             why="every stage has its own copy, and the others would read it unchanged",
-            remedy="make a new tensor, such as x + 1 in place of x.add_(1), or take --strategy mirrored",
+            remedy="make a new tensor, such as x + 1 in place of x.add_(1), or take strategy='mirrored'",
         )
 
     def _check_kept(self, chunk: int, values: Sequence[Any]) -> None:
@@ -261,7 +261,7 @@ class StagePasses:
                 where=place,
                 why="the loss is computed on the last stage, where nothing of this stage's tensors is known",
                 remedy="let the model return the tensor, keep tensor.detach() for a figure of this stage, or take"
-                " --strategy mirrored",
+                " strategy='mirrored'",
             )
 
     def _enter(self, flight: MicroBatchState, stage: int) -> list[Tensor]:
@@ -314,7 +314,7 @@ class StagePasses:
                 f"a second call of the model for a micro-batch cannot be combined with {apart} on several stages",
                 where=script_line(),
                 why="it draws random numbers, and a stage does not know how many the others have drawn",
-                remedy="use a module of its own in each place, or take --strategy mirrored",
+                remedy="use a module of its own in each place, or take strategy='mirrored'",
             )
         self.replica.calls_in_body += 1
         if training:
@@ -443,7 +443,7 @@ class StagePasses:
                 where=script_line(),
                 why="the stages run a backward for each call, and the hook would be called for each",
                 remedy="call the model once, as model(torch.cat([first, second])), edit .grad after run.backward, or"
-                " take --strategy mirrored",
+                " take strategy='mirrored'",
             )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -134,7 +134,7 @@ class StagedModel:
                 "this call of the model cannot be combined with stages on several ranks",
                 where=script_line(),
                 why=why,
-                remedy="call model(…) with tensors and numbers, or take --strategy mirrored",
+                remedy="call model(…) with tensors and numbers, or take strategy='mirrored'",
             )
 
     def compare(self, tensors: Sequence[Tensor | None], what: str) -> None:
@@ -197,7 +197,7 @@ class StagedModel:
                 "the model's output has another form than for equal arguments before",
                 where=script_line(),
                 why="each rank must know its shapes before it receives it",
-                remedy="let the shapes depend on those of the arguments alone, or take --strategy mirrored",
+                remedy="let the shapes depend on those of the arguments alone, or take strategy='mirrored'",
             )
         if not last:
             tensors = [_empty(form, self.comm.device) for form in known.forms if form.shape is not None]
@@ -272,7 +272,7 @@ class _Call:
                 "the model's forward writes an argument of its call in place",
                 where=script_line(),
                 why="every rank has its own copy of the argument, which is not written",
-                remedy="make a new tensor, such as x + 1 in place of x.add_(1), or take --strategy mirrored",
+                remedy="make a new tensor, such as x + 1 in place of x.add_(1), or take strategy='mirrored'",
             )
         self.outputs, tensors = self._model.share(self._key, result, passes.has_last)
         if passes.has_last and self._trains:
@@ -403,7 +403,7 @@ class _Through(torch.autograd.Function):
                 where=script_line(),
                 why="the gradients in .grad would have a graph on the ranks of their stage alone",
                 remedy="ask for the gradients of the inputs, by torch.autograd.grad(…, create_graph=True), or take"
-                " --strategy mirrored",
+                " strategy='mirrored'",
             )
         given = [gradient for gradient in gradients if gradient is not None]
         anchor = torch.zeros_like(given[0].detach()).requires_grad_()
@@ -429,7 +429,7 @@ class _ThroughTwice(torch.autograd.Function):
                 "a third derivative cannot be combined with a model that is cut into stages",
                 where=script_line(),
                 why="the second backward through the stages leaves no graph",
-                remedy="take --strategy mirrored",
+                remedy="take strategy='mirrored'",
             )
         accumulate = is_reached(ctx.next_functions[0][0])
         return None, None, None, *ctx.call.second_backward(ctx.back, gradients, ctx.given, accumulate)
@@ -448,7 +448,7 @@ def _describe(result: Any) -> tuple[_Outputs, list[Tensor]]:
         raise UsageError(
             f"the model returns a {kind}, which cannot be sent from the last stage to the others",
             where=script_line(),
-            remedy="return tensors, and tuples, lists or dicts of them, or take --strategy mirrored",
+            remedy="return tensors, and tuples, lists or dicts of them, or take strategy='mirrored'",
         )
     forms, tensors = [], []
     for leaf in leaves:

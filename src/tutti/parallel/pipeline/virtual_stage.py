@@ -300,7 +300,7 @@ def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None
                         f"the module {name} is called on both sides of a cut",
                         where=f"stages {where[inner]} and {stage}",
                         why="it holds buffers, such as the statistics of batch norm, which would exist twice",
-                        remedy="choose other cuts, take fewer stages, or --strategy mirrored",
+                        remedy="choose other cuts, take fewer stages, or strategy='mirrored'",
                     )
     readers: dict[str, list[int]] = {}
     for stage, nodes in enumerate(stages):
@@ -312,7 +312,7 @@ def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None
                 f"the model's own forward writes {name} on one side of a cut and reads it on another",
                 where=f"stages {', '.join(map(str, readers[name]))}",
                 why="each stage would have its own copy",
-                remedy="move what uses it into one module, take fewer stages, or --strategy mirrored",
+                remedy="move what uses it into one module, take fewer stages, or strategy='mirrored'",
             )
 
 

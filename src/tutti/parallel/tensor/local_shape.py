@@ -172,7 +172,7 @@ class LocalShapeMode(TorchFunctionMode):
             f"the layer does {what}, which it did not when its plan was made",
             where=self.slice_.name,
             why="its code takes a different branch than before, which the plan does not cover",
-            remedy=f"leave it whole: --strategy tensor:whole={self.slice_.name}",
+            remedy=f"leave it whole: strategy='tensor:whole={self.slice_.name}'",
         )
 
 
@@ -209,7 +209,7 @@ class HeadParallelBlock(TensorParallelLayer):
                 f"the layer is called with other arguments ({form_of(args, kwargs)}) than when its plan was made",
                 where=self.tutti_slice.name,
                 why="with them its code may combine heads, of which each tensor rank has some",
-                remedy=f"leave it whole: --strategy tensor:whole={self.tutti_slice.name}",
+                remedy=f"leave it whole: strategy='tensor:whole={self.tutti_slice.name}'",
             )
         with LocalShapeMode(self.tutti_slice, *self.tutti_local):
             return super().forward(*args, **kwargs)

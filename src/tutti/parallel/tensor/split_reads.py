@@ -316,7 +316,7 @@ class SplitReads(EditWatch):
                 where=script_line(),
                 why="other ranks have the other rows",
                 remedy="write into run.state(), whole tensors, and give it to model.load_state_dict, both on every"
-                " rank; or take --strategy mirrored or sharded:stage=2",
+                " rank; or take strategy='mirrored' or 'sharded:stage=2'",
             )
         return tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
 
@@ -390,7 +390,7 @@ class SplitReads(EditWatch):
                 f"the script calls {place.name} by itself, which is split over tensor ranks",
                 where=script_line(),
                 why="its outputs are those of this rank's heads, of which the code around it may need all",
-                remedy=f"call the module around it, or leave the layer whole: --strategy tensor:whole={place.name}",
+                remedy=f"call the module around it, or leave the layer whole: strategy='tensor:whole={place.name}'",
             )
         return SplitTensor.of(result, -1, place)
 
@@ -501,6 +501,6 @@ def _refuse(name: str, func: Callable[..., Any], operand: str = "") -> NoReturn:
         why=why,
         remedy="write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank; take"
         " weight_decay of the optimizer for a penalty on weights and run.state() for figures of whole"
-        f" weights, leave the layer whole by tensor:whole={name.rpartition('.')[0]}, or take --strategy mirrored or"
-        " sharded:stage=2",
+        f" weights, leave the layer whole by tensor:whole={name.rpartition('.')[0]}, or take strategy='mirrored' or"
+        " 'sharded:stage=2'",
     )

@@ -297,7 +297,7 @@ def _check_views(gathered: Sequence[_Gathered]) -> None:
             f"the model or the script changes the output of {name} in place and keeps a view of it",
             where=script_line(),
             why="the output is split over tensor ranks, and the view is of a gathered copy, which the write misses",
-            remedy=f"make a new tensor, or leave the layer whole: --strategy tensor:whole={name}",
+            remedy=f"make a new tensor, or leave the layer whole: strategy='tensor:whole={name}'",
         )
 
 
@@ -340,7 +340,7 @@ def _refuse_function(value: SplitTensor, function: str) -> NoReturn:
         f"an autograd function of the script was given the output of {name} ({function}.apply)",
         where=script_line(),
         why="the output is split over tensor ranks, and a norm or mean in its backward would be that of a slice",
-        remedy=f"leave the layer whole: --strategy tensor:whole={name}, or call the module around it",
+        remedy=f"leave the layer whole: strategy='tensor:whole={name}', or call the module around it",
     )
 
 
@@ -351,13 +351,13 @@ def _refuse(value: SplitTensor, func: Any) -> None:
             f"the model or the script takes the gradient of the output of {name} ({called})",
             where=script_line(),
             why="the output is split over tensor ranks, and its gradient there is that of a slice",
-            remedy=f"leave the layer whole: --strategy tensor:whole={name}",
+            remedy=f"leave the layer whole: strategy='tensor:whole={name}'",
         )
     raise UsageError(
         f"the model or the loss function changes the output of {name} in place ({called})",
         where=script_line(),
         why="the output is split over tensor ranks, and the position of the write is unknown",
-        remedy=f"make a new tensor, or leave the layer whole: --strategy tensor:whole={name}",
+        remedy=f"make a new tensor, or leave the layer whole: strategy='tensor:whole={name}'",
     )
 
 

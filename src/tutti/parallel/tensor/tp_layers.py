@@ -212,7 +212,7 @@ def refuse_hook(name: str, place: str, layer: str) -> NoReturn:
         where=place,
         why="the module computes on this rank's heads or features, so that the hook would be given a slice",
         remedy="register the hook before tutti.prepare, which then leaves the layers around it whole, or leave them"
-        f" whole by tensor:whole={layer}; or take --strategy mirrored",
+        f" whole by tensor:whole={layer}; or take strategy='mirrored'",
     )
 
 

@@ -1,0 +1,64 @@
+"""Options of ``tutti train`` that are arguments of ``tutti.prepare``: their words in messages, and their variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from tutti.config.variables import PREFIX, SETTINGS
+from tutti.train.run_options import RunOptions
+
+_ARGUMENTS = frozenset(field.name for field in fields(RunOptions)) | {"optimizer"}
+_OPTION = re.compile(r"--([a-z][a-z-]*)(?: ([a-z0-9]\S*?)(?=[,;)]|\.?$|\. | or | and | with ))?")
+"""An option; and the next word, its value, where the clause ends after it."""
+
+
+def as_arguments(text: str) -> str:
+    """Write the options of ``tutti train`` in a message as arguments of ``tutti.prepare``; keep all other options.
+
+    Checks that the command line and ``tutti.prepare`` share name the options of the command line.
+
+    Args:
+        text: part of a message.
+
+    >>> as_arguments("take --workers 4 or more, --strategy mirrored, or --devices 2 or fewer")
+    "take workers=4 or more, strategy='mirrored', or --devices 2 or fewer"
+    >>> as_arguments("--noise-every cannot be combined with --lr-scale adascale")
+    "noise_every cannot be combined with lr_scale='adascale'"
+    """
+    return _OPTION.sub(_argument, text)
+
+
+def unread_variables(given: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """Return a warning of ``TUTTI_*`` variables that ``tutti train`` would read and ``tutti.prepare`` does not.
+
+    Args:
+        given: arguments of ``tutti.prepare`` by name; a variable whose value the script has passed on is not named.
+        environ: environment variables, such as ``os.environ``.
+
+    Returns:
+        One sentence; empty without such variables.
+
+    >>> unread_variables({"strategy": "mirrored", "seed": 3}, {"TUTTI_STRATEGY": "sharded", "TUTTI_SEED": "3"})
+    "TUTTI_STRATEGY has no effect in a script: give tutti.prepare strategy='sharded'"
+    """
+    values = {name.removeprefix(PREFIX).lower(): environ[name] for name in sorted(SETTINGS & environ.keys())}
+    unread = {name: value for name, value in values.items() if name in _ARGUMENTS and str(given.get(name)) != value}
+    if not unread:
+        return ""
+    variables = ", ".join(f"{PREFIX}{name.upper()}" for name in unread)
+    arguments = ", ".join(_text(name, value) for name, value in unread.items())
+    return f"{variables} {'has' if len(unread) == 1 else 'have'} no effect in a script: give tutti.prepare {arguments}"
+
+
+def _argument(option: re.Match[str]) -> str:
+    name, value = option[1].replace("-", "_"), option[2]
+    if name not in _ARGUMENTS:
+        return option[0]
+    return name if value is None else _text(name, value)
+
+
+def _text(name: str, value: str) -> str:
+    return f"{name}={value}" if re.fullmatch(r"[\d.]+", value) else f"{name}='{value}'"

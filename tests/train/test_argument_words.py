@@ -1,0 +1,61 @@
+"""A refusal in a script advises arguments of ``tutti.prepare``, and variables that it does not read are named."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from tests import worlds
+
+
+def prepare(**options: Any) -> None:
+    model = nn.Linear(3, 1)
+    data = (torch.randn(12, 3), torch.randn(12, 1))
+    tutti.prepare(model, "sgd:lr=0.1", data, lambda called, batch: called(batch[0]).square().mean(), **options)
+
+
+def refused(**options: Any) -> list[str]:
+    try:
+        prepare(**options)
+    except tutti.errors.UsageError as error:
+        return [str(error), *filter(None, (error.what, error.where, error.why, error.remedy))]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "single"}, "Take strategy='mirrored', or --devices 1"),
+        ({"strategy": "sharded", "reproducible": True}, "Leave out reproducible, or take strategy='mirrored'"),
+        ({"batch_size": 1}, "ake batch_size=2 or more"),
+        ({"strategy": "sharded", "lr_scale": "adascale"}, "Take strategy='mirrored', or another lr_scale"),
+    ],
+)
+def test_a_refusal_in_a_script_names_arguments(options: dict[str, Any], words: str) -> None:
+    for whole, *parts in worlds.run(2, refused, **options):
+        assert words in whole
+        assert "--strategy" not in "".join(parts) and "--reproducible" not in "".join(parts)
+
+
+def warned(variables: dict[str, str], **options: Any) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        prepare(**options)
+    return [str(each.message) for each in told if "no effect" in str(each.message)]
+
+
+def test_variables_without_an_effect_are_named_once() -> None:
+    variables = {"TUTTI_STRATEGY": "sharded", "TUTTI_CLIP": "1.0", "TUTTI_TIMEOUT": "60"}
+    text = "have no effect in a script: give tutti.prepare clip=1.0, strategy='sharded'"
+    assert worlds.run(2, warned, variables=variables) == [[f"TUTTI_CLIP, TUTTI_STRATEGY {text}"], []]
+
+
+def test_a_variable_that_the_script_reads_itself_is_not_named() -> None:
+    assert worlds.run(2, warned, variables={"TUTTI_CLIP": "1.0"}, clip=1.0) == [[], []]
