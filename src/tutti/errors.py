@@ -157,8 +157,8 @@ def no_memory(error: BaseException) -> NotEnoughMemory | None:
         "there is not enough memory",
         where=", ".join(places) or None,
         why=text,
-        remedy="add --dry-run to see what each device needs; --strategy sharded, tensor or pipeline, a smaller "
-        "--micro-batch and --activation-checkpointing blocks need less"
+        remedy="the strategies sharded, tensor and pipeline, a smaller micro-batch and activation checkpointing need "
+        "less; tutti train --dry-run shows what each device needs"
         + _FRAGMENTED
         * ("is reserved by PyTorch" in str(error)),
     )

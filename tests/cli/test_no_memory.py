@@ -25,7 +25,7 @@ def test_what_does_not_fit_is_refused_with_what_needs_less(devices: int, tmp_pat
     result = tutti(tmp_path, "train", own, *words)
     assert result.code == 2, result.err
     said = "\n".join(complaint(result))
-    assert "there is not enough memory" in said and "can't allocate" in said and "--strategy sharded" in said
+    assert "there is not enough memory" in said and "can't allocate" in said and "strategies sharded" in said
     assert "own.py:" in said
     log = tmp_path / "out" / "logs" / f"rank{devices - 1}.log"
     assert devices == 1 or "torch.empty(1 << 60" in log.read_text(), "where it was asked for"

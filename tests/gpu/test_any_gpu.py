@@ -131,7 +131,7 @@ def exhausted() -> str:
 
 def test_exhausted_memory_names_what_needs_less() -> None:
     [said] = worlds.run_on(DEVICE, 1, exhausted)
-    assert "--strategy sharded" in said and "--micro-batch" in said
+    assert "strategies sharded" in said and "smaller micro-batch" in said
 
 
 def counted() -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ import tutti
 from tests import worlds
 
 
-def prepare(**options: Any) -> None:
+def prepare(**options: Any) -> tutti.Run:
     model = nn.Linear(3, 1)
     data = (torch.randn(12, 3), torch.randn(12, 1))
-    tutti.prepare(model, "sgd:lr=0.1", data, lambda called, batch: called(batch[0]).square().mean(), **options)
+    return tutti.prepare(model, "sgd:lr=0.1", data, lambda called, batch: called(batch[0]).square().mean(), **options)
 
 
 def refused(**options: Any) -> list[str]:
@@ -40,6 +41,20 @@ def test_a_refusal_in_a_script_names_arguments(options: dict[str, Any], words: s
     for whole, *parts in worlds.run(2, refused, **options):
         assert words in whole
         assert "--strategy" not in "".join(parts) and "--reproducible" not in "".join(parts)
+
+
+def restored(folder: str) -> str:
+    prepare(workers=4).save(folder)
+    try:
+        prepare().restore(folder)
+    except tutti.errors.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_restore_in_a_script_names_arguments(tmp_path: Path) -> None:
+    for said in worlds.run(2, restored, folder=str(tmp_path)):
+        assert "workers=4 goes on as before" in said and "--workers" not in said
 
 
 def warned(variables: dict[str, str], **options: Any) -> list[str]:

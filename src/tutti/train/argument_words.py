@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 from tutti.config.variables import PREFIX, SETTINGS
+from tutti.errors import TuttiError
 from tutti.train.run_options import RunOptions
 
 _ARGUMENTS = frozenset(field.name for field in fields(RunOptions)) | {"optimizer"}
-_OPTION = re.compile(r"--([a-z][a-z-]*)(?: ([a-z0-9]\S*?)(?=[,;)]|\.?$|\. | or | and | with ))?")
-"""An option; and the next word, its value, where the clause ends after it."""
+_OPTION = re.compile(r"--([a-z][a-z-]*)(?: (\d+\b(?![.:])|[a-z0-9]\S*?(?=[,;)]|\.?$|\. | or | and | with )))?")
+"""An option; and its value, where the next word is a number or ends the clause."""
+
+
+@contextmanager
+def argument_words() -> Iterator[None]:
+    """Return a context manager around calls of a script, which rewords their refusals by ``as_arguments``."""
+    try:
+        yield
+    except TuttiError as error:
+        error.reword(as_arguments)
+        raise
 
 
 def as_arguments(text: str) -> str:

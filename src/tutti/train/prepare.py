@@ -34,13 +34,13 @@ from tutti.data.reading import make_reader
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
 from tutti.device import use_deterministic_kernels
-from tutti.errors import TuttiError, counted
+from tutti.errors import counted
 from tutti.launcher import context
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
 from tutti.process_context import read_identity
 from tutti.train.accumulating_optimizer import accumulate_steps
-from tutti.train.argument_words import as_arguments, unread_variables
+from tutti.train.argument_words import argument_words, unread_variables
 from tutti.train.conversions import ModelConversions
 from tutti.train.hook_watch import HookWatch
 from tutti.train.model_conversion import cast_loss, convert_model
@@ -211,14 +211,11 @@ def prepare(
         callbacks=callbacks,
     )
     handler = prepare_handler() or prepare_run
-    try:
+    with argument_words():
         unread = unread_variables({**vars(options), "optimizer": optimizer}, os.environ)
         if unread and read_identity(os.environ).rank == 0:
             warnings.warn(unread, stacklevel=2)
         run: Run = handler(model, optimizer, dataset, loss_fn, options)
-    except TuttiError as error:
-        error.reword(as_arguments)
-        raise
     return run
 
 

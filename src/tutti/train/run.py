@@ -34,6 +34,7 @@ from tutti.optim.mixing import needs_closure
 from tutti.optim.several import SeveralOptimizers
 from tutti.parallel import Choice
 from tutti.train import run_state
+from tutti.train.argument_words import argument_words
 from tutti.train.callbacks import Callbacks
 from tutti.train.custom_loop import CustomLoop
 from tutti.train.evaluation import BLOCK, Evaluation, evaluate_samples
@@ -933,7 +934,8 @@ class Run:
                 why="the scheduler's saved state sets the rate",
                 remedy="leave scheduler out of tutti.prepare and step your own in the loop, where run.stepped",
             )
-        facts = run_state.saver(self, Path(folder)).restore(named)
+        with argument_words():
+            facts = run_state.saver(self, Path(folder)).restore(named)
         return None if facts is None else run_state.restore_run(self, facts, named)
 
     def together(self, call: str) -> None:

@@ -210,7 +210,7 @@ def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> Checkpoi
         where=str(manifest.path),
         why="the number of workers is part of the algorithm, and here it would follow from the number of devices",
         remedy=f"name them: --workers {saved} goes on as before on at most as many data ranks, --workers {number} with "
-        f"{number} from here on (in a script workers={saved} or workers={number})",
+        f"{number} from here on",
     )
 
 
