@@ -144,7 +144,7 @@ class StepLifecycle:
             run.loss_scale.value if run.loss_scale is not None else 1.0,
             settings=run.settings.text(),
             place=(0, 0) if drawn is None else (drawn.after.epoch, drawn.after.batch),
-            written=self._written.digest(),
+            written=self._written.digest_once(),
             compare=self._written.compare,
             edits=edited,
             edited_in=edits.line if edits is not None and edited else "",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -63,6 +64,14 @@ class WrittenParameters:
         Called after each update, so that later changes of a counter are writes by the script.
         """
         self._versions = [tensor_version(p) for p in self._parameters]
+
+    def digest_once(self) -> Callable[[], int]:
+        """Return a function whose first call returns ``digest``, and each later call the same number.
+
+        To be called before a step; the function after the step's forwards, which may write parameters, too: a layer
+        that is initialised from its first batch (ActNorm, arXiv 1807.03039) has other values on each data rank.
+        """
+        return cache(self.digest)
 
     def digest(self) -> int:
         """Return a positive hash of the bytes of all parameters in steps that compare them over ranks, else 0.
@@ -149,7 +158,8 @@ class WrittenParameters:
             why="random draws between steps come from each rank's own generator (reset_parameters, torch.randn), and"
             " numbers of a rank's own samples are its own, too",
             remedy="call torch.manual_seed with the same number on every rank right before the draw, or compute the"
-            " values from what is the same everywhere, such as run.stats or run.state()",
+            " values from what is the same everywhere, such as run.stats or run.state(); for a layer that its first"
+            " batch initialises, call the model on a batch, the same on every rank, before tutti.prepare",
         )
 
 

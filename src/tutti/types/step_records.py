@@ -24,8 +24,8 @@ class StepContext:
         settings: learning rates, momenta and weight decays of the script's optimizers, compared over data ranks.
         place: epoch and global batch after which the data stand, compared over data ranks; (0, 0) for a batch that the
             caller made.
-        written: digest of the parameters if the script has written them since the last update, compared over data
-            ranks; 0 if it has not.
+        written: returns the digest of the parameters if the script or a forward has written them since the last
+            update, compared over data ranks; 0 if not. To be called after the rank's last forward.
         compare: function that compares the parameters over the data ranks and raises UsageError where they differ. It
             is collective: all data ranks call it if ``written`` differs between any of them. None where the strategy
             cannot compare parameters.
@@ -43,7 +43,7 @@ class StepContext:
     whole: bool = False
     settings: str = ""
     place: tuple[int, int] = (0, 0)
-    written: int = 0
+    written: Callable[[], int] = int
     compare: Callable[[], None] | None = None
     edits: Sequence[str] = ()
     edited_in: str = ""

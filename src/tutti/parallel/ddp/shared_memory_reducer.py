@@ -195,7 +195,7 @@ class SharedReducer:
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         now = step_context
         steps = (now.taken, now.samples, now.call, *now.place)
-        facts = (*steps, name_key(now.settings), now.written, edits_key(now))
+        facts = (*steps, name_key(now.settings), now.written(), edits_key(now))
         self._digests[self._comm.rank][_DIGEST] = mix(self._key, *facts) >> 1
         totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
         self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]

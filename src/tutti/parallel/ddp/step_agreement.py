@@ -43,8 +43,8 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
         # With the step, so that equal remainders of unequal settings are found in the next step.
         now = step_context
         # In both, because writes are compared in one step only.
-        a = (a + now.written) % 251
-        b = mix(b, name_key(now.settings), now.taken, *now.place, now.written) % 251
+        a = (a + now.written()) % 251
+        b = mix(b, name_key(now.settings), now.taken, *now.place, now.written()) % 251
     if edits := edits_key(step_context):
         a, b = (a + edits) % 251, mix(b, edits) % 251
     return [a, a * a, b, b * b]
@@ -105,7 +105,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     agree_on_settings(comm, step_context)
     edited_in = step_context.edited_in or script_line()
     agree_on_edits(comm, step_context.edits, f"before step {step_context.taken + 1}, {edited_in}")
-    writes = comm.all_gather(torch.tensor([step_context.written]), "the script's writes of parameters")
+    writes = comm.all_gather(torch.tensor([step_context.written()]), "the script's writes of parameters")
     if len({int(digest) for digest in writes}) > 1 and step_context.compare is not None:
         step_context.compare()
         return
