@@ -414,7 +414,7 @@ def test_the_loss_of_a_body_that_mixes_samples_on_an_accelerator(
 
 
 def test_a_loss_that_counts_its_calls_is_not_told_to_mix_samples() -> None:
-    assert names(2, partial(trained, grows)) == []
+    assert names(2, partial(trained, grows, workers=2, micro_batch=BATCH // 4)) == []
 
 
 def words(own: bool, **options: Any) -> None:
@@ -571,7 +571,8 @@ def anneal(annealed: Any) -> Callable[..., Any]:
 
 def counted_calls(looking: bool) -> tuple[Any, ...]:
     layer, annealed = InPython(), Annealed()
-    run = tutti.prepare(model().append(layer), "sgd:lr=0.01", rows(), anneal(annealed), workers=4, batch_size=BATCH)
+    options: dict[str, Any] = {"workers": size(), "batch_size": BATCH, "micro_batch": BATCH // 4}
+    run = tutti.prepare(model().append(layer), "sgd:lr=0.01", rows(), anneal(annealed), **options)
     run.checks.looking = looking
     for batch in islice(run.epoch(0), 3):
         run.step(batch)

@@ -100,3 +100,9 @@ def test_a_forward_before_prepare_sets_them_on_every_rank(strategy: str) -> None
     [want] = worlds.run(1, train, strategy="single", way="data", form="step", workers=2, before=True)
     for got in worlds.run(2, train, strategy=strategy, way="data", form="step", workers=2, before=True):
         assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+def test_workers_that_train_alone_each_set_their_own_or_are_refused() -> None:
+    """On a device of several workers the first one's flag would leave the parameters of the others unset."""
+    [(updates, said)] = worlds.run(1, train, strategy="local_sgd", way="data", form="step", workers=2)
+    assert updates == 0 and "ActNorm.begun" in said

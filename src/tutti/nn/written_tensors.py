@@ -116,6 +116,10 @@ def _range(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * size if tensor.numel() else begin
 
 
+class ParameterWriteError(RuntimeError):
+    """A forward would write a parameter, in a context of ``parameters_unwritten``."""
+
+
 def parameters_unwritten(parts: Iterable[nn.Module]) -> AbstractContextManager[Any]:
     """Return a context in which code that would write a parameter in place raises RuntimeError before the write.
 
@@ -128,7 +132,7 @@ def parameters_unwritten(parts: Iterable[nn.Module]) -> AbstractContextManager[A
 
 
 class _NoWrites(TorchFunctionMode):
-    """Function mode that raises RuntimeError where code would write one of these parameters in place.
+    """Function mode that raises ParameterWriteError where code would write one of these parameters in place.
 
     Args:
         parameters: the parameters.
@@ -152,5 +156,5 @@ class _NoWrites(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
         with TorchFunctionDisabled():
             if share_memory(tensors, self._watched):
-                raise RuntimeError("the forward writes a parameter")
+                raise ParameterWriteError("the forward writes a parameter")
         return func(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import buffers
-from tutti.torch_compat import functorch_level, is_compiled, tensor_version, tree_leaves, view_base
+from tutti.torch_compat import functorch_level, is_compiled, tensor_version, tree_leaves, tree_map, view_base
+from tutti.train.followed_numbers import FollowedFloat, FollowedInt, followed
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ _WATCHED = 2
 """Global batches in which values that pass between workers are looked for."""
 _OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
 """Functions of a tensor that take nothing but shape, dtype and device of another one."""
+_WITH_INTS = frozenset(
+    name.format(function)
+    for function in ("add", "sub", "mul", "div", "truediv", "true_divide", "pow", "tensor", "full")
+    for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
+)
+"""Functions whose ints are values; those of other functions are sizes and indices."""
 _Place: TypeAlias = tuple[int, int]
 _Origins: TypeAlias = dict[_Place, str]
 """Worker and micro-batch of the samples from which a tensor was computed, and the line where they met another's."""
@@ -277,9 +284,14 @@ class CarriedValues(TorchFunctionMode):
         seen = given[:1] if trains or name in _OF_FIRST else given
         overwrites = name in ("copy_", "fill_", "zero_")
         origins = self._origins(seen[1:] if overwrites else seen)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, FollowedFloat) or (isinstance(leaf, FollowedInt) and name in _WITH_INTS):
+                origins |= self._with_line(leaf.origins)
         before = [tensor_version(leaf) for leaf in given]
         result = func(*args, **kwargs)
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
+        if func in (Tensor.item, Tensor.tolist) and origins:
+            return tree_map(lambda value: followed(value, origins, lambda: self._here is not None), result)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if overwrites and _is_plain(args[0]) and args[0].nbytes == args[0].untyped_storage().nbytes():
             self._found.pop(StorageWeakRef(args[0].untyped_storage()), None)
@@ -298,10 +310,14 @@ class CarriedValues(TorchFunctionMode):
                 own: _Origins = {} if tensor.grad_fn is None or self._here is None else {self._here: ""}
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
                 found |= self._found.get(StorageWeakRef(tensor.untyped_storage()), own)
-        if self._here is not None and any(place != self._here and not line for place, line in found.items()):
-            line = script_line()
-            found = {place: each or ("" if place == self._here else line) for place, each in found.items()}
-        return found
+        return self._with_line(found)
+
+    def _with_line(self, found: Mapping[_Place, str]) -> _Origins:
+        """Return origins in which each other micro-batch has a line of the script: the present one if it had none."""
+        if self._here is None or all(place == self._here or line for place, line in found.items()):
+            return dict(found)
+        line = script_line()
+        return {place: each or ("" if place == self._here else line) for place, each in found.items()}
 
     def _note(self, tensor: Tensor, origins: _Origins) -> None:
         if not _is_plain(tensor) or self._here is None:

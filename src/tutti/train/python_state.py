@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,32 +22,28 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module: parameters, buffers, children, hooks and the mode, which others restore."""
 _DEPTH = 4
 _SMALL = 1024
-"""Most elements of a tensor that is restored by value, as a counter that is no buffer."""
+"""Most elements of a tensor or array that is restored by value, as a counter that is no buffer."""
+_FEW = 64
+"""Most elements of a list or dict whose own elements are restored, too."""
+_MISSING = object()
 
 
 @contextmanager
 def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
     """Return a context manager that, at its end, restores attributes of modules and variables of a function.
 
-    tutti calls models and loss functions within it where a call serves a check and must leave no trace. Restored are
-    the Python attributes of the modules, and the variables that ``function`` reads with the objects in them. Each
-    attribute or variable is bound again to the object that it had, and lists, dicts, sets and small tensors get back
-    the elements that they had (a shallow copy). Modules that ``function`` reads get their buffers back.
+    tutti calls models and loss functions within it where a call serves a check and must leave no trace. See
+    ``PythonState`` for what is restored.
 
     Args:
         parts: modules, whose submodules are included.
         function: a Python function, method or callable object; the functions that it reads are followed.
     """
-    kept = _Kept()
-    for part in parts:
-        for module in part.modules():
-            kept.attributes(module, _OF_MODULES)
-    kept.function(function, _DEPTH)
+    kept = PythonState(parts, function)
     try:
         yield
     finally:
-        for restore in kept.restores:
-            restore()
+        kept.restore()
 
 
 def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
@@ -67,67 +66,106 @@ def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
     }
 
 
-class _Kept:
-    """Collects functions that restore what each object holds now."""
+class PythonState:
+    """What Python's objects hold now that a model's forward and a loss function may change.
 
-    def __init__(self) -> None:
-        self.restores: list[Callable[[], None]] = []
+    Held are the Python attributes of the modules, and the variables that ``function`` reads with the objects in them.
+    ``restore`` binds each attribute or variable again to the object that it had, and gives lists, dicts, sets, small
+    tensors and arrays the elements that they had, and random generators their states. Modules that ``function`` reads
+    get their buffers back.
+
+    Args:
+        parts: modules, whose submodules are included.
+        function: a Python function, method or callable object; the functions that it reads are followed.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], function: Any) -> None:
+        self._restores: list[Callable[[], None]] = []
+        self._changes: list[Callable[[], str]] = []
+        self._generators: list[Callable[[], Any]] = []
         self._seen = set[int]()
+        for part in parts:
+            for module in part.modules():
+                self._attributes(module, _DEPTH, _OF_MODULES)
+        self._function(function, _DEPTH)
 
-    def attributes(self, holder: Any, without: frozenset[str] = frozenset()) -> None:
+    def restore(self, generators: bool = True) -> None:
+        """Give all objects what they held when this object was made.
+
+        Args:
+            generators: whether random generators in the objects get back their states, too.
+        """
+        for restore in (*self._restores, *(self._generators if generators else ())):
+            restore()
+
+    def changed(self) -> list[str]:
+        """Return the names of attributes and variables that have another value now; not of a module's buffers."""
+        return list(dict.fromkeys(name for change in self._changes if (name := change())))
+
+    def _attributes(self, holder: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
         if id(holder) not in self._seen and hasattr(holder, "__dict__"):
             self._seen.add(id(holder))
             held = vars(holder)
-            self._names(held, {name: value for name, value in held.items() if name not in without}, without)
+            before = {name: value for name, value in held.items() if name not in without}
+            self._names(held, before, without, f"{type(holder).__name__}.")
+            for name, value in before.items():
+                self._value(value, depth - 1, f"{type(holder).__name__}.{name}")
 
-    def _names(self, held: MutableMapping[str, Any], before: dict[str, Any], without: frozenset[str]) -> None:
+    def _names(self, held: MutableMapping[str, Any], before: dict[str, Any], without: frozenset[str], of: str) -> None:
         def restore() -> None:
             for name in [name for name in held if name not in without and name not in before]:
                 del held[name]
             held.update(before)
 
-        self.restores.append(restore)
-        for value in before.values():
-            self._contents(value)
+        def change() -> str:
+            names = (name for name in {**before, **held} if name not in without)
+            found = next((n for n in names if held.get(n, _MISSING) is not before.get(n, _MISSING)), None)
+            return "" if found is None else f"{of}{found}"
 
-    def function(self, function: Any, depth: int) -> None:
+        self._restores.append(restore)
+        self._changes.append(change)
+
+    def _function(self, function: Any, depth: int) -> None:
         if depth == 0 or id(function) in self._seen:
             return
         if isinstance(function, MethodType):
             if isinstance(function.__self__, nn.Module):
                 self._module(function.__self__)
-            self.attributes(function.__self__)
-            self.function(function.__func__, depth)
+            self._attributes(function.__self__, depth)
+            self._function(function.__func__, depth)
         elif isinstance(function, partial):
             for each in (function.func, *function.args, *function.keywords.values()):
-                self._value(each, depth)
+                self._value(each, depth, "an argument")
         elif isinstance(function, FunctionType):
             self._seen.add(id(function))
-            for cell in function.__closure__ or ():
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 try:
                     value = cell.cell_contents
                 except ValueError:
                     continue
-                self.restores.append(partial(setattr, cell, "cell_contents", value))
-                self._value(value, depth)
+                self._restores.append(partial(setattr, cell, "cell_contents", value))
+                self._changes.append(_rebound(name, value, partial(getattr, cell, "cell_contents", None)))
+                self._value(value, depth, name)
             variables = function.__globals__
             for name in function.__code__.co_names:
                 if name in variables and not isinstance(variables[name], ModuleType):
-                    self.restores.append(partial(variables.__setitem__, name, variables[name]))
-                    self._value(variables[name], depth)
+                    value = variables[name]
+                    self._restores.append(partial(variables.__setitem__, name, value))
+                    self._changes.append(_rebound(name, value, partial(variables.get, name)))
+                    self._value(value, depth, name)
         elif callable(function):
-            self._value(function, depth)
+            self._value(function, depth, "the loss function")
 
-    def _value(self, value: Any, depth: int) -> None:
+    def _value(self, value: Any, depth: int, name: str) -> None:
         kind = type(value)
         if isinstance(value, FunctionType | MethodType | partial):
-            self.function(value, depth - 1)
+            self._function(value, depth - 1)
         elif isinstance(value, nn.Module):
             self._module(value)
-        elif not isinstance(value, type | ModuleType | Tensor) and not kind.__module__.startswith(("torch", "tutti")):
-            self.attributes(value)
-            self.function(inspect.getattr_static(kind, "__call__", None), depth - 1)
-        self._contents(value)
+        elif depth > 0 and _is_scripts(kind):
+            self._attributes(value, depth)
+            self._function(inspect.getattr_static(kind, "__call__", None), depth - 1)
+        self._contents(value, depth, name)
 
     def _module(self, value: nn.Module) -> None:
         """Keep a module that the function reads, such as a loss with a centre that its forward moves."""
@@ -135,22 +173,65 @@ class _Kept:
             return
         for slot in buffers([value], persistent=False):
             tensor = slot.get()
-            self.restores.append(partial(slot.put, tensor))
+            self._restores.append(partial(slot.put, tensor))
             if _is_plain(tensor):
-                self.restores.append(partial(_copy, tensor, tensor.detach().clone()))
+                self._restores.append(partial(_copy, tensor, tensor.detach().clone()))
         for module in value.modules():
-            self.attributes(module, _OF_MODULES)
+            self._attributes(module, _DEPTH, _OF_MODULES)
 
-    def _contents(self, value: Any) -> None:
+    def _contents(self, value: Any, depth: int, name: str) -> None:
         kind = type(value)
-        if id(value) in self._seen and kind not in (list, dict, set, deque):
-            return
-        if kind is list:
-            self.restores.append(partial(value.__setitem__, slice(None), list(value)))
-        elif kind in (dict, set, deque):
-            self.restores.append(partial(_refill, value, kind(value)))
+        if kind in (list, dict, set, deque):
+            if id(value) in self._seen:
+                return
+            self._seen.add(id(value))
+            before = kind(value)
+            refill = partial(value.__setitem__, slice(None)) if kind is list else partial(_refill, value)
+            self._restores.append(partial(refill, before))
+            self._changes.append(lambda: "" if _holds(value, before) else name)
+            if kind is not set and len(value) <= _FEW and depth > 0:
+                for each in value.values() if kind is dict else value:
+                    self._value(each, depth - 1, name)
         elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _is_small(value):
-            self.restores.append(partial(_copy, value, value.detach().clone()))
+            then = value.detach().clone()
+            self._restores.append(partial(_copy, value, then))
+            self._changes.append(lambda: "" if torch.equal(value, then) else name)
+        elif kind is np.ndarray and value.size <= _SMALL and not value.dtype.hasobject and value.flags.writeable:
+            array = value.copy()
+            self._restores.append(lambda: np.copyto(value, array))
+            self._changes.append(lambda: "" if np.array_equal(value, array, equal_nan=False) else name)
+        elif isinstance(value, torch.Generator):
+            self._generators.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._generators.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            self._generators.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, np.random.RandomState):
+            self._generators.append(partial(value.set_state, value.get_state()))
+
+
+def _is_scripts(kind: type) -> bool:
+    """Return whether objects of a type are a script's own, and not those of Python, PyTorch or tutti."""
+    root = kind.__module__.split(".")[0]
+    return kind is SimpleNamespace or (
+        not issubclass(kind, type | ModuleType | Tensor)
+        and root not in sys.stdlib_module_names - {"__main__"}
+        and not root.startswith(("torch", "tutti", "numpy"))
+    )
+
+
+def _rebound(name: str, value: Any, now: Callable[[], Any]) -> Callable[[], str]:
+    """Return a function that returns ``name`` if the variable has another object than ``value``, else an empty text."""
+    return lambda: "" if now() is value else name
+
+
+def _holds(container: Any, before: Any) -> bool:
+    """Return whether a container holds the same objects as a shallow copy that was made of it."""
+    if isinstance(container, set):
+        return bool(container == before)
+    some, others = (each.items() if isinstance(each, dict) else enumerate(each) for each in (container, before))
+    same = all(a[0] == b[0] and a[1] is b[1] for a, b in zip(some, others, strict=False))
+    return len(container) == len(before) and same
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.train.carried_state import CarriedValues
+from tutti.train.worker_trials import WorkerTrials
 from tutti.train.written_parameters import WrittenParameters
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
 from tutti.types.step_records import StepContext, StepStats, UpdateResult
@@ -57,6 +58,7 @@ class StepLifecycle:
         self._run = run
         self._written = WrittenParameters(run)
         self.values = CarriedValues(run)
+        self._trials = WorkerTrials(run)
         self.context = StepContext(run.taken, run.feed.contract.batch)
         self.drawn: RankBatch | None = None
         self.rate = 1.0
@@ -218,14 +220,16 @@ class StepLifecycle:
 
         Called once in each step. In the first steps of a run the returned function raises UsageError for a loss that
         depends on samples of another logical worker (share of the global batch), and for a forward that changes
-        parameters in every micro-batch; it warns of a loss that mixes samples. Later it is ``loss`` itself.
+        parameters in every micro-batch; it warns of a loss that mixes samples. Later it is ``loss`` itself, but for
+        steps in which Python objects are tried (``WorkerTrials``).
 
         Args:
             loss: the loss function.
             work: the micro-batches of the step.
         """
         # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
-        return self._written.guarded(self.values.watched(self._run.checks.probed(loss), work), work)
+        guarded = self._written.guarded(self.values.watched(self._run.checks.probed(loss), work), work)
+        return self._trials.watched(loss, guarded, work)
 
     # --- the update, and after it ----------------------------------------------------------------------------------
 

@@ -1,0 +1,140 @@
+"""Refuse a loss that depends on what another logical worker's micro-batch has left in Python's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from tutti.data.batches import map_tensors
+from tutti.data.global_generators import own_generators
+from tutti.errors import UsageError
+from tutti.nn.swap import buffers
+from tutti.nn.written_tensors import ParameterWriteError, parameters_unwritten
+from tutti.train.metric_objects import metric_objects
+from tutti.train.python_state import PythonState
+from tutti.types.micro_batch import LossFn, MicroBatch
+from tutti.types.replica_runner import CustomLoopRunner
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+
+_FIRST = 8
+"""Steps in which losses are all tried (a guess); a threshold may leave the first ones as they are."""
+
+
+class WorkerTrials:
+    """Raises UsageError where a micro-batch's loss depends on Python objects that another logical worker has changed.
+
+    A running mean, a counter or an array that the loss function or the model keeps would have other values if each
+    worker had a device of its own. In the first eight steps, the 16th, 32nd and so on, if the micro-batches of the
+    rank's earlier workers have changed such objects, the loss of the next worker's first micro-batch is computed twice
+    without gradients: with the values before the step, and with those now. Neither call leaves a trace in what
+    ``PythonState`` holds, in buffers or in RNG streams. Values of which the loss does not depend, as those for a log,
+    are allowed.
+
+    Losses are not tried if the model is split or sharded over ranks, whose forwards are collective.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._steps = run, 0
+
+    def watched(self, loss: LossFn, guarded: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
+        """Return the loss function of ``run.step`` with this check around it, or ``guarded`` if none is due.
+
+        To be called once in each step. The returned function raises UsageError, after the call of ``guarded``.
+
+        Args:
+            loss: the script's loss function.
+            guarded: the same function with other checks around it, which the returned function calls.
+            work: the micro-batches of this rank in the step, in the order in which they are computed.
+        """
+        run = self._run
+        self._steps += 1
+        left = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
+        # A worker whose micro-batches several ranks share has no order of them.
+        places = [(each.worker, each.micro if run.feed.contract.shared else 0) for each in left]
+        compiled = run.context.compile
+        graphs = compiled is not None and compiled.records_graphs
+        collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.together
+        due = self._steps <= _FIRST or not self._steps & (self._steps - 1)
+        if not due or len(set(places)) < 2 or collective or graphs or metric_objects(loss):
+            return guarded
+        begun = PythonState(run.replica.parts, loss)
+        tried = {places[0]}
+
+        def watch(model: Any, batch: Any) -> Any:
+            if not left:
+                return guarded(model, batch)
+            micro_batch, place = left.pop(0), places.pop(0)
+            names = begun.changed() if place not in tried and micro_batch.samples else []
+            tried.add(place)
+            depends = bool(names) and self._depends(loss, model, micro_batch, begun)
+            result = guarded(model, batch)
+            if depends:
+                self._refuse(names)
+            return result
+
+        return watch
+
+    def _refuse(self, names: Sequence[str]) -> None:
+        ranks = self._run.context.grid.data_ranks
+        raise UsageError(
+            f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}",
+            where=f"step {self._run.clock + 1}, in the loss function or the model's forward",
+            why="this rank computes several logical workers in turn, and each would get the values of the one before",
+            remedy="keep the values in a buffer of the model, of which each worker has its own (of a loss module, too,"
+            f" by tutti.prepare([model, loss], …)); or take as many workers as data ranks ({ranks}), no micro_batch",
+        )
+
+    def _depends(self, loss: LossFn, model: Any, micro_batch: MicroBatch, begun: PythonState) -> bool:
+        """Return whether a micro-batch's loss is another one with the values of Python's objects before the step."""
+        run = self._run
+        now = PythonState(run.replica.parts, loss)
+        replica = cast(CustomLoopRunner, run.replica)
+        by_worker = run.gradient_sync.loss_normalisation == "worker"
+
+        def value(state: PythonState) -> list[Tensor]:
+            slots = [(slot, slot.get()) for slot in buffers(run.replica.parts, persistent=False)]
+            with ExitStack() as stack:
+                for slot, tensor in slots:
+                    stack.callback(slot.put, tensor)
+                stack.callback(now.restore)
+                stack.enter_context(own_generators())
+                stack.enter_context(run.checks.aside())
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(parameters_unwritten(run.replica.parts))
+                for slot, tensor in slots:
+                    slot.put(tensor.clone())
+                replica.begin(micro_batch)
+                state.restore(generators=False)
+                try:
+                    found = loss(model, map_tensors(micro_batch.batch, torch.clone))
+                except ParameterWriteError:
+                    # Workers that train alone have parameters of their own, which this forward would write for each.
+                    if not by_worker:
+                        raise
+                    return []
+                total = found[:2] if isinstance(found, tuple | list) else [found]
+                return [torch.as_tensor(each).detach().clone() for each in total]
+
+        try:
+            before, after = value(begun), value(now)
+            # The second value of the same state tells of a loss that draws by itself.
+            return not _equal(before, after) and _equal(before, value(begun))
+        except Exception:
+            # The loss may need gradients, or write parameters.
+            return False
+        finally:
+            replica.begin(micro_batch)
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))

@@ -1,0 +1,206 @@
+"""Python numbers that a script keeps between micro-batches stay with their logical worker, or are refused."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import tutti
+from tests import worlds
+from tests.train.test_carried_values import dataset, network
+from tutti.errors import PeerError, UsageError
+
+WORKERS = 4
+
+
+class Usual:
+    """A loss divided by a running mean of the losses so far."""
+
+    def __init__(self) -> None:
+        self.usual = 1.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.cross_entropy(outputs, targets)
+        self.usual = 0.9 * self.usual + 0.1 * loss.item()
+        return loss / self.usual
+
+
+class Window:
+    """A loss less the mean reward of the last batches, as in policy gradients."""
+
+    def __init__(self) -> None:
+        self.rewards: deque[float] = deque(maxlen=5)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        chosen = outputs.log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+        self.rewards.append(targets.double().mean().item())
+        return -(chosen * (targets - sum(self.rewards) / len(self.rewards))).mean()
+
+
+class Initial:
+    """Two losses, each divided by its first value, as in GradNorm (arXiv 1711.02257)."""
+
+    def __init__(self) -> None:
+        self.first: list[float] = []
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = functional.cross_entropy(outputs, targets), outputs.square().mean()
+        self.first = self.first or torch.stack(losses).tolist()
+        return torch.stack([loss / first for loss, first in zip(losses, self.first, strict=True)]).sum()
+
+
+class Counted:
+    """A loss weighted by the labels so far, counted with ints."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.ones: float = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.seen += len(targets)
+        self.ones += (targets == 1).sum().item()
+        return functional.cross_entropy(outputs, targets) * (1 + self.ones / self.seen)
+
+
+class Averaged:
+    """A loss scaled by NumPy's mean of the losses so far."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.cross_entropy(outputs, targets)
+        self.losses.append(float(loss.detach()))
+        return loss * np.mean(self.losses).item()
+
+
+class Classes:
+    """A loss weighted by counts of the classes, kept in an array."""
+
+    def __init__(self) -> None:
+        self.counts = np.ones(3)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        for target in targets.tolist():
+            self.counts[target] += 1
+        return functional.cross_entropy(outputs, targets, weight=torch.from_numpy(1 / self.counts))
+
+
+class Skipped:
+    """A loss that ignores samples harder than usual."""
+
+    def __init__(self) -> None:
+        self.usual = float("inf")
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = functional.cross_entropy(outputs, targets, reduction="none")
+        kept = losses * torch.tensor([loss.item() <= self.usual for loss in losses])
+        self.usual = 0.8 * losses.mean().item()
+        return kept.mean()
+
+
+class Annealed:
+    """A loss with a term whose weight grows with each call."""
+
+    calls = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return functional.cross_entropy(outputs, targets) + self.calls / 10 * outputs.square().mean()
+
+
+class Metered:
+    """A plain loss, whose mean, best value and counts are for a log, and whose largest length is a size."""
+
+    def __init__(self) -> None:
+        self.total, self.calls, self.best, self.longest = 0.0, 0, float("inf"), 0
+        self.history: list[float] = []
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.cross_entropy(outputs, targets)
+        self.total, self.calls = self.total + loss.item(), self.calls + 1
+        self.history.append(round(self.total / self.calls, 4))
+        self.best = min(self.best, loss.item())
+        self.longest = max(self.longest, int(targets.max().item()) + 3)
+        return loss + 0 * functional.pad(outputs, (0, self.longest)).sum()
+
+
+FOLLOWED: dict[str, Callable[[], Any]] = {
+    "a running mean": Usual,
+    "a deque": Window,
+    "first losses": Initial,
+    "counted labels": Counted,
+}
+UNFOLLOWED: dict[str, Callable[[], Any]] = {
+    "a mean by NumPy": Averaged,
+    "class counts": Classes,
+    "a threshold": Skipped,
+    "a schedule": Annealed,
+}
+HARMLESS: dict[str, Callable[[], Any]] = {"a meter": Metered}
+KINDS = FOLLOWED | UNFOLLOWED | HARMLESS
+Arrays = dict[str, Any]
+
+
+def train(strategy: str, kind: str, form: str, workers: int = WORKERS, micro_batch: int | None = None) -> Any:
+    torch.manual_seed(0)
+    model: Any = network()
+    criterion = KINDS[kind]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        found: Tensor = criterion(model(batch[0]), batch[1])
+        return found
+
+    before = model[0].weight.detach().clone()
+    run = tutti.prepare(
+        *(model, optimizer, dataset(), loss if form == "step" else None),
+        strategy=strategy, workers=workers, batch_size=12, seed=0, micro_batch=micro_batch,
+    )  # fmt: skip
+    try:
+        if form == "step":
+            for batch in run.epoch(0):
+                run.step(batch)
+        else:
+            for inputs, targets in run.microbatches(0):
+                optimizer.zero_grad()
+                run.backward(criterion(model(inputs), targets))
+                optimizer.step()
+    except (UsageError, PeerError) as error:
+        assert torch.equal(model[0].weight, before)
+        return str(error)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+def equal(got: Arrays, want: Arrays) -> bool:
+    return all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+@pytest.mark.parametrize("form", ["step", "loop"])
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_numbers_that_pass_between_workers_are_refused_before_the_first_update(kind: str, form: str) -> None:
+    for said in worlds.run(2, train, strategy="mirrored", kind=kind, form=form):
+        assert "depends on samples of another one" in said and "test_carried_numbers.py:" in said
+        assert "as many workers as data ranks (2)" in said
+
+
+@pytest.mark.parametrize("workers", [4, 5])
+@pytest.mark.parametrize("kind", UNFOLLOWED)
+def test_other_python_state_that_passes_between_workers_is_refused(kind: str, workers: int) -> None:
+    for said in worlds.run(2, train, strategy="mirrored", kind=kind, form="step", workers=workers):
+        assert "depends on what another one has left in" in said
+
+
+@pytest.mark.parametrize("form", ["step", "loop"])
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_numbers_of_which_no_gradient_depends_are_right(kind: str, form: str) -> None:
+    [want] = worlds.run(1, train, strategy="single", kind=kind, form=form)
+    for got in worlds.run(2, train, strategy="mirrored", kind=kind, form=form):
+        assert equal(got, want)
