@@ -150,7 +150,7 @@ def train(strategy: str, kind: str, form: str, workers: int = WORKERS) -> Any:
                 run.backward(criterion(model(inputs), targets))
                 optimizer.step()
     except UsageError as error:
-        assert strategy.startswith("sharded") or torch.equal(model[0].weight, before)
+        assert strategy not in ("single", "mirrored") or torch.equal(model[0].weight, before)
         return str(error)
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
@@ -161,6 +161,22 @@ def test_values_that_pass_between_workers_are_refused_before_the_first_update(ki
     for strategy in ("single", "sharded:stage=1"):
         [said] = worlds.run(1, train, strategy=strategy, kind=kind, form=form)
         assert "depends on samples of another one" in said and "test_carried_values.py:" in said
+
+
+@pytest.mark.parametrize("kind", CARRYING)
+def test_they_are_refused_with_sharded_weights(kind: str) -> None:
+    for strategy in ("sharded", "sharded:stage=2"):
+        for said in worlds.run(2, train, strategy=strategy, kind=kind, form="step", workers=4):
+            assert "depends on samples of another one" in said and "test_carried_values.py:" in said
+
+
+@pytest.mark.parametrize("workers", [4, 5])
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_values_of_which_no_gradient_depends_are_right_with_sharded_weights(kind: str, workers: int) -> None:
+    want = worlds.alone(train, strategy="single", kind=kind, form="step", workers=workers)
+    for strategy in ("sharded", "sharded:stage=2"):
+        for got in worlds.run(2, train, strategy=strategy, kind=kind, form="step", workers=workers):
+            assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
 def test_they_are_refused_on_several_ranks() -> None:

@@ -137,8 +137,9 @@ class CarriedValues(TorchFunctionMode):
     A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
     running mean in an attribute that is no buffer belongs to the samples of one worker. On a rank that computes several
     workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
-    global batches through the script's and the model's calls of PyTorch. It changes no call and is not collective. What
-    passes through Python numbers or NumPy is not followed, nor are compiled modules, and models split over ranks.
+    global batches through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist`` through
+    arithmetic (``FollowedFloat``). It changes no call and is not collective. What passes through ``float()``, ``math``
+    or NumPy is not followed, nor are compiled modules, models split over ranks, and custom loops with sharded weights.
 
     Args:
         run: the run.
@@ -156,7 +157,7 @@ class CarriedValues(TorchFunctionMode):
         """Count a global batch as begun, and return whether this mode is to watch its micro-batches.
 
         Only the first global batches of a run are watched, where this rank has several micro-batches of an uncompiled
-        model that is neither split nor sharded. Not collective.
+        model that is not split over ranks. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
@@ -166,8 +167,8 @@ class CarriedValues(TorchFunctionMode):
         if self._batches > _WATCHED or sum(len(micro_batches) for _, micro_batches in work) < 2:
             self._leaves, self._given, self._found = {}, set(), {}
             return False
-        # Messages of a split or sharded model pass through memory that all micro-batches use.
-        whole = run.context.comms.model.size == 1 and not run.replica.sharded
+        # Messages of a split model pass through memory that all micro-batches use.
+        whole = run.context.comms.model.size == 1
         return whole and run.context.compile is None and not any(map(is_compiled, run.model.modules()))
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
