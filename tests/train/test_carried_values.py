@@ -163,19 +163,21 @@ def test_values_that_pass_between_workers_are_refused_before_the_first_update(ki
         assert "depends on samples of another one" in said and "test_carried_values.py:" in said
 
 
+@pytest.mark.parametrize("form", ["step", "loop"])
 @pytest.mark.parametrize("kind", CARRYING)
-def test_they_are_refused_with_sharded_weights(kind: str) -> None:
+def test_they_are_refused_with_sharded_weights(kind: str, form: str) -> None:
     for strategy in ("sharded", "sharded:stage=2"):
-        for said in worlds.run(2, train, strategy=strategy, kind=kind, form="step", workers=4):
+        for said in worlds.run(2, train, strategy=strategy, kind=kind, form=form, workers=4):
             assert "depends on samples of another one" in said and "test_carried_values.py:" in said
 
 
+@pytest.mark.parametrize("form", ["step", "loop"])
 @pytest.mark.parametrize("workers", [4, 5])
 @pytest.mark.parametrize("kind", HARMLESS)
-def test_values_of_which_no_gradient_depends_are_right_with_sharded_weights(kind: str, workers: int) -> None:
-    want = worlds.alone(train, strategy="single", kind=kind, form="step", workers=workers)
+def test_values_of_which_no_gradient_depends_are_right_with_sharded_weights(kind: str, workers: int, form: str) -> None:
+    want = worlds.alone(train, strategy="single", kind=kind, form=form, workers=workers)
     for strategy in ("sharded", "sharded:stage=2"):
-        for got in worlds.run(2, train, strategy=strategy, kind=kind, form="step", workers=workers):
+        for got in worlds.run(2, train, strategy=strategy, kind=kind, form=form, workers=workers):
             assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 

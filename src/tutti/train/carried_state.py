@@ -139,7 +139,7 @@ class CarriedValues(TorchFunctionMode):
     workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
     global batches through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist`` through
     arithmetic (``FollowedFloat``). It changes no call and is not collective. What passes through ``float()``, ``math``
-    or NumPy is not followed, nor are compiled modules, models split over ranks, and custom loops with sharded weights.
+    or NumPy is not followed, nor are compiled modules, models split over ranks.
 
     Args:
         run: the run.
@@ -232,9 +232,10 @@ class CarriedValues(TorchFunctionMode):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Return a context manager for an update of the parameters, in which this mode follows no tensors.
+        """Return a context manager for a backward or an update of parameters, in which this mode follows no tensors.
 
-        Updated parameters depend on the samples of all workers, and so may what the script computes from them.
+        Updated parameters depend on the samples of all workers, and so may what the script computes from them. The
+        gradients of sharded parameters of all micro-batches pass through the same memory.
         """
         self._here, here = None, self._here
         try:
@@ -276,6 +277,8 @@ class CarriedValues(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])
+            with self.updating():
+                return func(*args, **kwargs)
         if name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -196,8 +196,7 @@ class CustomLoop:
             worker, *self._idle = self._idle
             busy = [(worker, [lifecycle.dummy_micro_batch(worker)])]
         self._busy = [worker for worker, _ in busy]
-        # With sharded weights, gradients of all micro-batches pass through the same memory within the body.
-        self._watches = self._lifecycle.values.begin_batch(busy) and not run.replica.sharded
+        self._watches = self._lifecycle.values.begin_batch(busy)
         if len(set(self._busy)) < len(self._busy):
             self._refuse_parts_of_worker(len(busy))
         several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
@@ -407,7 +406,7 @@ class CustomLoop:
                     return self._void_backward(loss, micro_batch, retain_graph)
                 return self._replica.backward(loss, micro_batch, before, self._run.grad_hook, retain_graph)
 
-        with self._replica.model_code():
+        with self._lifecycle.values.updating(), self._replica.model_code():
             self._contribute(micro_batch, work)
 
     def _void_backward(self, loss: Any, micro_batch: MicroBatch, retain_graph: bool) -> LossSums:
