@@ -278,7 +278,7 @@ class CarriedValues(TorchFunctionMode):
         if func is Tensor.backward:
             self.check(args[0])
             with self.updating():
-                return func(*args, **kwargs)
+                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         if name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
