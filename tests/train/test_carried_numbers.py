@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -204,3 +205,37 @@ def test_numbers_of_which_no_gradient_depends_are_right(kind: str, form: str) ->
     [want] = worlds.run(1, train, strategy="single", kind=kind, form=form)
     for got in worlds.run(2, train, strategy="mirrored", kind=kind, form=form):
         assert equal(got, want)
+
+
+class Bare:
+    """An object of the script."""
+
+    loss: float
+
+
+def kept_in_a_file() -> Any:
+    """Save and load what a script has kept of its first losses, as ``torch.save`` and ``torch.load`` do by default."""
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, dataset(), workers=WORKERS, batch_size=12, seed=0)
+    losses, steps, last, best = [], deque[Any](maxlen=40), Bare(), {}
+    for step, (inputs, targets) in enumerate(run.microbatches(0)):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(inputs), targets)
+        run.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+        steps.append((step, loss.item() / 2))
+        last.loss = loss.item()
+        best[step] = min(losses)
+    file = io.BytesIO()
+    torch.save({"losses": losses, "steps": list(steps), "last": last.loss, "best": best}, file)
+    file.seek(0)
+    found = torch.load(file)
+    return found, {type(each) for each in (*losses, *(half for _, half in steps), *best.values(), last.loss)}
+
+
+def test_numbers_that_a_script_keeps_are_plain_once_they_are_not_followed() -> None:
+    [(found, kinds)] = worlds.run(1, kept_in_a_file)
+    assert kinds == {float} and len(found["losses"]) == 8

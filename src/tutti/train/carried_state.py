@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import buffers
 from tutti.torch_compat import functorch_level, is_compiled, tensor_version, tree_leaves, tree_map, view_base
-from tutti.train.followed_numbers import FollowedFloat, FollowedInt, followed
+from tutti.train.followed_numbers import FollowedFloat, FollowedInt, followed, make_plain
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class CarriedValues(TorchFunctionMode):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self._run, self._batches = run, 0
+        self._run, self._batches, self._left = run, 0, 0
         self._here: _Place | None = None
         self._leaves: dict[int, tuple[ref[Tensor], _Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
@@ -164,7 +164,8 @@ class CarriedValues(TorchFunctionMode):
         """
         run = self._run
         self._batches += 1
-        if self._batches > _WATCHED or sum(len(micro_batches) for _, micro_batches in work) < 2:
+        self._left = sum(len(micro_batches) for _, micro_batches in work)
+        if self._batches > _WATCHED or self._left < 2:
             self._leaves, self._given, self._found = {}, set(), {}
             return False
         # Messages of a split model pass through memory that all micro-batches use.
@@ -229,6 +230,9 @@ class CarriedValues(TorchFunctionMode):
         if self._here is not None:
             self._here = None
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._left -= 1
+            if self._batches == _WATCHED and not self._left:
+                make_plain()
 
     @contextmanager
     def updating(self) -> Iterator[None]:

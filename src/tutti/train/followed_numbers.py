@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import CellType
+from typing import Any, TypeAlias
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
@@ -29,6 +32,11 @@ class FollowedInt(int):
         return int, (int(self),)
 
 
+_Number: TypeAlias = FollowedFloat | FollowedInt
+_made: list[_Number] = []
+"""The numbers of ``followed`` since the last ``make_plain``."""
+
+
 def followed(value: Any, origins: Mapping[Any, str], is_followed: Callable[[], bool]) -> Any:
     """Return a number that has the given origins, and gives them to each result of arithmetic with it.
 
@@ -43,11 +51,48 @@ def followed(value: Any, origins: Mapping[Any, str], is_followed: Callable[[], b
         return value
     number = kind(value)
     number.origins, number.is_followed = origins, is_followed
+    _made.append(number)
     return number
+
+
+def make_plain() -> None:
+    """Replace the numbers of ``followed`` that a script keeps in lists, dicts, objects and closures by plain numbers.
+
+    To be called once no number is followed any more: files of ``torch.save`` are to hold floats, which the loading of
+    weights alone accepts. Local variables, and tuples that are not elements of such containers, keep them.
+    """
+    pairs = [(number, _plain(number)) for number in _made]
+    _made.clear()
+    _replace(pairs, depth=3)
 
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, FollowedFloat) else int(value) if isinstance(value, FollowedInt) else value
+
+
+def _replace(pairs: Sequence[tuple[Any, Any]], depth: int) -> None:
+    """Put new objects in the place of others in containers; a tuple with one is replaced by another tuple."""
+    if not pairs or depth == 0:
+        return
+    by_id = {id(old): new for old, new in pairs}
+
+    def new(value: Any) -> Any:
+        return by_id.get(id(value), value)
+
+    tuples = []
+    own = {id(pair) for pair in pairs}
+    for holder in gc.get_referrers(*(old for old, _ in pairs)):
+        held = holder if type(holder) is dict else getattr(holder, "__dict__", None)
+        if type(holder) is tuple and id(holder) not in own:
+            tuples.append((holder, tuple(map(new, holder))))
+        elif type(holder) in (list, deque):
+            for index, value in enumerate(holder):
+                holder[index] = new(value)
+        elif type(holder) is CellType:
+            holder.cell_contents = new(holder.cell_contents)
+        elif type(held) is dict:
+            held.update({key: new(value) for key, value in held.items() if id(value) in by_id})
+    _replace(tuples, depth - 1)
 
 
 def _joined(result: Any, *numbers: Any) -> Any:

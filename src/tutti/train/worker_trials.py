@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from tutti.config.variables import is_off
 from tutti.data.batches import map_tensors
 from tutti.data.global_generators import own_generators
 from tutti.errors import UsageError
@@ -37,7 +39,8 @@ class WorkerTrials:
     ``PythonState`` holds, in buffers or in RNG streams. Values of which the loss does not depend, as those for a log,
     are allowed.
 
-    Losses are not tried if the model is split or sharded over ranks, whose forwards are collective.
+    Losses are not tried if the model is split or sharded over ranks, whose forwards are collective, nor with
+    ``TUTTI_DIAGNOSTICS=off``.
 
     Args:
         run: the run.
@@ -45,6 +48,7 @@ class WorkerTrials:
 
     def __init__(self, run: Run) -> None:
         self._run, self._steps = run, 0
+        self._enabled = not is_off("DIAGNOSTICS", os.environ)
 
     def watched(self, loss: LossFn, guarded: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return the loss function of ``run.step`` with this check around it, or ``guarded`` if none is due.
@@ -65,7 +69,7 @@ class WorkerTrials:
         graphs = compiled is not None and compiled.records_graphs
         collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.together
         due = self._steps <= _FIRST or not self._steps & (self._steps - 1)
-        if not due or len(set(places)) < 2 or collective or graphs or metric_objects(loss):
+        if not (due and self._enabled) or len(set(places)) < 2 or collective or graphs or metric_objects(loss):
             return guarded
         begun = PythonState(run.replica.parts, loss)
         tried = {places[0]}
