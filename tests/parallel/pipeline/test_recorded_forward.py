@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -269,12 +269,51 @@ class ScaledInEvaluation(nn.Module):
         return hidden if self.training else functional.softmax(hidden, 1)
 
 
-def trained_and_evaluated(strategy: str) -> dict[str, Any]:
+class SkippedInEvaluation(ScaledInEvaluation):
+    """Leaves one of its layers out in evaluation, whose output all later ones read."""
+
+    def __init__(self, skipped: int) -> None:
+        super().__init__()
+        self.skipped = skipped
+
+    def forward(self, *args: Tensor) -> Tensor:
+        hidden = args[0]
+        for number, layer in enumerate(self.layers):
+            if self.training or number != self.skipped:
+                hidden = hidden + torch.tanh(layer(hidden))
+        return hidden
+
+
+class AuxiliaryHead(ScaledInEvaluation):
+    """Has a second head, of an inner layer, in training only; ``last`` calls it behind all other layers."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.head, self.last = nn.Linear(4, 4), last
+
+    def forward(self, *args: Tensor) -> Tensor:
+        first = torch.tanh(self.layers[1](torch.tanh(self.layers[0](args[0]))))
+        auxiliary = self.head(first) if self.training and not self.last else None
+        hidden = torch.tanh(self.layers[3](torch.tanh(self.layers[2](first))))
+        if self.training and self.last:
+            auxiliary = self.head(first)
+        return hidden if auxiliary is None else hidden + 0.3 * auxiliary
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "scaled": ScaledInEvaluation,
+    **{f"without layer {number}": partial(SkippedInEvaluation, number) for number in range(4)},
+    "auxiliary": partial(AuxiliaryHead, False),
+    "auxiliary, last": partial(AuxiliaryHead, True),
+}
+
+
+def trained_and_evaluated(strategy: str, kind: str) -> dict[str, Any]:
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(1)
     samples = torch.utils.data.TensorDataset(torch.randn(12, 4, generator=draw, dtype=torch.float64))
     run = tutti.prepare(
-        ScaledInEvaluation().double(),
+        KINDS[kind]().double(),
         "adam:lr=0.01",
         samples,
         lambda model, batch: model(*batch).square().mean(),
@@ -282,15 +321,18 @@ def trained_and_evaluated(strategy: str) -> dict[str, Any]:
         batch_size=4,
         precision="fp64",
     )
+    losses = []
     for batch in run.epoch(0):
         run.step(batch)
-    return {**run.state(), "held out": torch.tensor(run.evaluate(samples, batch=5).loss, dtype=torch.float64)}
+        losses.append(run.evaluate(samples, batch=5).loss)
+    return {**run.state(), "held out": torch.tensor(losses, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize(("devices", "strategy"), [(2, "pipeline"), (3, "model_parallel")])
-def test_forwards_that_differ_in_evaluation_equal_one_device(devices: int, strategy: str) -> None:
-    [wanted] = worlds.run(1, trained_and_evaluated, strategy="single")
-    for found in worlds.run(devices, trained_and_evaluated, strategy=strategy):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("devices", "strategy"), [(2, "pipeline:micro_batches=2"), (3, "model_parallel")])
+def test_forwards_that_differ_in_evaluation_equal_one_device(devices: int, strategy: str, kind: str) -> None:
+    [wanted] = worlds.run(1, trained_and_evaluated, strategy="single", kind=kind)
+    for found in worlds.run(devices, trained_and_evaluated, strategy=strategy, kind=kind):
         assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-10
 
 

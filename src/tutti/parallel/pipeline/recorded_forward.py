@@ -104,16 +104,17 @@ class ForwardRecord:
     Attributes:
         plain: the whole model.
         opened: names of the modules whose own Python code every stage runs.
-        calls: the calls of blocks, in order.
+        calls: the calls of blocks in training, in order.
+        evaluated: indices of the calls that evaluation makes, too.
         reads: the blocks' tensors from which the model's output or the loss is computed outside of blocks.
         buffers: names of buffers of opened modules that are read outside of blocks, on every stage.
         written: the blocks' tensors that the code outside of blocks writes in place. Every stage writes a copy.
         writes_inputs: whether that code writes tensors in place that it has not computed, such as the model's inputs.
 
     Raises:
-        UsageError: the code outside of blocks reads parameters, draws random numbers or writes attributes, calls other
-            blocks in training than in evaluation, or writes a block's tensor in place and then reads a tensor that
-            shares its memory through a block.
+        UsageError: the code outside of blocks reads parameters, draws random numbers or writes attributes, calls
+            blocks in evaluation that it does not call in training, or writes a block's tensor in place and then reads a
+            tensor that shares its memory through a block.
     """
 
     def __init__(self, plain: nn.Module, opened: Collection[str], trial: Callable[[Any], Any]) -> None:
@@ -121,14 +122,20 @@ class ForwardRecord:
         self.dispatch = _BlockDispatch(plain, self.opened)
         self.buffers: set[str] = set()
         with_gradient, without = (self._record(trial, training) for training in (True, False))
-        if [call.name for call in with_gradient.calls] != [call.name for call in without.calls]:
-            raise _uncut(plain, "its forward calls other blocks in training than in evaluation")
-        self.calls = [
-            BlockCall(one.name, one.reads | other.reads, max(one.tensors, other.tensors))
-            for one, other in zip(with_gradient.calls, without.calls, strict=True)
-        ]
-        self.reads = frozenset(with_gradient.reads | without.reads)
-        self.written = frozenset(with_gradient.written | without.written)
+        found = _places([call.name for call in without.calls], [call.name for call in with_gradient.calls])
+        if found is None:
+            raise _uncut(plain, "its forward calls blocks in evaluation that it does not call in training")
+        self.calls, self.evaluated = list(with_gradient.calls), found
+
+        def in_training(outputs: Iterable[BlockOutput]) -> frozenset[BlockOutput]:
+            return frozenset(BlockOutput(found[output.call], output.tensor) for output in outputs)
+
+        for number, other in zip(found, without.calls, strict=True):
+            one = self.calls[number]
+            reads = one.reads | in_training(other.reads)
+            self.calls[number] = BlockCall(one.name, reads, max(one.tensors, other.tensors))
+        self.reads = frozenset(with_gradient.reads) | in_training(without.reads)
+        self.written = frozenset(with_gradient.written) | in_training(without.written)
         self.writes_inputs = with_gradient.writes_inputs or without.writes_inputs
 
     def _record(self, trial: Callable[[Any], Any], training: bool) -> _Recording:
@@ -564,7 +571,8 @@ class _StageRun:
     """A forward on one stage."""
 
     def __init__(self, record: ForwardRecord, stage: RecordedStage, values: Sequence[Tensor]) -> None:
-        self._record, self._stage, self.inside, self._number = record, stage, False, 0
+        self._record, self._stage, self.inside, self._count = record, stage, False, 0
+        self._numbers = range(len(record.calls)) if stage.training else record.evaluated
         self._known = dict(zip(stage.received, values, strict=True))
 
     @contextmanager
@@ -592,15 +600,18 @@ class _StageRun:
             UsageError: the forward calls its blocks in another order than when it was recorded, or a block of this
                 stage needs a value that the stage has not received.
         """
-        number, calls, own = self._number, self._record.calls, self._stage.own
-        self._number += 1
-        if number >= len(calls) or calls[number].name != name:
+        count, calls, own = self._count, self._record.calls, self._stage.own
+        self._count += 1
+        if count >= len(self._numbers) or calls[number := self._numbers[count]].name != name:
             raise UsageError(
                 "the model's forward calls its blocks in another order than when it was cut into stages",
-                where=f"call {number}, of {name}",
+                where=f"call {count}, of {name}",
                 why="the stages hold the blocks that the forward called with the first micro-batch",
                 remedy="take strategy='mirrored' or 'sharded', which run the whole forward on every rank",
             )
+        if self._stage.sent and number >= own.stop:
+            # Evaluation leaves out the stage's last block.
+            raise _StageEnd(self._to_send())
         if number not in own:
             leaves, spec = tree_flatten(self._record.dispatch.shape(name, block, args, kwargs))
             places = iter(BlockOutput(number, tensor) for tensor in range(len(leaves)))
@@ -613,8 +624,16 @@ class _StageRun:
         self._check(tensors, f"the output of {name}")
         self._known |= {BlockOutput(number, tensor): value for tensor, value in enumerate(tensors)}
         if number == own[-1] and self._stage.sent:
-            raise _StageEnd(tuple(self._known[place] for place in self._stage.sent))
+            raise _StageEnd(self._to_send())
         return self._unwritten(number, result, tree_leaves((args, kwargs)))
+
+    def _to_send(self) -> tuple[Tensor, ...]:
+        """Return the activations to send; tensors without elements for blocks that evaluation leaves out."""
+        device = next(self._record.plain.parameters()).device
+        return tuple(
+            self._known[place] if place.call in self._numbers else torch.zeros(0, device=device)
+            for place in self._stage.sent
+        )
 
     def _received(self, place: BlockOutput, fake: Tensor) -> Tensor:
         """Return the received tensor of another stage's block, a copy where the forward writes it, or ``fake``."""
@@ -648,20 +667,22 @@ class _StageRun:
     def end(self, output: Any) -> Any:
         """Return the model's output, after a check that this stage's forward has called all recorded blocks.
 
+        In evaluation a stage may return activations to send, if the forward leaves out all blocks behind them.
+
         Args:
             output: what the forward has returned.
 
         Raises:
-            UsageError: the forward called fewer blocks than when it was recorded, or ended on a stage that must send
-                activations.
+            UsageError: the forward called fewer blocks than when it was recorded, or in training ended on a stage that
+                must send activations.
         """
-        if self._number != len(self._record.calls) or self._stage.sent:
+        if self._count != len(self._numbers) or (self._stage.sent and self._stage.training):
             raise UsageError(
                 "the model's forward calls fewer blocks than when it was cut into stages",
-                where=f"after {self._number} calls of {len(self._record.calls)}",
+                where=f"after {self._count} calls of {len(self._numbers)}",
                 remedy="take strategy='mirrored' or 'sharded', which run the whole forward on every rank",
             )
-        return output
+        return self._to_send() if self._stage.sent else output
 
 
 class _StageEnd(BaseException):
@@ -670,6 +691,17 @@ class _StageEnd(BaseException):
     def __init__(self, values: tuple[Tensor, ...]) -> None:
         super().__init__("no error: this stage of the pipeline is done, and the forward goes on on the next stage")
         self.values = values
+
+
+def _places(some: Sequence[str], every: Sequence[str]) -> list[int] | None:
+    """Return the places of names in a sequence that has them in the same order, or None where it does not."""
+    found, rest = [], iter(enumerate(every))
+    for name in some:
+        place = next((at for at, other in rest if other == name), None)
+        if place is None:
+            return None
+        found.append(place)
+    return found
 
 
 class _TrialModel:
