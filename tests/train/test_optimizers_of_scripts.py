@@ -118,3 +118,41 @@ def test_a_second_run_finds_the_scripts_own_methods() -> None:
         for batch in run.epoch(0):
             run.step(batch)
     assert calls == ["step", "step"]
+
+
+class NamedOtherwise(torch.optim.Optimizer):
+    """Steps by the signs of large gradients; the methods name their object ``this``."""
+
+    def __init__(this, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(this, closure: Any = None) -> None:
+        for group in this.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    large = torch.where(parameter.grad.abs() > 0.01, parameter.grad, torch.zeros_like(parameter))
+                    parameter.sub_(large, alpha=0.1)
+
+
+def named_otherwise(strategy: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer = NamedOtherwise(net.parameters())
+    run = tutti.prepare(net, optimizer, DATA, strategy=strategy, workers=1, batch_size=4)
+    try:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(net(batch).square().mean())
+            optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_methods_may_name_their_object_as_they_like(ranks: int) -> None:
+    want = worlds.alone(named_otherwise, strategy="single")
+    for got in worlds.run(ranks, named_otherwise, strategy="tensor:least=1"):
+        assert not isinstance(got, str), got
+        assert max(abs(got[name] - want[name]).max() for name in want) <= 1e-10

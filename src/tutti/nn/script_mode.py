@@ -206,13 +206,17 @@ def _is_mode(frame: FrameType) -> bool:
 def self_of(frame: FrameType) -> Any:
     """Return the object whose method a frame runs; None in a function whose first argument is not named ``self``.
 
-    Local variables of such functions are not read, since CPython then keeps a copy of all of them with the frame: what
+    The first argument of a function named ``step`` may have any name, as the method of an optimizer may.
+
+    Local variables of other functions are not read, since CPython then keeps a copy of all of them with the frame: what
     the script's ``main`` deletes would not be freed.
 
     Args:
         frame: the frame.
     """
-    return frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+    code = frame.f_code
+    is_method = code.co_varnames[:1] == ("self",) or (code.co_name == "step" and code.co_argcount > 0)
+    return frame.f_locals.get(code.co_varnames[0]) if is_method else None
 
 
 def tutti_caller(mode: str) -> FrameType | None:
