@@ -50,6 +50,15 @@ METADATA = _metadata()
 DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 """The function that a read of ``tensor.data`` calls; its result shares the tensor's memory and not its version."""
 
+VIEWS = frozenset(
+    (
+        *("getitem", "chunk", "data", "detach", "diagonal", "flatten", "narrow", "permute", "ravel", "reshape"),
+        *("select", "split", "squeeze", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view"),
+        "view_as",
+    )
+)
+"""Names of functions, without the underscores around them, whose result shares the memory of a plain tensor."""
+
 _NAMES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))))
 
 

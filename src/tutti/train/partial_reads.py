@@ -1,26 +1,34 @@
-"""Refuse ``state_dict``, copies, pickles and averages of a model of which each rank holds a part."""
+"""``state_dict`` of a model of which each rank holds a part; refuse its copies, pickles and averages."""
 
 from __future__ import annotations
 
 import gc
-from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.errors import UsageError
+from tutti.nn.absent_tensor import is_absent
+from tutti.nn.state_copy import SourceValues, StateCopy
 from tutti.python_compat import live_objects
+from tutti.torch_compat import local_tensor
 from tutti.types.run_context import RunContext
 
-_REFUSED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Handle of the state-dict hook of each refused module."""
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+_PARTIAL: WeakSet[nn.Module] = WeakSet()
+"""Modules whose ``state_dict``, copies and pickles a run has replaced."""
 
 
 class PartialReads:
-    """Refuses ``state_dict``, copies and pickles of a model that is sharded, or split over stages or tensor ranks.
+    """Gathers ``state_dict`` of a model that is sharded, or split over stages or tensor ranks; refuses its copies.
 
-    The constructor lifts the refusals of an earlier run of the model.
+    The constructor gives the model of an earlier run back its own methods.
 
     Args:
         model: the script's model, before ``tutti.prepare`` splits it.
@@ -39,7 +47,7 @@ class PartialReads:
         unread = several > 1 or buffers or (several > 0 and grid.tensor == 1 and run_context.compile is not None)
         self._modules = list(model.modules())
         for module in self._modules:
-            _allow(module)
+            _give_back(module)
         if unread and _has_average(model):
             raise UsageError(
                 "the strategy cannot be combined with torch.optim.swa_utils.AveragedModel",
@@ -48,24 +56,113 @@ class PartialReads:
                 " run.state() on a copy of the model, or take strategy='mirrored'",
             )
 
-    def refuse(self) -> None:
-        """Make ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules raise UsageError.
+    def begin(self, run: Run) -> None:
+        """Replace ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules for this run.
 
-        The methods are replaced if this rank holds only shards, tensor slices or pipeline stages of the model, of which
-        alone a copy would consist. Does nothing if this rank holds the whole model.
+        If this rank holds only shards, tensor slices or pipeline stages of the model, a copy or pickle, which would
+        consist of these alone, raises UsageError. ``state_dict()`` returns whole parameters and is then collective over
+        all ranks, as ``run.state()``: the values are right until the model changes, and later reads, and writes to
+        them, raise UsageError. Does nothing if this rank holds the whole model.
+
+        Args:
+            run: the run that trains the model.
         """
-        for module in self._modules if self._partial else ():
-            handle = module.register_state_dict_pre_hook(_refuse_state)
-            _REFUSED[module] = handle
+        if not self._partial:
+            return
+        _PARTIAL.update(self._modules)
+        gathered = _GatheredState(run)
+        for name, module in run.model.named_modules():
+            _PARTIAL.add(module)
             # Instance attributes take precedence over the class's: FSDP2's class raises without naming a way out.
-            vars(module).update(__deepcopy__=_refuse_copy, __reduce_ex__=_refuse_pickle)
+            vars(module).update(
+                state_dict=gathered.reader(module, f"{name}." if name else ""),
+                __deepcopy__=_refuse_copy,
+                __reduce_ex__=_refuse_pickle,
+            )
 
 
-def _allow(module: nn.Module) -> None:
-    handle = _REFUSED.pop(module, None)
-    if handle is not None:
-        handle.remove()
-        for name in ("__deepcopy__", "__reduce_ex__"):
+class _GatheredState:
+    """Makes ``state_dict`` methods of modules that return whole parameters of the model on every rank.
+
+    Args:
+        run: the run that trains the model; only a weak reference is kept.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._reading = ref(run), False
+
+    def reader(self, module: nn.Module, place: str) -> Callable[..., dict[str, Any]]:
+        """Return a method in place of the module's ``state_dict``; ``place``: prefix of its names in the model."""
+        held, plain = ref(module), type(module).state_dict
+
+        def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            owner, run = held(), self._run()
+            if owner is None or run is None:
+                _refuse("state_dict() of the model")
+            if self._reading:
+                return plain(owner, *args, **kwargs)
+            self._reading = True
+            try:
+                state: dict[str, Any] = plain(owner, *args, **kwargs)
+            finally:
+                self._reading = False
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            if kwargs.get("keep_vars", len(args) > 2 and args[2]):
+                _refuse("state_dict(keep_vars=True) of the model")
+            _gather(run, state, prefix, place)
+            return state
+
+        return state_dict
+
+
+def _gather(run: Run, state: dict[str, Any], prefix: str, place: str) -> None:
+    """Put whole tensors into a module's state dict in place of this rank's parts. Collective over all ranks."""
+    whole = run.state()
+    trained = dict(run.model.named_parameters(remove_duplicate=False))
+    for key, part in state.items():
+        name = place + key.removeprefix(prefix)
+        if not isinstance(part, Tensor) or key.endswith("_extra_state"):
+            continue
+        if name not in whole:
+            _refuse(f"state_dict() of the model with {name}, of which run.state() has no values,")
+        if name not in trained and run.context.workers > 1:
+            if part.shape != whole[name].shape or is_absent(part):
+                _refuse(f"state_dict() of a model with {name}, which each logical worker has of its own,")
+            continue  # that of the logical worker which the model holds, as if the model were whole
+        state[key] = StateCopy.of(whole[name].detach(), name, _Values(run, part))
+
+
+class _Values(SourceValues):
+    """A tensor of the model, of which this rank has a part.
+
+    This rank looks at its part of the tensor; every update and step counts as a change.
+
+    Args:
+        run: the run that trains the model; only a weak reference is kept.
+        part: this rank's part of the tensor.
+    """
+
+    def __init__(self, run: Run, part: Tensor) -> None:
+        self._run, self._part = ref(run), part
+        self._before = self._now(run)
+
+    def __call__(self) -> bool:
+        run = self._run()
+        return run is not None and self._now(run) == self._before
+
+    def undo(self) -> None:
+        """Do nothing: writes to the model that ranks have made alike may stay."""
+
+    def _now(self, run: Run) -> tuple[int, ...]:
+        # Writes through ``.data`` increment no version counter.
+        values = 0 if is_absent(self._part) else int(tensor_digest(local_tensor(self._part)).item())
+        return run.clock, run.updates, values
+
+
+def _give_back(module: nn.Module) -> None:
+    if module in _PARTIAL:
+        _PARTIAL.discard(module)
+        for name in ("state_dict", "__deepcopy__", "__reduce_ex__"):
             vars(module).pop(name, None)
 
 
@@ -85,10 +182,6 @@ def _averages(wanted: list[dict[str, Any]]) -> bool:
 
 def _shapes(module: nn.Module) -> dict[str, Any]:
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
-
-
-def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
-    _refuse("state_dict() of the model")
 
 
 def _refuse_copy(memo: Any) -> NoReturn:

@@ -287,7 +287,6 @@ def prepare_run(
     hooks.adapt = replica.adapt_hooks
     hooks.watch(replica.parts)
     leave_hooks_out_of_copies(checked.model)
-    reads.refuse()
 
     # Data.
     feed = _feed(checked, run_context.comms, place, o)
@@ -299,6 +298,7 @@ def prepare_run(
     settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, warn)
     run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, settings)
     _wrap_script_objects(run, checked)
+    reads.begin(run)
     refuse_steps(others)
     if o.init_from is not None:
         load_warm_start(run, o.init_from, o.initial_map)

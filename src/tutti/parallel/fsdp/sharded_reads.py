@@ -27,7 +27,8 @@ from tutti.nn.script_mode import (
     tensors_among,
     tutti_caller,
 )
-from tutti.nn.written_tensors import DATA, METADATA, may_write, read_only
+from tutti.nn.state_copy import StateCopy
+from tutti.nn.written_tensors import DATA, METADATA, VIEWS, may_write, read_only
 from tutti.parallel.fsdp.fsdp_refusals import refuse_gathered_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
@@ -42,14 +43,6 @@ _DRAWS = frozenset(
     )
 )
 _FIGURES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"))
-_VIEWS = frozenset(
-    (
-        *("getitem", "chunk", "data", "detach", "diagonal", "flatten", "narrow", "permute", "ravel", "reshape"),
-        *("select", "split", "squeeze", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view"),
-        "view_as",
-    )
-)
-"""Functions, without the underscores around their names, whose result shares the memory of a plain tensor."""
 _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 """The function that ``tensor.data = other`` calls."""
 _DESCRIBED = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__"))
@@ -302,6 +295,8 @@ class _ShardMode(EditWatch):
         sharded = next((each for each in tensors if isinstance(each, DTensor) and not _is_whole(each)), None)
         if sharded is None:
             return args, kwargs
+        args, kwargs = tree_map_only(StateCopy, StateCopy.clone, (args, kwargs))
+        tensors = list(tensors_among(args, kwargs))
         engine, shape = self.engine(), sharded.shape
         plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.dim()]
         if engine is None or not plain or "out" in kwargs or tutti_caller(__name__) is not None:
@@ -330,7 +325,7 @@ class _ShardMode(EditWatch):
     def _note_view(self, func: Any, source: DTensor, args: Any, result: Any) -> None:
         """Record results that would be views of a plain tensor and are copies that all ranks have gathered."""
         name = "data" if func == DATA else getattr(func, "__name__", "").strip("_")
-        if name not in _VIEWS or (
+        if name not in VIEWS or (
             name == "getitem" and any(isinstance(each, Tensor | list | bool) for each in _indices(args))
         ):
             return

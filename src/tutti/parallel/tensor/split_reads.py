@@ -31,6 +31,7 @@ from tutti.nn.script_mode import (
     tensors_among,
     tutti_caller,
 )
+from tutti.nn.state_copy import StateCopy
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.nn.written_tensors import DATA, METADATA, may_write
@@ -321,6 +322,8 @@ class SplitReads(EditWatch):
         return tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
 
     def _cut(self, name: str, func: Callable[..., Any], tensor: Tensor) -> Tensor:
+        if isinstance(tensor, StateCopy):
+            tensor = tensor.clone()
         here, whole = self._shapes[name]
         other = self._names.get(tensor) or self._gradients.get(tensor)
         if other is not None or type(tensor) not in (Tensor, nn.Parameter):

@@ -1,0 +1,110 @@
+"""Copies of whole tensors of a model, gathered from ranks: readable until the model changes, and not writable."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from tutti.errors import UsageError, script_line
+from tutti.nn.script_mode import tensors_among
+from tutti.nn.written_tensors import DATA, METADATA, may_write, read_only, share_memory
+from tutti.torch_compat import TorchFunctionDisabled, tree_map_only
+
+
+class SourceValues(ABC):
+    """The tensor of the model of which a ``StateCopy`` has the values. Called, returns whether it still has them."""
+
+    @abstractmethod
+    def __call__(self) -> bool:
+        """Return whether the tensor has had the same values since this object was made."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Revert what the script has written to the model, as far as that is possible, before it is refused."""
+
+
+class StateCopy(Tensor):
+    """Copy of a whole tensor of the model that stands for the model's own in a state dict, or for a view of it.
+
+    In plain PyTorch a state dict and views have the model's own values: updates change them, and writes to them change
+    the model. A gathered copy does neither. Reads give the values, until the model has changed; results are plain
+    tensors, but views of the copy are again such copies. Copies and pickles are plain tensors.
+
+    Attributes:
+        called: the tensor's name in the model.
+        source: the model's tensor.
+    """
+
+    called: str
+    source: SourceValues
+
+    @classmethod
+    def of(cls, tensor: Tensor, called: str, source: SourceValues) -> StateCopy:
+        """Return the values of ``tensor``, with its memory and its graph.
+
+        Args:
+            tensor: a whole tensor of the model, gathered on every rank.
+            called: its name in the model, for errors.
+            source: the model's tensor.
+        """
+        found = tensor.as_subclass(cls)
+        found.called, found.source = called, source
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tensors_among(args, kwargs) if isinstance(each, StateCopy)]
+        if not given or func in METADATA:
+            with TorchFunctionDisabled():
+                return func(*args, **kwargs)
+        written = [*tensors_among(args[:1], {})] if may_write(func) and func != DATA else []
+        written += tensors_among((), {"out": kwargs.get("out")})
+        for each in given:
+            if not each.source():
+                each._refuse_late()
+            if any(each is tensor for tensor in written):
+                each._refuse_write(getattr(func, "__name__", ""))
+        with TorchFunctionDisabled():
+            plain, named = tree_map_only(StateCopy, _plain, (args, kwargs))
+            result = read_only(func, func(*plain, **named))
+            return tree_map_only(Tensor, partial(_seen, given), result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = found = self.clone()
+        return found
+
+    def _refuse_late(self) -> NoReturn:
+        self.source.undo()
+        raise UsageError(
+            f"the script reads {self.called} in a state dict or view of the model from before the model changed",
+            where=script_line(),
+            why="both have the model's own values, which change with it; where each rank has a part of them, they are"
+            " copies, which do not",
+            remedy="call model.state_dict(), or take the view, again and on every rank; or keep"
+            " copy.deepcopy(model.state_dict()) or parameter.clone()",
+        )
+
+    def _refuse_write(self, how: str) -> NoReturn:
+        self.source.undo()
+        raise UsageError(
+            f"the script writes {self.called} in a state dict or view of the model ({how.strip('_')})",
+            where=script_line(),
+            why="each rank has a part of the model's tensors, and these are copies, so that the write would be lost",
+            remedy="write into copy.deepcopy(model.state_dict()) or run.state(), and give it to model.load_state_dict,"
+            " both on every rank",
+        )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Tensor)
+
+
+def _seen(given: Sequence[StateCopy], result: Tensor) -> Tensor:
+    """Return what the script gets of a function's result: a view of a copy is such a copy, too."""
+    found = next((each for each in given if share_memory([each], [result])), None)
+    return result if found is None else StateCopy.of(result, found.called, found.source)
