@@ -97,9 +97,9 @@ def read(how: str) -> str:
     optimizer.zero_grad()
     reads = {
         "copy": lambda: copy.deepcopy(model),
-        "state": model.state_dict,
-        "view": lambda: [p.view(-1) for p in model.parameters()],
-        "row of data": lambda: [p.data[0] for p in model.parameters()],
+        "written state": lambda: [value.zero_() for value in model.state_dict().values()],
+        "written view": lambda: [p.view(-1).zero_() for p in model.parameters()],
+        "written row of data": lambda: [p.data[0].zero_() for p in model.parameters()],
     }
     try:
         reads[how]()
@@ -108,10 +108,10 @@ def read(how: str) -> str:
     return "was read"
 
 
-@pytest.mark.parametrize("how", ["copy", "state", "view", "row of data"])
+@pytest.mark.parametrize("how", ["copy", "written state", "written view", "written row of data"])
 def test_a_model_that_is_not_whole_here_cannot_be_read(how: str) -> None:
     for said in worlds.run(3, read, how=how):
-        assert ("the script takes a view" in said or "each rank has" in said) and "run.state()" in said
+        assert "each rank has" in said and "run.state()" in said
 
 
 class Doubling(TorchFunctionMode):

@@ -430,7 +430,7 @@ class Returning(nn.Module):
 
 
 def reading(model: nn.Module, inputs: Tensor) -> Any:
-    return sum(p.view(-1).square().sum() for p in model.parameters())
+    return sum(p.double().cumsum(0).square().sum() for p in model.parameters())
 
 
 def three_times_differentiated(model: nn.Module, inputs: Tensor) -> Any:
@@ -460,7 +460,7 @@ def locally(model: nn.Module, inputs: Tensor) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
-    "reads": (reading, "takes a view of the model's layers.0.0.weight"),
+    "reads": (reading, "calls a function of the model's layers.0.0.weight"),
     "writes": (called, "writes an argument of its call in place"),
     "returns": (called, "returns a set"),
     "three times": (three_times_differentiated, "a third derivative"),

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import is_absent
 from tutti.nn.partial_gradient import PartGradient, agree_on_operand
 from tutti.nn.script_mode import QuietMode, acts_by_element, is_of_lists, tensors_among, tutti_caller
-from tutti.nn.written_tensors import DATA, METADATA, may_write, read_only, share_memory
+from tutti.nn.state_copy import SourceValues, StateCopy
+from tutti.nn.written_tensors import DATA, METADATA, VIEWS, may_write, read_only, share_memory
 from tutti.torch_compat import TorchFunctionDisabled, in_backward, tree_map_only
 
 _FORMS = frozenset(
@@ -66,6 +70,7 @@ class StageParameters(QuietMode):
         self._places: Any = WeakIdKeyDictionary(dict(places))
         self._comm, self.apart = comm, False
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._changes = 0  # numbers the script's writes and the points at which they were accepted
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch for the script, with the values of parameters of all stages.
@@ -79,11 +84,12 @@ class StageParameters(QuietMode):
             args, kwargs: its arguments.
 
         Returns:
-            The function's result. Of a read a new tensor, equal on all ranks; of a write the written parameter.
+            The function's result. Of a read a new tensor, equal on all ranks; of a view a ``StateCopy``; of a write the
+            written parameter.
 
         Raises:
-            UsageError: the function returns a view of a parameter's values, or is neither elementwise nor one of the
-                reductions, comparisons and products that the mode lets through, such as a norm; the script's earlier
+            UsageError: the function is neither elementwise nor a view, nor one of the reductions, comparisons and
+                products that the mode lets through, such as a norm; or it would write a view. The script's earlier
                 writes are undone.
             MismatchError: ranks read different parameters, or write a parameter by tensors of different values.
         """
@@ -108,7 +114,7 @@ class StageParameters(QuietMode):
         adds = bool(args) and isinstance(args[0], PartGradient)
         if self._comm is None or self.apart or in_backward() or adds or name in _TEXTS:
             return self._as_it_is(func, args, kwargs, given)
-        if "out" in kwargs or not (acts_by_element(func) or name in _FIGURES):
+        if "out" in kwargs or not (acts_by_element(func) or name in _FIGURES | VIEWS):
             self._refuse(given[0], name)
         target = args[0] if may_write(func) and args else None
         if isinstance(target, Tensor) and target in self._places:
@@ -125,10 +131,23 @@ class StageParameters(QuietMode):
         if result is first:
             return given[0]  # such as .cpu() on a CPU
         with TorchFunctionDisabled():
-            shared = share_memory([*wholes.values()], tensors_among((result,), {}))
-        if shared:
-            self._refuse(given[0], getattr(func, "__name__", "").strip("_"))
-        return read_only(func, result)
+            return tree_map_only(Tensor, partial(self._view, given, wholes), read_only(func, result))
+
+    def _view(self, given: Sequence[Tensor], wholes: Mapping[int, Tensor], result: Tensor) -> Tensor:
+        """Return a function's result; of one that shares memory with a copy of a parameter, one that says so."""
+        source = next((each for each in given if share_memory([wholes[id(each)]], [result])), None)
+        if source is None:
+            return result
+        return StateCopy.of(result, self._places[source][0], _ViewedParameter(self, source))
+
+    def state_of(self, parameter: Tensor) -> tuple[int, int]:
+        """Return numbers that change with the values of a parameter, as far as this rank knows them. Not collective.
+
+        Args:
+            parameter: a parameter of the model.
+        """
+        with TorchFunctionDisabled(), torch.no_grad():
+            return self._changes, 0 if is_absent(parameter) else int(tensor_digest(parameter.detach()))
 
     def _write(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Tensor:
         """Write a parameter by element where this rank has it. Collective where another tensor is read."""
@@ -140,6 +159,7 @@ class StageParameters(QuietMode):
             if each not in self._places and self._comm is not None:
                 agree_on_operand(self._comm, each, "the script writes a parameter by a tensor")
         rest, named = self._with(args[1:], wholes), self._with(kwargs, wholes)
+        self._changes += 1
         if not is_absent(target):
             func(target, *rest, **named)
         elif torch.is_grad_enabled() and target.requires_grad:
@@ -184,9 +204,9 @@ class StageParameters(QuietMode):
         name, _ = self._places[parameter]
         self.undo()
         raise UsageError(
-            f"the script takes a view of the model's {name}, or calls a function that cannot be followed ({how})",
+            f"the script calls a function of the model's {name} that cannot be followed ({how})",
             where=script_line(),
-            why="some ranks do not have the parameter: of a view they would have a copy, which updates do not change",
+            why="some ranks do not have the parameter",
             remedy="compute by element, or take norms and sums; call other functions on a copy, parameter.clone(), or"
             " take run.state() for the whole model; or strategy='mirrored'",
         )
@@ -198,6 +218,7 @@ class StageParameters(QuietMode):
         takes a view of it. After this call ``undo`` no longer reverts the writes so far. Not collective.
         """
         self._kept.clear()
+        self._changes += 1
 
     def undo(self) -> None:
         """Revert the script's writes to parameters of this rank's pipeline stages since the last ``forget``.
@@ -209,3 +230,24 @@ class StageParameters(QuietMode):
             for parameter, before in reversed(self._kept):
                 parameter.copy_(before)
         self.forget()
+
+
+class _ViewedParameter(SourceValues):
+    """A parameter of which the script has taken a view.
+
+    Args:
+        parameters: the function mode of the parameters; only a weak reference is kept.
+        source: the parameter.
+    """
+
+    def __init__(self, parameters: StageParameters, source: Tensor) -> None:
+        self._parameters, self._source = ref(parameters), source
+        self._before = parameters.state_of(source)
+
+    def __call__(self) -> bool:
+        parameters = self._parameters()
+        return parameters is not None and parameters.state_of(self._source) == self._before
+
+    def undo(self) -> None:
+        if (parameters := self._parameters()) is not None:
+            parameters.undo()
