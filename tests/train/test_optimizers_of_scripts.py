@@ -156,3 +156,28 @@ def test_methods_may_name_their_object_as_they_like(ranks: int) -> None:
     for got in worlds.run(ranks, named_otherwise, strategy="tensor:least=1"):
         assert not isinstance(got, str), got
         assert max(abs(got[name] - want[name]).max() for name in want) <= 1e-10
+
+
+def step(optimizer: Any, net: Any) -> Any:
+    """A function of the script, and no method."""
+    found = net[0].weight.norm()
+    optimizer.step()
+    return found
+
+
+def by_a_function() -> str:
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer = NamedOtherwise(net.parameters())
+    run = tutti.prepare(net, optimizer, DATA, strategy="tensor:least=1", workers=1, batch_size=4)
+    try:
+        for batch in run.microbatches(0):
+            run.backward(net(batch).square().mean())
+            step(optimizer, net)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_function_that_is_given_an_optimizer_is_not_its_method() -> None:
+    for said in worlds.run(2, by_a_function):
+        assert "reads 0.weight, of which each tensor rank has a slice" in said

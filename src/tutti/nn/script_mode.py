@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -206,7 +207,7 @@ def _is_mode(frame: FrameType) -> bool:
 def self_of(frame: FrameType) -> Any:
     """Return the object whose method a frame runs; None in a function whose first argument is not named ``self``.
 
-    The first argument of a function named ``step`` may have any name, as the method of an optimizer may.
+    The first argument of a method ``step``, as an optimizer's, may have any name.
 
     Local variables of other functions are not read, since CPython then keeps a copy of all of them with the frame: what
     the script's ``main`` deletes would not be freed.
@@ -215,8 +216,13 @@ def self_of(frame: FrameType) -> Any:
         frame: the frame.
     """
     code = frame.f_code
-    is_method = code.co_varnames[:1] == ("self",) or (code.co_name == "step" and code.co_argcount > 0)
-    return frame.f_locals.get(code.co_varnames[0]) if is_method else None
+    if code.co_varnames[:1] == ("self",):
+        return frame.f_locals.get("self")
+    if code.co_name != "step" or not code.co_argcount:
+        return None
+    first = frame.f_locals.get(code.co_varnames[0])
+    methods = (vars(kind).get("step") for kind in type(first).__mro__)
+    return first if any(inspect.unwrap(m).__code__ is code for m in methods if inspect.isfunction(m)) else None
 
 
 def tutti_caller(mode: str) -> FrameType | None:
