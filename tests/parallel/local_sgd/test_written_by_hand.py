@@ -98,6 +98,77 @@ def test_a_teacher_that_several_workers_would_share_is_refused(strategy: str) ->
     assert largest_difference(got, {name: tensor.numpy() for name, tensor in want.items()}) <= 1e-12
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD at ``y``, between the steps' ``z`` and their mean ``x``, which ``eval()`` puts into the model.
+
+    Defazio et al. 2024, arXiv 2405.15682, with a constant weight of the mean, which the groups need not count.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    z = self.state[parameter].setdefault("z", parameter.clone())
+                    parameter.lerp_(z, 0.2).sub_(parameter.grad, alpha=0.01)
+                    z.sub_(parameter.grad, alpha=0.1)
+
+    def move(self, weight: float) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if "z" in self.state[parameter]:
+                        parameter.lerp_(self.state[parameter]["z"], weight)
+
+    def eval(self) -> None:
+        self.move(1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self.move(1 - 0.9)
+
+
+def schedule_free(prepare: Callable[..., Any], epochs: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3).double()
+    optimizer = ScheduleFree(net.parameters())
+    run, found = prepare(net, optimizer, dataset(), loss, batch_size=6), {}
+    for epoch in range(epochs):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        optimizer.eval()
+        found |= {f"{epoch}.{name}": tensor.clone() for name, tensor in run.state().items()}
+        optimizer.train()
+    return found | run.state()
+
+
+def trained_schedule_free(strategy: str, workers: int) -> Any:
+    def prepare(*arguments: Any, **options: Any) -> Any:
+        return tutti.prepare(*arguments, strategy=strategy, workers=workers, seed=0, **options)
+
+    try:
+        return {name: tensor.clone().numpy() for name, tensor in schedule_free(prepare, 2).items()}
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("strategy", ALGORITHMS)
+def test_a_schedule_free_optimizer_shows_the_mean_of_all_workers(strategy: str, ranks: int) -> None:
+    """Each epoch ends with an average of the workers' parameters, and ``eval()`` moves each worker's by its own z."""
+    [want, *_] = oracle.play(lambda prepare: schedule_free(prepare, 2), ranks, ALGORITHMS[strategy]).results
+    for got in worlds.run(ranks, trained_schedule_free, strategy=strategy, workers=ranks):
+        assert not isinstance(got, str), got
+        assert largest_difference(got, {name: tensor.numpy() for name, tensor in want.items()}) <= 1e-10
+
+
+def test_a_schedule_free_optimizer_of_several_workers_on_a_rank_is_refused() -> None:
+    said = worlds.alone(trained_schedule_free, strategy="local_sgd:period=2", workers=2)
+    assert "has written the parameter" in said or "the state of the optimizer" in said, said
+
+
 def loaded(strategy: str, workers: int, how: str) -> Any:
     """An average over steps of the model's weights, or of the run's, given to the model after each epoch."""
     net = Taught("nobody")

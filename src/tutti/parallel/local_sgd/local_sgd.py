@@ -36,7 +36,7 @@ from tutti.parallel.local_sgd.local_gradients import LocalGradients
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, is_finite, nonfinite_names, own_mean, own_sum
 from tutti.parallel.whole_tensors import agreed_mixing
-from tutti.torch_compat import foreach_copy_
+from tutti.torch_compat import foreach_copy_, tensor_version
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
@@ -76,6 +76,7 @@ class LocalSGDSync(LocalGradients):
         self._counting = LossCounter()
         self._culprits: dict[str, None] = {}
         self._equal = True
+        self._averaged: dict[str, int] = {}  # version counters of parameters after the last average, by name
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Make a copy of the trained parameters and an optimizer for each logical worker of this rank (local SGD).
@@ -402,15 +403,20 @@ class LocalSGDSync(LocalGradients):
         tensors over ranks.
 
         Returns:
-            A mapping from names in the model to tensors, not copied: parameters that were never trained, except those
-            that the script has written, and the trained ones while they are equal on all workers; never None.
+            A mapping from names in the model to tensors, not copied: parameters that were never trained, and the
+            trained ones while they are equal on all workers, except those that the script has written, such as by the
+            ``eval()`` of a Schedule-Free optimizer, which moves each worker's by its own state; never None.
 
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update.
         """
         self._take_written("after the last step")
         first, written = next(iter(self._copies.values())), set(self._frozen_guard.written(self._frozen()))
-        trained = {name: copy for (name, _), copy in zip(self._trained, first, strict=True)} if self._equal else {}
+        trained = {
+            name: copy
+            for (name, parameter), copy in zip(self._trained, first, strict=True)
+            if self._equal and tensor_version(parameter) == self._averaged.get(name, tensor_version(parameter))
+        }
         return {**{name: fixed for name, fixed in self._fixed().items() if name not in written}, **trained}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -689,6 +695,7 @@ class LocalSGDSync(LocalGradients):
     def _write(self, means: Sequence[Tensor]) -> None:
         for copies in self._copies.values():
             foreach_copy_(copies, list(means))
+        self._averaged = {name: tensor_version(parameter) for name, parameter in self._trained}
         self._note()
 
     def _note(self) -> None:
