@@ -73,7 +73,8 @@ PLAIN = nn.Sequential(OrderedDict((n, nn.Linear(2, 2)) for n in "abc"))
     ("model", "named", "words"),
     [
         (nn.Sequential(nn.Linear(2, 2)), (), "1 block cannot be cut into 2 stages"),
-        (Deciding(), (), "torch.fx cannot follow its forward"),
+        (nn.Identity(), (), "0 blocks cannot be cut into 2 stages: its forward calls no"),
+        (Deciding(), (), f"torch.fx cannot follow its forward ({__file__}:"),
         (Training(), (), "something else in training"),
         (norms(), ("2",), "called on both sides of a cut"),
         (PLAIN, ("d",), "no module 'd' to be cut at. Choices: a, b, c."),

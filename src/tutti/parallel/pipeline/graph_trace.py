@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointFunction
 
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line_of
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.swap import training_mode
 from tutti.nn.untraced import FUNCTION_MODE, Untraced, has_hooks, surroundings
@@ -174,7 +174,7 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
             other = _read(model, opened)
     except Exception as error:
         what = str(error).splitlines()[0] if str(error) else repr(error)
-        raise untraceable(f"torch.fx cannot follow its forward: {what}") from error
+        raise untraceable(f"torch.fx cannot follow its forward ({script_line_of(error)}): {what}") from error
     if has_hooks(model):
         raise untraceable("it has hooks of its own")
     if any(node.op == "placeholder" and str(node.target).startswith("*") for node in graph.nodes):

@@ -370,6 +370,7 @@ def _find(
     if bounds is None:
         raise UsageError(
             f"a model of {counted(len(nodes), 'block')} cannot be cut into {stages} stages",
+            why=None if nodes else "its forward calls no module, and its other methods cannot be cut",
             remedy=f"take stages={len(nodes)} or fewer" if len(nodes) > 1 else "take strategy='mirrored'",
         )
     total = sum(weights) or 1
