@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
-from tutti.errors import MismatchError
+from tutti.errors import MismatchError, UsageError
 
 
 def adaptive_clipping(model: nn.Sequential, run: Any, x: Tensor) -> None:
@@ -25,7 +25,11 @@ def adaptive_clipping(model: nn.Sequential, run: Any, x: Tensor) -> None:
 
 
 def gradients_by_function(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    rows = list(model.parameters())
     out = model(x)
+    for options in ({"allow_unused": True}, {"materialize_grads": True}):
+        with pytest.raises(UsageError, match="outside of the model's forward \\(grad\\)"):
+            torch.autograd.grad(out.sum(), rows, retain_graph=True, **options)
     first, second = (
         torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in (out.sum(), out.mean())
     )

@@ -263,7 +263,8 @@ class _ShardMode(EditWatch):
             else:
                 args, kwargs = self._made_alike(args, kwargs, writes=may_write(func))
         try:
-            result = func(*args, **kwargs)
+            derived = func is torch.autograd.grad and tutti_caller(__name__) is None
+            result = _gradients_of(args, kwargs) if derived else func(*args, **kwargs)
             if isinstance(first, DTensor):
                 self._note_view(func, first, args, result)
             elif isinstance(first, tuple | list) and name.startswith("_foreach") and name.endswith("_"):
@@ -437,6 +438,21 @@ def _refuse_draw(name: str) -> NoReturn:
         where=script_line(),
         why="each rank draws for its rows, which are not the rows of the draw for the whole parameter",
         remedy=_REMEDY,
+    )
+
+
+def _gradients_of(args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Call ``torch.autograd.grad``, which finds no way to the rows of a parameter that the forward has gathered."""
+    zeros = kwargs.get("materialize_grads", False)
+    options = kwargs | ({"allow_unused": True, "materialize_grads": False} if zeros else {})
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(*args, **options)
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    given = (inputs,) if isinstance(inputs, Tensor) else inputs
+    if any(gradient is None and isinstance(each, DTensor) for gradient, each in zip(found, given, strict=True)):
+        raise RuntimeError("a DTensor appears to not have been used in the graph")
+    return tuple(
+        torch.zeros_like(each) if gradient is None and zeros else gradient
+        for gradient, each in zip(found, given, strict=True)
     )
 
 
