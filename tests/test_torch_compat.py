@@ -98,6 +98,7 @@ from tutti.torch_compat import (
     is_scalar_node,
     is_wrapped_by_scheduler,
     keeps_graph,
+    label_smoothing_of,
     local_tensor,
     make_elastic_agent,
     make_wrapper_subclass,
@@ -219,6 +220,9 @@ def step_hooks_are_found() -> None:
     assert not before and len(after) == 1 and len(everywhere) == 2
     handle.remove()
     assert not after
+    # A wrapper that has not called Optimizer.__init__.
+    before, after, *_ = step_hooks(object.__new__(torch.optim.SGD))
+    assert not before and not after
 
 
 def indices_need_no_coalescing() -> None:
@@ -346,6 +350,11 @@ def losses_say_what_they_are_means_over() -> None:
     total = nn.functional.cross_entropy(scores, targets, reduction="sum")
     assert (cross_entropy_of(total.grad_fn) or found).reduction == "sum"
     assert cross_entropy_of(nn.functional.cross_entropy(scores, targets, reduction="none").grad_fn) is None
+    targets_term, smoothing = nn.functional.cross_entropy(scores, targets, label_smoothing=0.1).grad_fn.next_functions  # type: ignore[union-attr]
+    [scores_node, divisor] = label_smoothing_of(smoothing[0].next_functions[0][0]) or [None, 0.0]
+    smoothed = cross_entropy_of(targets_term[0].next_functions[0][0])
+    assert smoothed is not None and smoothed.scores is scores_node is not None and float(divisor) == 2.0
+    assert label_smoothing_of(mean.grad_fn) is label_smoothing_of((total / total).grad_fn) is None
     fifth = total / 5
     assert float(cast(torch.Tensor, divisor_of_node(fifth.grad_fn))) == 5.0
     assert divisor_of_node(total.grad_fn) is cross_entropy_of(fifth.grad_fn) is None
@@ -782,7 +791,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
     losses_say_what_they_are_means_over: """
-        CrossEntropyNode cross_entropy_of divisor_of_node is_scalar_node shape_of_node
+        CrossEntropyNode cross_entropy_of divisor_of_node is_scalar_node label_smoothing_of shape_of_node
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view

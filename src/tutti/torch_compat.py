@@ -111,6 +111,7 @@ __all__ = [
     "is_scalar_node",
     "is_wrapped_by_scheduler",
     "keeps_graph",
+    "label_smoothing_of",
     "local_tensor",
     "make_elastic_agent",
     "make_wrapper_subclass",
@@ -468,11 +469,13 @@ class CrossEntropyNode(NamedTuple):
         reduction: ``mean`` or ``sum``.
         total: () sum of the weights of the targets that are not ignored, by which a mean is divided.
         targets: number of targets, ignored ones included.
+        scores: the node of the log-softmax that the loss read; None if it read other log probabilities.
     """
 
     reduction: str
     total: Tensor
     targets: int
+    scores: Any = None
 
 
 def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
@@ -485,13 +488,46 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
 
     Returns:
         A ``CrossEntropyNode``: ``reduction`` (``mean`` or ``sum``), ``total`` (a tensor (), the sum of the weights of
-        the targets that are not ignored, by which a mean is divided) and ``targets`` (number of targets, ignored ones
-        included). None for other nodes, and for a loss without reduction.
+        the targets that are not ignored, by which a mean is divided), ``targets`` (number of targets, ignored ones
+        included) and ``scores`` (the node of the log-softmax). None for other nodes, and for a loss without reduction.
     """
     if node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or not node._saved_reduction:
         return None
     reduction = "mean" if node._saved_reduction == 1 else "sum"
-    return CrossEntropyNode(reduction, node._saved_total_weight, node._saved_target.numel())
+    scores = _below(node, "ViewBackward0")
+    found = scores if _is(scores, "LogSoftmaxBackward0") else None
+    return CrossEntropyNode(reduction, node._saved_total_weight, node._saved_target.numel(), found)
+
+
+def label_smoothing_of(node: Any) -> tuple[Any, Tensor] | None:
+    """Return what the label smoothing of a mean cross-entropy read, and by what its sum was divided.
+
+    ``cross_entropy(…, label_smoothing=…)`` adds this term to the loss of the targets; no public function tells them
+    apart from the terms of other losses.
+
+    Args:
+        node: an autograd node; that of the term is a division.
+
+    Returns:
+        The node of the log-softmax, and the divisor, a tensor (). None for other nodes.
+    """
+    divisor = divisor_of_node(node)
+    for name in ("SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1") if divisor is not None else ():
+        node = node.next_functions[0][0]
+        if not _is(node, name):
+            return None
+    scores = None if divisor is None else _below(node, "MulBackward0")
+    return (scores, divisor) if divisor is not None and _is(scores, "LogSoftmaxBackward0") else None
+
+
+def _below(node: Any, passed: str) -> Any:
+    """Return the node of the first input of ``node``, or where that is a node named ``passed``, of its first input."""
+    below = node.next_functions[0][0]
+    return below.next_functions[0][0] if _is(below, passed) else below
+
+
+def _is(node: Any, name: str) -> bool:
+    return node is not None and bool(node.name() == name)
 
 
 def shape_of_node(node: Any) -> tuple[int, ...] | None:
@@ -894,7 +930,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
         The optimizer's step pre-hooks and post-hooks, then the pre-hooks and post-hooks of all optimizers of the
         process: dicts of the hook by the id of its handle, PyTorch's own objects, which may be changed in place.
     """
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    # A wrapper, such as Lookahead, may not have called ``Optimizer.__init__``.
+    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 

@@ -51,6 +51,9 @@ def flat(inputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
         lambda x, y: flat(x, y).reshape(1, 1, 1).clone(),
         lambda x, y: functional.cross_entropy(x.transpose(1, 2), y),
         lambda x, y: flat(x, y, weight=WEIGHTS),
+        lambda x, y: flat(x, y, label_smoothing=0.1),
+        lambda x, y: flat(x, y.abs() % 5, label_smoothing=0.1),
+        lambda x, y: functional.cross_entropy(x.transpose(1, 2), y, WEIGHTS, label_smoothing=0.1),
         lambda x, y: 3.0 * flat(x, y),
         lambda x, y: flat(x, y, reduction="sum") / (y != -100).sum(),
         lambda x, y: functional.nll_loss(x.log_softmax(-1).flatten(0, 1), y.flatten()),
@@ -70,7 +73,8 @@ def test_the_mean_over_tokens_of_a_batch_in_parts(loss: Loss) -> None:
     [
         lambda x, y: flat(x, y) + 0.1 * x.square().mean(),
         lambda x, y: flat(x, y) + flat(2 * x, y),
-        lambda x, y: flat(x, y, label_smoothing=0.1),
+        lambda x, y: flat(x, y) + 0.1 * flat(2 * x, y, label_smoothing=0.1),
+        lambda x, y: 0.9 * flat(x, y) - 0.1 * x.log_softmax(-1).sum(-1).masked_fill(y < 0, 0).sum() / (y >= 0).sum(),
         lambda x, y: flat(x, y, reduction="sum"),
         lambda x, y: flat(x, y, reduction="sum") / 7,
     ],
@@ -86,7 +90,6 @@ def test_terms_of_different_counts_are_refused(loss: Loss) -> None:
     "loss",
     [
         lambda x, y: flat(x, y.abs() % 5) + 0.1 * x.square().mean(),
-        lambda x, y: flat(x, y.abs() % 5, label_smoothing=0.1),
         lambda x, y: flat(x, y, reduction="sum") / len(x),
         lambda x, y: x.square().mean(),
     ],

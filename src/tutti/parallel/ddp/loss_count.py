@@ -7,13 +7,14 @@ batch. The autograd graph of the loss holds the divisor, also where the loss com
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_shape import check_adds_up
-from tutti.torch_compat import cross_entropy_of, divisor_of_node, is_scalar_node
+from tutti.torch_compat import cross_entropy_of, divisor_of_node, is_scalar_node, label_smoothing_of
 from tutti.types.micro_batch import MicroBatch
 
 _MEAN_OF = "tutti.mean_of"
@@ -22,12 +23,16 @@ _MOST = 64
 
 
 class _Term(NamedTuple):
-    """A cross-entropy within a loss; ``divisor``: by which its sum is divided, where it is no mean."""
+    """A cross-entropy within a loss; ``divisor``: by which its sum is divided, where it is no mean.
+
+    ``scores``: the node of the log-softmax that it read.
+    """
 
     reduction: str
     total: Tensor
     targets: int
     divisor: Tensor | None
+    scores: Any = None
 
 
 def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
@@ -66,10 +71,10 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one
-            of four reasons. The loss adds other terms to a cross-entropy that is a mean over a part of the
-            micro-batch's targets; the loss is the sum of a cross-entropy, not divided by samples or targets; the loss
-            is a nonlinear function of means over samples, such as a root or a ratio; or the loss is a mean over a
-            number of elements, or a sum divided by a number, that is not a multiple of the samples.
+            of four reasons. The loss adds other terms than label smoothing to a cross-entropy that is a mean over a
+            part of the micro-batch's targets; the loss is the sum of a cross-entropy, not divided by samples or
+            targets; the loss is a nonlinear function of means over samples, such as a root or a ratio; or the loss is a
+            mean over a number of elements, or a sum divided by a number, that is not a multiple of the samples.
     """
     if not micro_batch.whole:
         check_adds_up(objective.grad_fn, micro_batch)
@@ -93,6 +98,7 @@ def _terms(root: Any) -> tuple[list[_Term], bool]:
     means: list[_Term] = []
     ahead: list[tuple[Any, Tensor | None]] = [(root, None)]
     others, seen = False, set[Any]()
+    smoothing: list[tuple[Any, Tensor]] = []
     while ahead and len(seen) < _MOST:
         node, divisor = ahead.pop()
         if node is None or node in seen:
@@ -105,12 +111,19 @@ def _terms(root: Any) -> tuple[list[_Term], bool]:
         elif found is not None and found.reduction == "sum" and divisor is None and node is not root:
             others = True
         elif found is not None:
-            means.append(_Term(found.reduction, found.total, found.targets, divisor))
+            means.append(_Term(found.reduction, found.total, found.targets, divisor, found.scores))
+        elif (smooth := label_smoothing_of(node)) is not None:
+            smoothing.append(smooth)
         elif is_scalar_node(node) and node.next_functions:
             ahead += [(before, divisor_of_node(node)) for before, _ in node.next_functions]
         else:
             others = True
-    return means, others or bool(ahead)
+    return means, others or bool(ahead) or not all(_smooths(means, *smooth) for smooth in smoothing)
+
+
+def _smooths(means: list[_Term], scores: Any, divisor: Tensor) -> bool:
+    """Return whether a term is the label smoothing of the only cross-entropy: over the same targets, divided alike."""
+    return len(means) == 1 and means[0].scores is scores and math.isclose(divisor, means[0].total, rel_tol=1e-4)
 
 
 def _count(term: _Term, micro_batch: MicroBatch) -> Tensor | None:
@@ -132,7 +145,7 @@ def _refused(what: str, why: str) -> UsageError:
     return UsageError(
         what,
         why=why,
-        remedy="return (sum, count), with the terms in one sum (label smoothing adds a term, too: take"
-        " reduction='sum', and as the count the targets that are not ignored, or the sum of their class weights); a"
-        " model of transformers returns the sum for model(**batch, num_items_in_batch=1)",
+        remedy="return (sum, count), with the terms in one sum (reduction='sum', and as the count the targets that are"
+        " not ignored, or the sum of their class weights); a model of transformers returns the sum for"
+        " model(**batch, num_items_in_batch=1)",
     )
