@@ -174,6 +174,35 @@ def test_a_whole_tensor_that_differs_over_ranks_is_refused(devices: int) -> None
         assert "0.weight and a tensor that is another one on each rank" in said
 
 
+class Ascending(torch.optim.SGD):
+    """SAM's first step, as a method of the optimizer."""
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(parameter.grad, alpha=0.1)
+
+
+def ascended() -> str:
+    model = small()
+    optimizer = Ascending(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, torch.randn(12, 4, dtype=torch.float64), strategy="tensor:least=1")
+    try:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad(set_to_none=False)
+            run.backward(model(batch).square().mean())
+            optimizer.ascend()
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_method_of_an_optimizer_that_reads_gradients_of_slices_is_refused() -> None:
+    for said in worlds.run(2, ascended):
+        assert "Ascending.ascend reads the gradient of 0.weight, of which each tensor rank has a slice" in said
+    worlds.forget(2)
+
+
 def rewritten(strategy: str) -> Any:
     """Do what the refusal says."""
     model, inputs = small(), torch.randn(12, 4, dtype=torch.float64)

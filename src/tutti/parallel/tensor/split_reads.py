@@ -149,6 +149,8 @@ class SplitReads(EditWatch):
         if func == _GRADIENT:
             gradient = func(*args)
             if gradient is not None and (name := self._names.get(args[0])) is not None:
+                if isinstance(gradient, PartGradient) and (method := _method_of_optimizer()):
+                    _refuse_in_optimizer(name, method)
                 self._gradients[gradient] = name
                 self._ids.add(id(gradient))
             return gradient
@@ -489,6 +491,26 @@ def _in_layer_or_optimizer() -> bool:
         if isinstance(caller, TensorParallelLayer) and frame.f_code.co_name == "forward":
             return True
     return False
+
+
+def _method_of_optimizer() -> str:
+    """Return the name of an optimizer's method that reads a gradient outside of an update by tutti; "" if none does."""
+    if tutti_caller(__name__) is not None:
+        return ""
+    frame = next((each for each in _frames() if isinstance(self_of(each), torch.optim.Optimizer)), None)
+    if frame is None or frame.f_code.co_name == "zero_grad":
+        return ""
+    return f"{type(self_of(frame)).__name__}.{frame.f_code.co_name}"
+
+
+def _refuse_in_optimizer(name: str, method: str) -> NoReturn:
+    raise UsageError(
+        f"{method} reads the gradient of {name}, of which each tensor rank has a slice",
+        where=script_line(),
+        why="only the step() of an optimizer that tutti.prepare was given gets slices of parameters and of gradients",
+        remedy="give the optimizer to tutti.prepare, write other methods' code into the loop over model.parameters(),"
+        " or take --strategy mirrored",
+    )
 
 
 def _refuse(name: str, func: Callable[..., Any], operand: str = "") -> NoReturn:
