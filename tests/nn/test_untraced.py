@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tutti.nn.untraced import Constants, Untraced
+from tutti.nn.untraced import Constants, Untraced, hook_tables
 
 
 class Names(list[str]):
@@ -51,3 +51,16 @@ def test_containers_are_restored(kind: str) -> None:
     assert constants.changed() == ["kept"]
     assert snapshot.undo() == ["kept"]
     assert module.kept is before and module.kept == make() and list(module.kept) == list(make())
+
+
+def test_hooks_are_removed_and_come_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    kept = model[0].register_forward_hook(lambda module, args, output: None)
+    snapshot = Untraced(model)
+    kept.remove()
+    late = model[0].register_forward_pre_hook(lambda module, args: None)
+    assert snapshot.undo() == ["0._forward_hooks", "0._forward_pre_hooks"] and snapshot.undo() == []
+    assert [list(table) for table in hook_tables(model[0]).values() if table] == [[kept.id]]
+    late.remove()
+    kept.remove()
+    assert not any(hook_tables(model[0]).values())

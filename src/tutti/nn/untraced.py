@@ -13,6 +13,7 @@ from tutti.device import autocast_types
 from tutti.torch_compat import (
     FX_CONSTANT,
     MODULE_ATTRIBUTES,
+    MODULE_HOOK_TABLES,
     dispatch_mode_depth,
     function_mode_depth,
     functorch_level,
@@ -27,14 +28,15 @@ from tutti.torch_compat import (
 FUNCTION_MODE = "a torch function mode"
 """Name of the number of active function modes among ``surroundings``."""
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 
 class Untraced:
-    """Snapshot of the attributes, parameters and buffers of a model and its submodules, to undo a trace of its forward.
+    """Snapshot of attributes, hooks and tensors of a model and its submodules, to undo a trace of its forward.
 
     Tracing runs the forward's Python code once, on proxies of tensors: an attribute that counts calls would count the
-    trace, too.
+    trace, too, and a forward that registers hooks the first time would register them again.
 
     Args:
         model: the model, which is recorded when this object is made.
@@ -44,16 +46,21 @@ class Untraced:
         self._modules = list(model.named_modules())
         self._before = [_attributes(module) for _, module in self._modules]
         self._tensors = [(dict(module_parameters(module)), dict(module_buffers(module))) for _, module in self._modules]
+        self._hooks = [
+            (_joined(path, name), table, dict(table))
+            for path, module in self._modules
+            for name, table in hook_tables(module).items()
+        ]
         self._versions = [(name, b, tensor_version(b), b.clone()) for name, b in model.named_buffers() if not b.is_meta]
 
     def undo(self) -> list[str]:
-        """Restore the attributes, parameters and buffers that the modules had when this snapshot was made, in place.
+        """Restore what the modules had when this snapshot was made, in place.
 
-        Called after the model's forward was traced. Attributes that were added are deleted; lists and dicts get their
-        former members back; buffers that were written in place get their former values.
+        Called after the model's forward was traced. Attributes and hooks that were added are deleted; lists and dicts
+        get their former members back; buffers that were written in place get their former values.
 
         Returns:
-            Dotted names of the attributes and tensors that had changed.
+            Dotted names of the attributes, tables of hooks and tensors that had changed.
         """
         found = []
         for (path, module), before in zip(self._modules, self._before, strict=True):
@@ -68,6 +75,9 @@ class Untraced:
         for (path, module), (parameters, buffers) in zip(self._modules, self._tensors, strict=True):
             found += [_joined(path, name) for name in _restore(module_parameters(module), parameters)]
             found += [_joined(path, name) for name in _restore(module_buffers(module), buffers)]
+        for name, table, hooks in self._hooks:
+            if _restore(table, hooks):
+                found.append(name)
         for name, buffer, version, value in self._versions:
             if tensor_version(buffer) != version:
                 found.append(name)
@@ -80,7 +90,7 @@ def written_attributes(model: nn.Module, forward: Callable[[], Any]) -> list[str
     """Run ``forward`` and return the dotted names of the attributes that modules of ``model`` wrote in it.
 
     The attributes, parameters and buffers are restored, also after an error of ``forward``, which is raised on.
-    Parameters and buffers are not among the names.
+    Parameters, buffers and tables of hooks are not among the names.
 
     Args:
         model: the model.
@@ -91,7 +101,7 @@ def written_attributes(model: nn.Module, forward: Callable[[], Any]) -> list[str
         forward()
     finally:
         changed = before.undo()
-    return [name for name in changed if name not in tensors]
+    return [n for n in changed if n not in tensors and n.rpartition(".")[2] not in MODULE_HOOK_TABLES]
 
 
 class Constants:
@@ -129,6 +139,18 @@ def has_hooks(module: nn.Module) -> bool:
         module: the module.
     """
     return has_forward_hook(module) or has_backward_hook(module)
+
+
+def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Return a module's own tables of hooks, without those of its submodules, for reading or writing.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Table by the name of its attribute. The tables are the module's own, not copies.
+    """
+    return {name: vars(module)[name] for name in MODULE_HOOK_TABLES if name in vars(module)}
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -175,8 +197,8 @@ def _is_kept(name: str) -> bool:
     return name not in MODULE_ATTRIBUTES and not name.startswith(FX_CONSTANT)
 
 
-def _restore(now: dict[str, _T], before: dict[str, _T]) -> list[str]:
-    """Restore a table of tensors, and return the names of entries that had changed."""
+def _restore(now: dict[_K, _T], before: dict[_K, _T]) -> list[_K]:
+    """Restore a table of tensors or hooks, and return the keys of entries that had changed."""
     changed = [name for name, tensor in before.items() if now.get(name) is not tensor]
     changed += now.keys() - before.keys()
     now.clear()

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from tutti.nn.swap import buffers
+from tutti.nn.untraced import hook_tables
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes of every module: parameters, buffers, children, hooks and the mode, which others restore."""
+"""Attributes of every module: parameters, buffers, children and the mode, which others restore, and hooks."""
 _DEPTH = 4
 _SMALL = 1024
 """Most elements of a tensor or array that is restored by value, as a counter that is no buffer."""
@@ -69,7 +70,7 @@ def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
 class PythonState:
     """What Python's objects hold now that a model's forward and a loss function may change.
 
-    Held are the Python attributes of the modules, and the variables that ``function`` reads with the objects in them.
+    Held are the Python attributes and hooks of the modules, and the variables that ``function`` reads with the objects in them.
     ``restore`` binds each attribute or variable again to the object that it had, and gives lists, dicts, sets, small
     tensors and arrays the elements that they had, and random generators their states. Modules that ``function`` reads
     get their buffers back.
@@ -86,7 +87,7 @@ class PythonState:
         self._seen = set[int]()
         for part in parts:
             for module in part.modules():
-                self._attributes(module, _DEPTH, _OF_MODULES)
+                self._attributes_and_hooks(module)
         self._function(function, _DEPTH)
 
     def restore(self, generators: bool = True) -> None:
@@ -101,6 +102,11 @@ class PythonState:
     def changed(self) -> list[str]:
         """Return the names of attributes and variables that have another value now; not of a module's buffers."""
         return list(dict.fromkeys(name for change in self._changes if (name := change())))
+
+    def _attributes_and_hooks(self, module: nn.Module) -> None:
+        """Keep the attributes and hooks of a module, without those of its submodules."""
+        self._attributes(module, _DEPTH, _OF_MODULES)
+        self._restores += [partial(_refill, table, dict(table)) for table in hook_tables(module).values()]
 
     def _attributes(self, holder: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
         if id(holder) not in self._seen and hasattr(holder, "__dict__"):
@@ -177,7 +183,7 @@ class PythonState:
             if _is_plain(tensor):
                 self._restores.append(partial(_copy, tensor, tensor.detach().clone()))
         for module in value.modules():
-            self._attributes(module, _DEPTH, _OF_MODULES)
+            self._attributes_and_hooks(module)
 
     def _contents(self, value: Any, depth: int, name: str) -> None:
         kind = type(value)
