@@ -186,7 +186,40 @@ class InPlace(Direct):
         return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
 
 
+class Relative(Block):
+    """A block that is given a table with a row for each distance of two positions, and a vector to add."""
+
+    def forward(self, x: Tensor, *, table: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        positions = torch.arange(x.shape[1])
+        return x + self.mlp(x + shift + table[(positions[:, None] - positions).abs()].mean(1))
+
+
+class Handing(Decoder):
+    """Hands blocks a parameter and a buffer of modules above them, as DeBERTa does, and computes nothing with them."""
+
+    class Body(Body):
+        def __init__(self) -> None:
+            super().__init__(0, 0.0)
+            self.blocks, self.table = nn.ModuleList(Relative(0.0) for _ in range(3)), nn.Embedding(8, WIDTH)
+
+        def forward(self, words: Tensor, *, shift: Tensor) -> Tensor:  # type: ignore[override]
+            x, table = self.embed(words), self.table.weight
+            for block in self.blocks:
+                x = block(x, table=table, shift=shift)
+            return self.norm(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self.Body()
+        self.head.weight = self.body.embed.weight
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        return super().forward(words[:, : min(words.shape[1], 6)], labels, shift=self.shift)
+
+
 MODELS = {
+    "handing": Handing,
     "direct": Direct,
     "in place": InPlace,
     "decoder": Decoder,
@@ -226,6 +259,7 @@ def on_one_device(name: str, reproducible: bool) -> Any:
 PLACES = [
     ("in place", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
     ("direct", 2, "pipeline:micro_batches=4", False),
+    ("handing", 2, "pipeline:micro_batches=4", True),
     ("direct", 3, "pipeline:micro_batches=4", True),
     ("decoder", 2, "model_parallel", True),
     ("decoder", 3, "pipeline:schedule=zero_bubble,micro_batches=4", False),

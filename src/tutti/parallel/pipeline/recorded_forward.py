@@ -483,8 +483,6 @@ class _Recording(TorchDispatchMode):
         for leaf in _written(func, args, kwargs):
             self._write(storage_key(leaf))
         self._keep(result, entering)
-        self.read += [self._parameters[id(leaf)] for leaf in entering if id(leaf) in self._parameters]
-        self.buffers |= {self._buffers[id(leaf)] for leaf in entering if id(leaf) in self._buffers}
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout_rate(func, args, kwargs) != 0.0:
             self.drawn.append(func.overloadpacket.__name__)
         sources = self.sources(entering)
@@ -503,10 +501,16 @@ class _Recording(TorchDispatchMode):
         return set().union(*(self._sources.get(storage_key(leaf), set()) for leaf in leaves))
 
     def _look(self, leaves: Iterable[Any]) -> None:
-        """Note tensors that are read after a write to memory that they share through a block."""
-        self.outdated += [
-            self._stale[key] for x in leaves if isinstance(x, Tensor) and (key := storage_key(x)) in self._stale
-        ]
+        """Note parameters, buffers, and tensors read after a write to memory that they share through a block."""
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                continue
+            if id(leaf) in self._parameters:
+                self.read.append(self._parameters[id(leaf)])
+            if id(leaf) in self._buffers:
+                self.buffers.add(self._buffers[id(leaf)])
+            if (key := storage_key(leaf)) in self._stale:
+                self.outdated.append(self._stale[key])
 
     def _write(self, key: int) -> None:
         """Note a write in place to a storage."""
