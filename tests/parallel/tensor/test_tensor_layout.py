@@ -532,6 +532,7 @@ class Elsewhere(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed, self.wide, self.narrow = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8) if kind == "normed" else nn.Identity()
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)
@@ -540,6 +541,8 @@ class Elsewhere(nn.Module):
             return x * self.wide.weight.norm()
         if self.kind == "layer's own":
             return x
+        if self.kind == "normed":
+            return x + self.norm(self.embed.weight).square().mean(0)
         if self.kind == "scaled":
             return x * (self.narrow.weight * 2).mean()
         return nn.functional.linear(x, self.embed.weight)
@@ -570,7 +573,7 @@ def elsewhere(strategy: str, kind: str, own: bool) -> Any:
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", ["norm", "scaled", "tied by hand", "layer's own"])
+@pytest.mark.parametrize("kind", ["norm", "normed", "scaled", "tied by hand", "layer's own"])
 def test_layers_whose_weights_the_forward_reads_stay_whole(kind: str, own: bool) -> None:
     want = worlds.alone(elsewhere, strategy="single", kind=kind, own=own)
     for devices in (2, 3):

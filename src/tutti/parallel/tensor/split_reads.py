@@ -440,12 +440,16 @@ class _ForwardReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_outside(self, owners: Mapping[int, str]) -> bool:
-        """Return whether a forward of the model calls that is neither an owner's nor one of ``torch.nn``."""
+        """Return whether a forward of the model calls that is neither an owner's nor that of a layer of ``torch.nn``
+        around an owner, such as multi-head attention.
+        """
         callers = [self_of(frame) for frame in _frames()]
         modules = [caller for caller in callers if id(caller) in self._modules]
         if not modules or any(id(reader) in owners for reader in modules):
             return False
-        return not type(modules[0]).__module__.startswith("torch.nn.")
+        layer = modules[0]
+        around = any(id(inner) in owners for inner in layer.modules())
+        return not (around and type(layer).__module__.startswith("torch.nn."))
 
 
 def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device) -> list[str]:
