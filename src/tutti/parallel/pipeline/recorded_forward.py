@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from tutti.errors import UsageError
 from tutti.nn.absent_tensor import is_absent
+from tutti.nn.forward_hooks import find_script_hook
 from tutti.nn.swap import buffers, training_mode
 from tutti.nn.untraced import Untraced, has_hooks
 from tutti.nn.written_tensors import share_memory
@@ -113,8 +114,8 @@ class ForwardRecord:
 
     Raises:
         UsageError: the code outside of blocks reads parameters, draws random numbers or writes attributes, calls
-            blocks in evaluation that it does not call in training, or writes a block's tensor in place and then reads a
-            tensor that shares its memory through a block.
+            blocks in evaluation that it does not call in training, reads what hooks on blocks keep, or writes a
+            block's tensor in place and then reads a tensor that shares its memory through a block.
     """
 
     def __init__(self, plain: nn.Module, opened: Collection[str], trial: Callable[[Any], Any]) -> None:
@@ -162,6 +163,10 @@ class ForwardRecord:
         if recording.outdated:
             why = f"its forward writes in place what {recording.outdated[0]} returns or was given, and then reads"
             raise _uncut(self.plain, f"{why} a tensor that shares its memory through this block")
+        hook = find_script_hook(self.plain.named_modules()) if recording.leaked else None
+        if hook is not None:
+            why = f"its forward reads what the forward hook on {hook[0]} ({hook[1]}) keeps, on this block's stage alone"
+            raise _uncut(self.plain, why)
         self.buffers |= recording.buffers
         recording.reads |= recording.sources(result)
         return recording
@@ -441,6 +446,7 @@ class _Recording(TorchDispatchMode):
         writes_inputs: whether such operations write tensors in place that none of them has computed.
         outdated: names of blocks that return memory of their arguments, or the same memory twice, of which one tensor
             is written in place outside of blocks and another one is read later.
+        leaked: whether a tensor is read outside of blocks that was made inside of one, which has not returned it.
     """
 
     def __init__(self, dispatch: _BlockDispatch) -> None:
@@ -454,6 +460,7 @@ class _Recording(TorchDispatchMode):
         self.written: set[BlockOutput] = set()
         self.writes_inputs = False
         self.outdated: list[str] = []
+        self.leaked = False
         self._sources: dict[int, set[BlockOutput]] = {}
         self._alive: list[Tensor] = []
         self._computed: set[int] = set()
@@ -511,6 +518,7 @@ class _Recording(TorchDispatchMode):
                 self.buffers.add(self._buffers[id(leaf)])
             if (key := storage_key(leaf)) in self._stale:
                 self.outdated.append(self._stale[key])
+            self.leaked |= is_fake(leaf) and key not in self._sources and key not in self._computed
 
     def _write(self, key: int) -> None:
         """Note a write in place to a storage."""
