@@ -603,3 +603,49 @@ def own_values(place: str) -> str:
 def test_what_stages_would_compute_apart_is_refused(place: str, words: str) -> None:
     for said in worlds.run(3, own_values, place=place):
         assert said.startswith(f"0 {words}"), said
+
+
+class Narrowing(nn.Linear):
+    """Leaves out a column of its output where it is ``narrow``."""
+
+    narrow = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores = super().forward(inputs)
+        return scores[:, 1:] if self.narrow else scores
+
+
+def changed_form(stage: int) -> str:
+    """What a rank is told after one stage's result has changed its form, where the script lets no rank end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Narrowing(4, 4) for _ in range(3)]).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, data(), batch_size=BATCH, strategy="pipeline:cuts=1+2")
+    try:
+        for inputs, _ in run.microbatches(0):
+            for narrow in (False, False, False, True):
+                model[stage].narrow = narrow
+                with torch.no_grad():
+                    model(inputs)
+    except tutti.errors.TuttiError as error:
+        return f"{type(error).__name__} {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        (0, "a stage's activations are float64 (6, 3) and were float64 (6, 4) for an equal batch"),
+        (2, "the model's output has another form than for equal arguments before"),
+    ],
+)
+def test_a_result_of_another_form_is_told_on_every_stage(stage: int, words: str) -> None:
+    # Not a shared pool: receives that are never completed stay in its process groups.
+    pool = worlds.Pool(3, timeout=120.0)
+    try:
+        said = pool.run(changed_form, stage=stage)
+    finally:
+        pool.close()
+    assert said[stage].startswith(f"UsageError {words}"), said
+    for rank in {0, 1, 2} - {stage}:
+        assert said[rank].startswith(f"PeerError rank {stage} failed, and ") and words in said[rank], said

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
+from tutti.comm.stall import tell_failures
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
 from tutti.parallel.pipeline.second_backward import SecondBackward
@@ -69,6 +70,7 @@ class StagedModel:
         self._recent: dict[tuple[Any, ...], None] = {}
         self._calls = 0
 
+    @tell_failures()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's output on all stages, and return it on every rank.
 
@@ -82,6 +84,7 @@ class StagedModel:
                 ``torch.func``, or with other parameters than the model's own; the model writes an argument in place; or
                 the output is no structure of tensors and numbers, or of another form than for equal arguments before.
                 In backward: ``create_graph=True`` for the parameters' gradients, or a third derivative.
+            PeerError: a rank has ended, or an error on another stage's rank, which the message states, ended its call.
         """
         leaves, structure = tree_flatten((args, kwargs))
         self._check(leaves)
@@ -293,6 +296,7 @@ class _Call:
         """Whether each tensor of the output depends on a parameter or an input that requires a gradient."""
         return [form.learns for form in self.outputs.forms if form.shape is not None]
 
+    @tell_failures()
     def backward_with_graph(
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[SecondBackward, list[Tensor], list[Tensor | None]]:
@@ -312,6 +316,7 @@ class _Call:
         self._gradients = {}
         return back, self._asked, summed
 
+    @tell_failures()
     def second_backward(
         self, back: SecondBackward, gradients: Sequence[Tensor | None], given: Sequence[Tensor], accumulate: bool
     ) -> list[Tensor | None]:
@@ -355,6 +360,7 @@ class _Call:
         if self._compared:
             self._model.compare(gradients, "the script's loss gives the model's output other gradients on each stage")
 
+    @tell_failures()
     def backward(self, gradients: Sequence[Tensor | None], accumulate: bool, keep: bool) -> list[Tensor | None]:
         """Pass the gradients of the outputs back through all stages, and return those of the inputs. Collective.
 
