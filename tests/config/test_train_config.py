@@ -94,6 +94,14 @@ def test_amounts_that_ray_cannot_reserve_are_refused(options: str) -> None:
     assert TrainConfig(devices="2", on="ray:gpus=0.5,cpus=1.5").engine() == RayEngineConfig(gpus=0.5, cpus=1.5)
 
 
+def test_an_address_of_ray_without_a_port_is_refused() -> None:
+    for address in ("10.0.0.1", "10.0.0.1:99999", ":6379", "head:port", "ray://head", "ray//head:10001"):
+        with pytest.raises(UsageError, match=rf"address={address}. Write ray:address=HOST:6379"):
+            TrainConfig(devices="2", on=f"ray:address={address}").engine()
+    for address in ("local", "auto", "10.0.0.1:6379", "[::1]:6379", "ray://head:10001/space", "http://head:8265"):
+        assert TrainConfig(devices="2", on=f"ray:address={address}").engine() == RayEngineConfig(address=address)
+
+
 def test_the_learning_rate_rule_is_parsed_once_and_says_whether_it_adapts() -> None:
     rules = {text: TrainConfig(lr_scale=text) for text in ("none", "linear:base_batch=64", "adascale")}
     assert [config.lr_rule.adaptive for config in rules.values()] == [False, False, True]

@@ -132,7 +132,7 @@ def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path: Path) -> 
     from tutti.config.engine_config import RayEngineConfig
     from tutti.launcher.ray_engine import RayEngine
 
-    for address in ("127.0.0.1:9", "ray://127.0.0.1:9", "127.0.0.1:99999"):
+    for address in ("127.0.0.1:9", "ray://127.0.0.1:9"):
         with pytest.raises(PeerError, match=f"no Ray cluster to run on .{address}"):
             RayEngine(RayEngineConfig(address=address), tmp_path)
 

@@ -16,6 +16,7 @@ _RANGE = re.compile(r"(\d+):(\d+)")
 _LIMIT = re.compile(r"(\d+)([mhd])")
 _SLURM_TIME = re.compile(r"(\d+-)?\d+:\d\d(:\d\d)?")
 _WORD = re.compile(r"[\w.,:@&|*()\[\]+-]+")
+_ENDPOINT = re.compile(r"(?:ray://)?(?:\[[^\]/]+\]|[^:/\[\]]+):(\d{1,6})(?:/.*)?")
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s?")
 
 
@@ -55,7 +56,8 @@ class RayEngineConfig:
         code: ``upload``: Ray copies the working directory to every node; ``shared``: it is at the same path there.
 
     Raises:
-        UsageError: ``cpus`` or ``gpus`` is below 0, both are 0, or ``gpus`` is above 1 and not whole.
+        UsageError: ``cpus`` or ``gpus`` is below 0, both are 0, or ``gpus`` is above 1 and not whole; or ``address``
+            has no port from 1 to 65535.
     """
 
     address: str | None = None
@@ -68,6 +70,14 @@ class RayEngineConfig:
             raise UsageError("--on ray reserves nothing for a device", remedy="give cpus or gpus above 0")
         if self.gpus > 1 and self.gpus % 1:
             raise UsageError(f"--on ray has gpus={self.gpus:g}", remedy="give a whole number, or one below 1")
+        if self.address is not None and self.address not in ("local", "auto"):
+            # Of other schemes, Ray or its plugins know the form.
+            found = _ENDPOINT.fullmatch(self.address)
+            if not (1 <= int(found[1]) < 1 << 16 if found else "://" in self.address.removeprefix("ray://")):
+                raise UsageError(
+                    f"--on ray has address={self.address}",
+                    remedy="write ray:address=HOST:6379, ray:address=ray://HOST:10001 or ray:address=local",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
