@@ -4,6 +4,7 @@
     python benchmarks/ray_cost.py --quick        # does it run? its times mean nothing
     python benchmarks/ray_cost.py --save         # keeps results/DATE-ray-cost.json
     python benchmarks/ray_cost.py --save --ranks 1    # keeps results/DATE-ray-cost-1.json; Ray has the other core
+    python benchmarks/ray_cost.py --save --workloads gpt    # keeps results/DATE-ray-cost-gpt.json
 
 Both launchers start ranks of the same script, one thread each, on one machine whose Ray cluster runs already. Both
 jobs exist at once and step in turn, in blocks of random order, so that a drift of the machine cancels; each workload is
@@ -320,8 +321,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine["load_average_at_the_end"] = os.getloadavg()[0]
     print("start", json.dumps(report["start"]))
     if given.save:
-        name = "ray-cost" if given.ranks == 2 else f"ray-cost-{given.ranks}"
-        (benchmarks / "results" / f"{now.date()}-{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        parts = [str(given.ranks)] if given.ranks != 2 else []
+        parts += given.workloads if set(given.workloads) != set(STEPS) else []
+        name = "-".join([f"{now.date()}-ray-cost", *parts])
+        (benchmarks / "results" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     slow = any(part["above_bar"] for part in report["workloads"].values())
     late = report["start"]["longer_seconds"] > START_BAR
     return 9 if (slow or late) and not given.quick else 0
