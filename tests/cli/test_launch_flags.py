@@ -72,6 +72,11 @@ def test_the_variables_of_torchrun_are_read() -> None:
     ("words", "message"),
     [
         (["--nnodes", "2", "--node-rank", "0"], "--rdzv-endpoint is missing"),
+        (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:"], "--rdzv-endpoint is 'a:'"),
+        (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:99999"], "--rdzv-endpoint is 'a:99999'"),
+        (["--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "0"], "is 'a:0'"),
+        (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "--on", "ray"], "with -H, --hostfile or --on"),
+        (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "-H", "a:2"], "each node starts ranks of its"),
         (["--nnodes", "2", "--rdzv-endpoint", "a:1"], "--node-rank is missing"),
         (["--nnodes", "1:2", "--node-rank", "0", "--rdzv-endpoint", "a:1"], "--nnodes is '1:2'"),
         (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "node 2 of 2"),

@@ -53,7 +53,9 @@ def test_hosts_are_read_and_filled_in_order() -> None:
     assert len(plan_processes(parse_hosts("a:2,b:3"), None, "a", 1)) == 5
 
 
-@pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x:2", "a b:1", "a:1,a:2", "a;rm:1", "a:1,me@a:1"])
+@pytest.mark.parametrize(
+    "text", ["", "a:0", "a:x", "-oProxyCommand=x:2", "a b:1", "a:1,a:2", "a;rm:1", "a:1,me@a:1", "a:1:2"]
+)
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_hosts(text)
@@ -80,6 +82,9 @@ def test_a_host_file_as_of_open_mpi_or_mpich(text: str, hosts: str, tmp_path: Pa
         (b"a slots= 2\n", "the host file has 'a slots= 2'"),
         (b"a cores=2\n", "the host file has 'a cores=2'"),
         (b"a:2 slots=3\n", "the host file has 'a:2 slots=3'"),
+        (b"a slots=2\nb slots=two\n", r"the host file has 'b slots=two' .*hosts:2"),
+        (b"a slots=0\n", "the host file has 'a slots=0'"),
+        (b"a:1:2\n", "the host file has 'a:1:2'"),
         (b"# none\n", "has no host"),
         (b"\xff\xfea", "it is no text in UTF-8"),
     ],

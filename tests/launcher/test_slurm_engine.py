@@ -164,6 +164,8 @@ def test_a_command_that_names_its_run_directory_gets_no_other(
         (["slurm:time=2m", "train", "linear", "--devices", "2"], "time=2m, and asks the run to save 120 s before"),
         (["slurm:time=0-01:00,notice=3600", "train", "linear", "--devices", "2"], "save 3600 s before"),
         (["slurm:partition=a b", "train", "linear", "--devices", "2"], "partition=a b"),
+        (["slurm:memory=lots", "train", "linear", "--devices", "2"], "memory=lots"),
+        (["slurm:memory=-4G", "train", "linear", "--devices", "2"], "memory=-4G"),
         (["slurm:nodes=2", "train", "linear", "--devices", "3"], "shared out equally over 2 nodes"),
         (["slurm", "train", "linear"], "needs --devices"),
         (["slurm", "train", "linear", "--devices", "2", "--optimizer", "adamm"], "adamm"),

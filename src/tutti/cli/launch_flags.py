@@ -116,8 +116,8 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
         flags nor variables name nodes, if the command starts no ranks, or if this process is a rank already.
 
     Raises:
-        UsageError: flags are missing or malformed, contradict ``--devices``, or stand beside ``--dry-run`` or
-            ``--print-config``, which start no ranks.
+        UsageError: flags are missing or malformed, contradict ``--devices``, or stand beside flags of hosts or engines,
+            or beside ``--dry-run`` or ``--print-config``, which start no ranks.
     """
     if words[:1] not in (["train"], ["run"]) or joined(environ):
         return None
@@ -134,6 +134,12 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
     part = read_node_part(flags, environ, count_accelerators("auto", environ) or 1)
     if part is None:
         return None
+    if take_flags(rest, (*_HOSTS, "--on"))[0]:
+        raise UsageError(
+            f"this is node {part.number} of {part.nodes} that run this command, with -H, --hostfile or --on",
+            why="each node starts ranks of its own only",
+            remedy="leave out -H, --hostfile and --on, or --nnodes (PET_NNODES) and the other flags of nodes",
+        )
     wanted = next(iter(devices.values()), "auto")
     if wanted == "auto":
         return part, without

@@ -15,6 +15,7 @@ WAIT = 60.0
 _RANGE = re.compile(r"(\d+):(\d+)")
 _LIMIT = re.compile(r"(\d+)([mhd])")
 _SLURM_TIME = re.compile(r"(\d+-)?\d+:\d\d(:\d\d)?")
+_MEMORY = re.compile(r"\d+[KMGT]?B?", re.IGNORECASE)
 _WORD = re.compile(r"[\w.,:@&|*()\[\]+-]+")
 _ENDPOINT = re.compile(r"(?:ray://)?(?:\[[^\]/]+\]|[^:/\[\]]+):(\d{1,6})(?:/.*)?")
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s?")
@@ -98,8 +99,8 @@ class SlurmEngineConfig:
         requeue: whether Slurm starts the job again after exit code 75 and after the loss of a node.
 
     Raises:
-        UsageError: a number is too small, ``time`` is malformed or no longer than ``notice``, or one of the texts from
-            ``partition`` to ``memory`` is not a single word.
+        UsageError: a number is too small, ``time`` is malformed or no longer than ``notice``, one of the texts from
+            ``partition`` to ``constraint`` is not a single word, or ``memory`` is no size.
     """
 
     nodes: int = 1
@@ -118,9 +119,11 @@ class SlurmEngineConfig:
         for name, least in (("nodes", 1), ("cpus", 1), ("gpus", 0), ("notice", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UsageError(f"--on slurm has {name}={value}", remedy=f"give at least {least}")
-        for name in ("partition", "account", "qos", "constraint", "memory"):
+        for name in ("partition", "account", "qos", "constraint"):
             if (value := getattr(self, name)) is not None and not _WORD.fullmatch(value):
                 raise UsageError(f"--on slurm has {name}={value}", remedy="give one word, without blanks and quotes")
+        if self.memory is not None and not _MEMORY.fullmatch(self.memory):
+            raise UsageError(f"--on slurm has memory={self.memory}", remedy="give a size such as 64G, of a node")
         if self.limit is not None and _slurm_seconds(self.limit) <= self.notice:
             raise UsageError(
                 f"--on slurm has time={self.time}, and asks the run to save {self.notice} s before",

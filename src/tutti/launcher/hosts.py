@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
 
 from tutti.device import COLLECTIVE_VARIABLES, VISIBLE_DEVICES
@@ -87,15 +88,28 @@ def parse_hosts(text: str) -> list[Host]:
     """
     hosts = []
     for part in text.split(","):
-        name, colon, slots = part.strip().rpartition(":")
-        if not colon:
-            name, slots = slots, "1"
-        if not _NAME.fullmatch(name) or not slots.isdecimal() or not int(slots):
+        host = _parse_host(part.strip())
+        if host is None:
             raise UsageError(f"-H has '{part}'", remedy="write HOST:PROCESSES,…, such as host0:2,host1:2")
-        hosts.append(Host(name, int(slots)))
+        hosts.append(host)
     if len({host.address for host in hosts}) < len(hosts):
         raise UsageError(f"-H {text} has a host twice", remedy="give each once, with all its processes")
     return hosts
+
+
+def _parse_host(text: str) -> Host | None:
+    """Parse ``[USER@]HOST[:PROCESSES]``; return None for another form."""
+    name, colon, slots = text.rpartition(":")
+    if not colon:
+        name, slots = slots, "1"
+    if not _NAME.fullmatch(name) or not slots.isdecimal() or not int(slots):
+        return None
+    if ":" in name:
+        try:
+            IPv6Address(name.rpartition("@")[2])
+        except AddressValueError:
+            return None
+    return Host(name, int(slots))
 
 
 def parse_host_file(path: Path) -> str:
@@ -103,8 +117,7 @@ def parse_host_file(path: Path) -> str:
 
     Args:
         path: file with lines ``HOST`` (one slot), ``HOST slots=N`` as Open MPI has them, perhaps with ``max_slots=N``,
-            which has no effect, or ``HOST:N`` as MPICH has them; text after ``#`` and blank lines are skipped. Names
-            and numbers are not checked here: ``parse_hosts`` does.
+            which has no effect, or ``HOST:N`` as MPICH has them; text after ``#`` and blank lines are skipped.
 
     Raises:
         UsageError: the file cannot be read, has no host, or has a line of another form.
@@ -122,13 +135,15 @@ def parse_host_file(path: Path) -> str:
         given = dict(option.replace("-", "_").split("=", 1) for option in options if "=" in option)
         # An address of IPv6 has more than one colon.
         counted = name.count(":") == 1
-        if len(given) < len(options) or given.keys() - {"slots", "max_slots"} or (counted and given):
+        host = name if counted else f"{name}:{given.get('slots', 1)}"
+        odd = len(given) < len(options) or given.keys() - {"slots", "max_slots"} or (counted and given)
+        if odd or _parse_host(host) is None:
             raise UsageError(
                 f"the host file has '{' '.join(words)}'",
                 where=f"{path}:{number}",
                 remedy="write HOST slots=N or HOST:N, one host a line",
             )
-        hosts.append(name if counted else f"{name}:{given.get('slots', 1)}")
+        hosts.append(host)
     if not hosts:
         raise UsageError(f"the host file {path} has no host", remedy="write HOST slots=N, one host a line")
     return ",".join(hosts)

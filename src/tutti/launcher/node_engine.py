@@ -161,8 +161,9 @@ def read_node_part(flags: Mapping[str, str], environ: Mapping[str, str], process
     address, colon, port = (endpoint or "").rpartition(":")
     if not colon:
         address, port = endpoint or value("--master-addr") or "", str(whole("--master-port", 29500))
-    if not address or not port.isdecimal():
-        raise UsageError("--rdzv-endpoint is missing", remedy="give node 0's address and a free port: host0:29500")
+    if not address or not port.isdecimal() or not 1 <= int(port) < 1 << 16:
+        given = "missing" if not (endpoint or address) else f"'{endpoint or f'{address}:{port}'}'"
+        raise UsageError(f"--rdzv-endpoint is {given}", remedy="give node 0's address and a free port: host0:29500")
     counted = value("--nproc-per-node")
     each = processes if counted in (None, "auto", "gpu", "cpu") else whole("--nproc-per-node")
     return NodePart(whole("--nnodes"), whole("--node-rank"), each, address, int(port))

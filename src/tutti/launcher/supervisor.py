@@ -280,7 +280,7 @@ class _Supervisor:
             least = self._job.sizes[0]
             raise UsageError(
                 f"the run needs {counted(least, 'slot')}, and there are {describe_slots(slots)}",
-                remedy="give fewer --devices, or add nodes" if least > 1 else "add a node, or wait for a free one",
+                remedy="give fewer devices, or add nodes" if least > 1 else "add a node, or wait for a free one",
             )
         return size
 
