@@ -179,3 +179,40 @@ def torchrun(folder: Path, verb: str) -> Result:
     program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words[verb])
     with starting(folder, program=program, TUTTI_STEP_TIMEOUT="6", GLOO_SOCKET_IFNAME="lo") as running:
         return running.finish()
+
+
+LOOP = """
+import time
+
+import torch
+import tutti
+
+tutti.init("cpu", timeout=60)
+model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = tutti.prepare(model, optimizer, torch.randn(64, 4), batch_size=8, strategy="{strategy}")
+for epoch in range(10):
+    for batch in run.microbatches(epoch):
+        if tutti.rank() == {rank} and epoch == 0 and run.updates == 4:
+            time.sleep(600)  # here
+        {more}
+        run.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("sharded:stage=3,units=Linear", ""), ("mirrored", "torch.distributed.all_reduce(torch.ones(1))")],
+)
+def test_a_rank_that_sleeps_between_two_steps_is_named(strategy: str, more: str, rank: int, tmp_path: Path) -> None:
+    """The other rank waits in FSDP2's all-gather of the first layer, or in a collective of the script itself."""
+    (tmp_path / "script.py").write_text(LOOP.format(strategy=strategy, more=more, rank=rank))
+    line = 1 + LOOP[: LOOP.index("# here")].count("\n")
+    result = tutti(tmp_path, "run", "-np", "2", "--step-timeout", "5", "script.py")
+    assert result.code == 5, result.err
+    where = rf"in step 5 \(phase compute\), in <module> \(script.py, line {line}\)"
+    assert re.match(rf"tutti: rank {rank} made no progress for \d+ s {where}", result.err), result.err
+    assert result.err.count("tutti: rank") == 1, result.err

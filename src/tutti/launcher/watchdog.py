@@ -295,6 +295,9 @@ def _report(rank: int, stall: Stall, tools: Dumps, parent: int, launched: bool) 
         lane.give_up()
     stacks = tools.stacks(parent)
     frames = dumps.lines_of(stacks, stall.seen.thread)
+    if frames and "/torch/distributed/" in frames[0]:
+        # It waits for a rank in a collective that does not beat: that rank's watchdog shall end the job before.
+        time.sleep(_LOOKING_AROUND)
     directory, log = heartbeat.process.directory(), _log(rank)
     if directory is not None:
         with suppress(OSError):
