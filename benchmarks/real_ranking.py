@@ -100,6 +100,22 @@ IMAGES: Sequence[Plan] = (
     ("central_storage", 2, 16),
     ("parameter_server", 2, None),
 )
+MLP: Sequence[Plan] = (
+    ("single", 1, None),
+    ("single", 1, 128),
+    ("single", 1, 64),
+    ("mirrored:algorithm=native", 2, None),
+    ("mirrored:algorithm=native", 2, 64),
+    ("mirrored:algorithm=tree", 2, None),
+    ("sharded:stage=1", 2, None),
+    ("sharded:stage=1", 2, 64),
+    ("sharded:stage=3", 2, None),
+    ("pipeline:stages=2,micro_batches=4", 2, None),
+    ("central_storage", 2, None),
+    ("central_storage", 2, 64),
+    ("local_sgd:period=4", 2, None),
+    ("parameter_server", 2, None),
+)
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,7 @@ CASES = {
     "gpt": Case("text", "gpt:layers=2", 32, GPT, "the prices were made with these plans known"),
     "deep": Case("text", "gpt:layers=6,width=96,heads=4", 48, DEEP, "these plans prompted no change of the prices"),
     "images": Case("digits", "cnn", 128, IMAGES, "these plans prompted no change of the prices"),
+    "mlp": Case("digits", "mlp:hidden=2048", 512, MLP, "these plans were fixed before the prices that they judge"),
 }
 BENCH = ("device", "links", "collectives", "optimizer", "strategies")
 _SKIPPED = 4
