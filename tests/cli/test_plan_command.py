@@ -6,11 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.faults.commands import tutti
 from tests.planning.test_run_evidence import write_run
+from tutti.cli.plan_answer import PlanLimits
+from tutti.cli.plan_command import _searcher
 from tutti.config.settings import read_file, resolve_config
+from tutti.planning import step_prediction
+from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData
+from tutti.planning.machine_choice import open_machine
+from tutti.planning.planned_run import PlannedRun
 
 A100 = ("--machine", "a100x8", "--precision", "bf16")
 
@@ -132,3 +139,15 @@ def test_bad_input_is_refused_with_the_remedy(words: tuple[str, ...], message: s
     (tmp_path / "f1.json").write_text(json.dumps({**recipe, "draws": [], "basis": "stated"}), encoding="utf-8")
     refused = tutti(write_runs(tmp_path), "plan", "digits", *words)
     assert refused.code == 2 and message in refused.err.lower().replace("--Price", "--price"), refused.err
+
+
+def test_recomputation_is_traced_only_where_a_plan_may_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[set[str]] = []
+    monkeypatch.setattr(step_prediction, "TaskSizes", lambda task, base, choices: traced.append(set(choices)))
+    data = TargetData([MeasuredTarget(8, 1600, 1)], None, {}, "digits")
+    limits = PlanLimits(2, (), None, None, None, 0, None)
+    recomputing = (("activation_checkpointing", "selective"),)
+    measured = PlannedStep(2, 8, "mirrored", 1.0, np.ones(1), {}, "", True, recomputing)
+    for steps in ([], [measured]):
+        _searcher("digits", PlannedRun(), open_machine(A100[1], "bf16", None, None), data, limits, (8,), (), steps)
+    assert traced == [{"none"}, {"none", "selective"}]

@@ -177,7 +177,8 @@ def plan_devices(
 
         costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
         steps = _steps_of_machine(steps, evidence, costs, base.precision, notes)
-        search = _searcher(task if loaded is None else loaded.task, base, costs, data, asked, batches, strategy)
+        subject = task if loaded is None else loaded.task
+        search = _searcher(subject, base, costs, data, asked, batches, strategy, steps)
         if asked.device_memory is None:
             notes.append("memory is not checked, and recomputation not tried, without --device-memory")
     found = search(steps)
@@ -348,6 +349,7 @@ def _searcher(
     asked: PlanLimits,
     batches: Sequence[int],
     strategies: Sequence[str],
+    measured: Sequence[PlannedStep],
 ) -> Callable[[list[PlannedStep]], PlanCandidates]:
     """Return a search over all plans of a machine, given the measured steps.
 
@@ -359,15 +361,17 @@ def _searcher(
         asked: limits of the plan.
         batches: global batches to plan, in samples.
         strategies: to plan; empty for those that a plan searches by itself.
+        measured: steps of runs, whose activation checkpointing is traced too.
     """
     from tutti.planning.plan_candidates import PlanCandidates, is_single_update
     from tutti.planning.plan_search import STRATEGIES, StepPricer, calibrate, plan_choices, search_plans
     from tutti.planning.step_prediction import TaskSizes
 
     own = base.activation_checkpointing
-    tried = (*([own] if own != "none" else []), *(("blocks", "selective") if base.compile_choice is None else ()))
-    pricer = StepPricer(TaskSizes(task, base, tried), base, costs)
     # Recomputation saves memory alone: without a limit no plan with it can win.
+    recomputing = asked.device_memory is not None and base.compile_choice is None
+    tried = [own, *(str(dict(step.options).get("activation_checkpointing", own)) for step in measured)]
+    pricer = StepPricer(TaskSizes(task, base, [*tried, *(("blocks", "selective") if recomputing else ())]), base, costs)
     checkpointing = pricer.checkpointing() if asked.device_memory is not None else (own,)
     searched = [s for s in strategies or STRATEGIES if is_single_update(s)]
 
