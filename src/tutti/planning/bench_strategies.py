@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,10 +27,13 @@ from tutti.tasks.gpt import gpt
 from tutti.workload.bench_timing import Findings
 
 _LAYERS, _MICRO_BATCHES = (2, 6), (1, 4)
-_WARM, _STEPS = 4, 24
+_WARM, _STEPS, _ROUNDS = 4, 16, 2
 _TOKENS, _VOCABULARY, _SAMPLES = 8, 16, 64
 _OPTIMIZER = "adam:lr=0.001"
 _WRAPPED = ("sharded-2", "sharded-3")
+_PARTS = ("step", "tensor", "micro_batch", "unit")
+_Run = tuple[int, int]
+"""Layers of the tiny model, and micro-batches of a step."""
 
 
 @dataclass(frozen=True)
@@ -66,43 +73,61 @@ def bench_strategies(world: World, found: Findings) -> None:
 
     A tiny GPT, whose kernels take next to no time, is trained with each strategy for a few steps, with 2 and 6 layers
     and 1 and 4 micro-batches. From the CPU seconds of the main thread, which do not count while it sleeps, those of the
-    same passes and update without tutti are subtracted. What is left is a + b·micro-batches + layers·(c +
-    d·micro-batches). Collective over all ranks; one rank measures the strategy ``single``, two all others.
+    same passes and update without tutti are subtracted. What is left is a + b·tensors + (c + d·units)·micro-batches,
+    with a rank's parameter tensors, which are the units too but for FSDP: there they are wrapped modules. Each run is
+    measured twice, and the faster counts. Collective over all ranks; one rank measures the strategy ``single``, two all
+    others.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device.
-        found: receives figures in seconds: ``strategy/NAME/step`` (a), ``strategy/NAME/micro_batch`` (b),
-            ``strategy/NAME/tensor`` (c divided by the number of a layer's parameter tensors) and ``strategy/NAME/unit``
-            (d divided by the same number; with FSDP, which wraps layers, d itself). Figures below 0 become 0.
+        found: receives figures in seconds, none negative: ``strategy/NAME/step`` (a), ``strategy/NAME/tensor`` (b),
+            ``strategy/NAME/micro_batch`` (c) and ``strategy/NAME/unit`` (d).
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
     for subject in (_SINGLE,) if ranks == 1 else _SUBJECTS:
-        excess: dict[tuple[int, int], float] = {}
-        for layers in _LAYERS:
-            for parts in _MICRO_BATCHES:
+        whole, by_hand = defaultdict[_Run, float](lambda: inf), defaultdict[_Run, float](lambda: inf)
+        # Another process disturbs all runs of one round.
+        for _ in range(_ROUNDS):
+            for layers, parts in product(_LAYERS, _MICRO_BATCHES):
                 here = parts * (ranks if subject.data else 1)
                 passes, update = _by_hand(layers, parts)
-                whole = _trained(subject.strategy.format(parts), layers, here)
+                seconds = _trained(subject.strategy.format(parts), layers, here)
                 # A run's watches of its script last until it is collected, and would slow the next one down.
                 gc.collect()
-                mine = torch.tensor([whole - subject.layers * passes - subject.update * update], dtype=torch.float64)
-                excess[layers, parts] = float(torch.stack(group.all_gather(mine, "seconds of a strategy")).mean())
-        for part, seconds in _fitted(excess, wrapped=subject.name in _WRAPPED).items():
+                mine = torch.tensor([seconds, subject.layers * passes + subject.update * update], dtype=torch.float64)
+                means = torch.stack(group.all_gather(mine, "seconds of a strategy")).mean(dim=0)
+                for seconds_of, mean in zip((whole, by_hand), means.tolist(), strict=True):
+                    seconds_of[layers, parts] = min(seconds_of[layers, parts], mean)
+        for part, seconds in _fitted(whole, by_hand, subject).items():
             found.add(f"strategy/{subject.name}/{part}", "s", [seconds])
 
 
-def _fitted(excess: dict[tuple[int, int], float], wrapped: bool) -> dict[str, float]:
-    """Return the seconds a step, micro-batch, tensor and unit of excesses by (layers, micro-batches)."""
-    (few, many), (one, more) = _LAYERS, _MICRO_BATCHES
-    grown = excess[many, more] - excess[few, more] - excess[many, one] + excess[few, one]
-    layer = grown / (many - few) / (more - one)
-    micro = (excess[few, more] - excess[few, one]) / (more - one) - few * layer
-    held = (excess[many, one] - excess[few, one]) / (many - few) - one * layer
-    step = excess[few, one] - one * micro - few * (held + one * layer)
-    number = sum(1 for _ in _model(1).get_submodule("block1").parameters())
-    found = {"step": step, "micro_batch": micro, "tensor": held / number, "unit": layer / (1 if wrapped else number)}
-    return {name: max(0.0, seconds) for name, seconds in found.items()}
+def _fitted(whole: Mapping[_Run, float], by_hand: Mapping[_Run, float], subject: _Subject) -> dict[str, float]:
+    """Return the seconds a step, tensor, micro-batch and unit, none negative, that fit the excesses of all runs best.
+
+    A run's weight is 1 over its seconds, because its error grows with them: the small runs, whose excess is no small
+    difference of large numbers, decide.
+
+    Args:
+        whole: CPU seconds of a step by number of layers and of micro-batches.
+        by_hand: CPU seconds of the same passes and update without tutti.
+        subject: the strategy.
+    """
+    runs = [*whole]
+    tensors = {layers: subject.layers * sum(1 for _ in _model(layers).parameters()) for layers, _ in runs}
+    units = {layers: layers if subject.name in _WRAPPED else tensors[layers] for layers, _ in runs}
+    table = np.array([[1, tensors[layers], parts, units[layers] * parts] for layers, parts in runs], dtype=float)
+    excess, weights = np.array([[whole[run] - by_hand[run], 1 / whole[run]] for run in runs]).T
+    found, error = np.zeros(len(_PARTS)), inf
+    # Of the best fits by some of the causes, the best that is nowhere negative solves the non-negative least squares.
+    for used in product((False, True), repeat=len(_PARTS)):
+        fit, chosen = np.zeros(len(_PARTS)), np.array(used)
+        fit[chosen] = np.linalg.lstsq(weights[:, None] * table[:, chosen], weights * excess, rcond=None)[0]
+        left = float(np.sum((weights * (table @ fit - excess)) ** 2))
+        if fit.min() >= 0 and left < error:
+            found, error = fit, left
+    return dict(zip(_PARTS, found.tolist(), strict=True))
 
 
 def _model(layers: int) -> nn.Sequential:
