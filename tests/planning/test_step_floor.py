@@ -43,6 +43,7 @@ def cut(step: StepFacts, *sizes: int) -> StepFacts:
 
 PLANS = [
     ("single", 1, ()),
+    ("mirrored", 2, ()),
     ("mirrored:algorithm=native,bucket_mb=1", 2, ()),
     ("mirrored:algorithm=ring,bucket_mb=1", 2, ()),
     ("mirrored:algorithm=native", 8, ()),
@@ -87,7 +88,15 @@ def test_no_draw_of_a_program_is_below_its_bound(
 
 @pytest.mark.parametrize(
     "strategy",
-    ["single", "mirrored:algorithm=ring", "sharded:stage=1", "sharded:stage=2", "sharded:stage=3", "tensor"],
+    [
+        "single",
+        "mirrored",
+        "mirrored:algorithm=ring",
+        "sharded:stage=1",
+        "sharded:stage=2",
+        "sharded:stage=3",
+        "tensor",
+    ],
 )
 def test_the_bound_is_the_step_where_nothing_overlaps(strategy: str) -> None:
     devices = 1 if strategy == "single" else 2

@@ -150,6 +150,31 @@ def test_schedules_follow_backward_and_the_backend_overlaps_it() -> None:
     )
 
 
+def test_cpus_of_one_node_sum_in_memory_after_backward() -> None:
+    step, rate = facts(4, elements=1_000_000), 1e8
+    slow = replace(machine(), curves={**machine().curves, "device/copy": line(rate)})
+    prices = MeasuredCosts(slow, "fp32", Network(2))
+    prices.overlaps = False
+    vectors = program_of(step, run("mirrored:algorithm=ring", 2), prices).vectors
+    # Two ranks: a copy of the whole vector, three accesses to a half for its sum, and a copy of a half.
+    summed = sum((2 + 3 / 2 + 2 / 2) * vector.bytes / rate for vector in vectors)
+    for strategy in ("mirrored", "mirrored:algorithm=shared_memory"):
+        assert seconds_of(step, run(strategy, 2), prices) == pytest.approx(0.096 + summed + 4e-3)
+
+
+def test_other_devices_do_not_sum_in_memory() -> None:
+    step, several, accelerators = facts(2), costs(between=LINK), costs()
+    several.overlaps = False
+    native = seconds_of(step, run("mirrored:algorithm=native", 4), several)
+    assert seconds_of(step, run("mirrored", 4), several) == native
+    assert seconds_of(step, run("mirrored:bucket_mb=25", 2), several) == seconds_of(
+        step, run("mirrored:algorithm=native,bucket_mb=25", 2), several
+    )
+    for prices, devices in ((several, 4), (accelerators, 2)):
+        with pytest.raises(UsageError, match="algorithm=native"):
+            seconds_of(step, run("mirrored:algorithm=shared_memory", devices), prices)
+
+
 def test_sharding_sends_rows_and_updates_a_part() -> None:
     step = facts(2, elements=1_000_000)
     whole, each = 4e6 / LINK.beta, LINK.alpha

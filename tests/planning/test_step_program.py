@@ -83,7 +83,6 @@ def test_the_slowest_of_more_ranks_is_slower_and_one_is_typical() -> None:
         ("local_sgd:post=2ep", "Leave out post"),
         ("hybrid:shards=2,stages=2", "Leave out shards"),
         ("hybrid:shards=2,stage=3,tensor=2", "Take stage=1"),
-        ("mirrored:algorithm=shared_memory", "algorithm=native"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_by_name(strategy: str, word: str) -> None:

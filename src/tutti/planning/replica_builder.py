@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 
 from tutti.config.sync_config import AllReduceConfig, DiLoCoConfig, LocalSGDConfig
+from tutti.errors import UsageError
 from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.planning.collective_laws import schedule_seconds
 from tutti.planning.monte_carlo import DRAWS
@@ -40,17 +41,43 @@ from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, Operator
 
 READ_WRITE = 3
 """Bytes that adding one tensor to another moves, over the bytes of one: two reads and a write."""
+BARRIERS = "barriers in shared memory take no time besides the waiting for the slowest rank"
+"""A guess of every sum in shared memory, to be printed."""
 _SHOWN = 64
 """Micro-batches that a program has one by one; more are one action, because nothing happens between them."""
+
+
+def sums_in_memory(costs: StepCosts, exchange: AllReduceConfig, devices: int) -> bool:
+    """Return whether data ranks add up their gradients in shared memory, as CPUs of one node do by default.
+
+    Args:
+        costs: whether the devices are CPUs, and how many of them are on a node.
+        exchange: options of gradient synchronisation.
+        devices: number of devices of all data ranks.
+
+    Raises:
+        UsageError: the options ask for shared memory, which these devices do not have.
+    """
+    if exchange.algorithm not in ("auto", "shared_memory") or exchange.wire != "fp32" or exchange.bucket_mb is not None:
+        return False
+    shared = not costs.overlaps and costs.network.nodes(devices) == 1
+    if exchange.algorithm == "shared_memory" and not shared:
+        raise UsageError(
+            "these devices cannot share memory",
+            why="they are on several nodes, or are accelerators",
+            remedy="take algorithm=native",
+        )
+    return shared
 
 
 def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, size: float, apart: int = 1) -> Array:
     """Predict the seconds of the all-reduce of one gradient vector over the data ranks.
 
+    In shared memory each rank copies its vector into its slot, adds up one slice of all slots, and copies the sum back.
+
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        exchange: options of gradient synchronisation; read is ``schedule``, the name of
-            the all-reduce algorithm, such as ``ring``; None for the backend's own.
+        exchange: options of gradient synchronisation; read are the algorithm and what excludes shared memory.
         ranks: number of data ranks.
         size: bytes of the vector.
         apart: stride in devices from one data rank to the next, which is the number of devices of a replica.
@@ -62,6 +89,11 @@ def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, 
     Raises:
         UsageError: the machine's data lack the collective or the cost of a link.
     """
+    if ranks > 1 and sums_in_memory(costs, exchange, ranks * apart):
+        costs.note(BARRIERS)
+        slices = (ranks - 1) / ranks * size
+        packed, added = copy_seconds(costs, 2 * size, 1), copy_seconds(costs, READ_WRITE * slices, ranks - 1, "other")
+        return packed + added + copy_seconds(costs, 2 * slices, ranks - 1)
     if exchange.schedule is None:
         return costs.collective("all_reduce", ranks, size, apart)
     devices, node = ranks * apart, costs.within()
@@ -251,7 +283,7 @@ class ReplicaBuilder:
         The step has the passes of all micro-batches, the all-reduces over the data ranks and the update; with tensor
         ranks also their collectives in the passes, broadcasts of the gradients that each of them holds whole, and an
         all-reduce of the gradient norm over the replica's devices. All-reduces by the communication backend's own
-        algorithm overlap backward; those by another algorithm follow backward.
+        algorithm overlap backward; those by another algorithm, and sums in shared memory, follow backward.
 
         Args:
             exchange: options of gradient synchronisation: ``schedule`` (all-reduce
@@ -649,13 +681,10 @@ class ReplicaBuilder:
         ready = {g.name: g.ready for g in self.facts.workload.groups}
         last = complete = len(program.actions) - 1
         needs: list[int] = []
-        if exchange.algorithm == "auto" and not self.costs.overlaps:
-            self.costs.note(
-                "algorithm=auto is priced as the backend's all-reduce; processes of one node sum in shared "
-                "memory, which tutti bench does not measure"
-            )
+        # Of sums in shared memory the copies into it overlap backward, but take the same core.
+        after_backward = exchange.schedule is not None or sums_in_memory(self.costs, exchange, ranks * self.apart)
         for number, vector in enumerate(program.vectors):
-            if exchange.schedule is not None:
+            if after_backward:
                 complete = last
             elif vector.parameters:
                 # As in a run, which sends a bucket within backward: a delay after the passes holds none of them back.

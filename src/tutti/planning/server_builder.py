@@ -26,7 +26,7 @@ from tutti.parallel.parameter_server.server_flows import ServerFlow, async_step_
 from tutti.parallel.parameter_server.server_partition import ServerPlan, Size, plan_servers
 from tutti.planning.host_prices import HostPrices
 from tutti.planning.monte_carlo import DRAWS
-from tutti.planning.replica_builder import READ_WRITE, ReplicaBuilder
+from tutti.planning.replica_builder import BARRIERS, READ_WRITE, ReplicaBuilder
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_facts import TensorFacts
 from tutti.planning.step_program import COMMUNICATION, StepAction, StepProgram
@@ -184,7 +184,7 @@ class ServerBuilder(ReplicaBuilder):
         if host.apart:
             last = self.message(program, host.moved(whole), (last,), "gradients to the host")
         if ranks > 1:
-            self.costs.note("barriers in shared memory take no time besides the waiting for the slowest rank")
+            self.costs.note(BARRIERS)
             program.between_ranks = central_links(tensors, ranks)
             owner = owners([t.bytes for t in tensors], ranks)
             owned = [[t for t, rank in zip(tensors, owner, strict=True) if rank == own] for own in range(ranks)]

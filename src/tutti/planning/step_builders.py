@@ -64,7 +64,7 @@ def _micro_batches_of_rank(batch: int, workers: int, ranks: int, micro: int | No
 def check_buildable(config: PlannedRun) -> None:
     """Raise UsageError if the simulator cannot build the training step of a run with its strategy and options.
 
-    Refused are ``algorithm=shared_memory`` of an all-reduce; ``offload`` and ``param_dtype`` of sharding; ``backup``
+    Refused are ``offload`` and ``param_dtype`` of sharding; ``backup``
     workers of parameter servers; ``post`` of local SGD; ``--reproducible``; a ``--batch-norm`` other than ``worker``;
     and what ``check_split`` (layers split over tensor ranks) and ``check_delays`` (``--slow``) refuse.
 
@@ -75,13 +75,6 @@ def check_buildable(config: PlannedRun) -> None:
     exchange = config.choice.exchange
     check_split(config)
     check_delays(config)
-    if isinstance(exchange, AllReduceConfig) and exchange.algorithm == "shared_memory":
-        raise UsageError(
-            "sums in shared memory cannot be simulated",
-            where=where,
-            why="tutti bench measures no such sum",
-            remedy="take algorithm=native, or an algorithm with a schedule: ring, tree, halving, hierarchical, central",
-        )
     if isinstance(exchange, RowsConfig) and (exchange.offload or exchange.param_dtype):
         raise UsageError(
             "offload and param_dtype cannot be simulated",

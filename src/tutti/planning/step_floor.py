@@ -24,6 +24,7 @@ from tutti.planning.replica_builder import (
     message_seconds,
     micro_batch_overhead,
     pass_messages,
+    sums_in_memory,
 )
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import rank_micro_batches, slowness, typical_computing
@@ -146,7 +147,7 @@ class _Floor:
             return self._of(computed + update, self.computing + update)
         sums = self._sums(exchange, ranks)
         total = sums.sum(axis=0)
-        if exchange.schedule is not None:
+        if exchange.schedule is not None or sums_in_memory(self.costs, exchange, ranks * self.shape["tensor"]):
             return self._of(computed + total + update, self.computing + update)
         last = [samples for worker in parts for samples in worker][-1]
         hidden = self.prices.total("backward", last, self.config.activation_checkpointing) * self.slow
