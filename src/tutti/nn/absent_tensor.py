@@ -177,5 +177,5 @@ def _refuse(tensor: _Absent | type[_Absent]) -> NoReturn:
         where=script_line(),
         why=f"its numbers are {tensor.place}",
         remedy="take run.state() for the whole model, run.evaluate(…) for its results, ema=… for an average of its "
-        "weights and init_from=… for other weights; or --strategy mirrored",
+        "weights and init_from=… for other weights; or strategy='mirrored'",
     )

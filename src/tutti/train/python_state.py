@@ -70,10 +70,10 @@ def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
 class PythonState:
     """What Python's objects hold now that a model's forward and a loss function may change.
 
-    Held are the Python attributes and hooks of the modules, and the variables that ``function`` reads with the objects in them.
-    ``restore`` binds each attribute or variable again to the object that it had, and gives lists, dicts, sets, small
-    tensors and arrays the elements that they had, and random generators their states. Modules that ``function`` reads
-    get their buffers back.
+    Held are the Python attributes and hooks of the modules, and the variables that ``function`` reads with the objects
+    in them. ``restore`` binds each attribute or variable again to the object that it had, and gives lists, dicts, sets,
+    small tensors and arrays the elements that they had, and random generators their states. Modules that ``function``
+    reads get their buffers back.
 
     Args:
         parts: modules, whose submodules are included.

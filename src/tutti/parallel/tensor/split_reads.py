@@ -513,7 +513,7 @@ def _refuse_in_optimizer(name: str, method: str) -> NoReturn:
         where=script_line(),
         why="only the step() of an optimizer that tutti.prepare was given gets slices of parameters and of gradients",
         remedy="give the optimizer to tutti.prepare, write other methods' code into the loop over model.parameters(),"
-        " or take --strategy mirrored",
+        " or take strategy='mirrored'",
     )
 
 
