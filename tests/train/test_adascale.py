@@ -200,10 +200,10 @@ def test_the_same_bits_on_any_devices_and_resumed_on_others(tmp_path: Path) -> N
         for others, other in ((1, "single"), (3, "mirrored")):
             assert worlds.run(others, resumed, strategy=other, folder=folder) == [want] * others
     for said in worlds.run(2, resumed, strategy="mirrored", folder=folder, lr_scale="none"):
-        assert "the checkpoint was made with --lr-scale adascale" in said
+        assert "the checkpoint was made with lr_scale='adascale'" in said
     worlds.run(1, whole, strategy="single", folder=str(tmp_path / "plain"), lr_scale="none")
     for said in worlds.run(2, resumed, strategy="mirrored", folder=str(tmp_path / "plain")):
-        assert "the checkpoint was made without --lr-scale adascale" in said
+        assert "the checkpoint was made without lr_scale='adascale'" in said
 
 
 def weight() -> nn.Linear:

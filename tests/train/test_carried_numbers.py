@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import tutti
@@ -239,3 +239,41 @@ def kept_in_a_file() -> Any:
 def test_numbers_that_a_script_keeps_are_plain_once_they_are_not_followed() -> None:
     [(found, kinds)] = worlds.run(1, kept_in_a_file)
     assert kinds == {float} and len(found["losses"]) == 8
+
+
+_SCHEDULE = {"calls": 0}
+
+
+class Scheduled(nn.Module):
+    """A model whose forward counts its calls in a global variable, as a warm-up by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        _SCHEDULE["calls"] += self.training
+        found: Tensor = self.inner(inputs)
+        return found
+
+
+def counted_calls() -> int:
+    """Return how many forwards in training a model has counted whose loss keeps a log, on a rank of several workers."""
+    _SCHEDULE["calls"] = 0
+    torch.manual_seed(0)
+    model, log = Scheduled(), list[float]()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        found = functional.cross_entropy(model(batch[0]), batch[1])
+        log.append(found.item())
+        return found
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, dataset(), loss, workers=WORKERS, batch_size=12, seed=0)
+    before, steps = _SCHEDULE["calls"], [run.step(batch) for batch in run.epoch(0)]
+    assert len(log) == WORKERS * len(steps)
+    return _SCHEDULE["calls"] - before - WORKERS * len(steps)
+
+
+def test_trials_of_a_loss_leave_no_trace_in_what_the_model_s_forward_counts() -> None:
+    assert worlds.run(1, counted_calls) == [0]

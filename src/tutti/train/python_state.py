@@ -70,10 +70,10 @@ def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
 class PythonState:
     """What Python's objects hold now that a model's forward and a loss function may change.
 
-    Held are the Python attributes and hooks of the modules, and the variables that ``function`` reads with the objects
-    in them. ``restore`` binds each attribute or variable again to the object that it had, and gives lists, dicts, sets,
-    small tensors and arrays the elements that they had, and random generators their states. Modules that ``function``
-    reads get their buffers back.
+    Held are the Python attributes and hooks of the modules, and the variables that their forwards and ``function`` read
+    with the objects in them. ``restore`` binds each attribute or variable again to the object that it had, and gives
+    lists, dicts, sets, small tensors and arrays the elements that they had, and random generators their states. Modules
+    that ``function`` reads get their buffers back.
 
     Args:
         parts: modules, whose submodules are included.
@@ -104,8 +104,10 @@ class PythonState:
         return list(dict.fromkeys(name for change in self._changes if (name := change())))
 
     def _attributes_and_hooks(self, module: nn.Module) -> None:
-        """Keep the attributes and hooks of a module, without those of its submodules."""
+        """Keep the attributes and hooks of a module, and what its forward reads, without those of its submodules."""
         self._attributes(module, _DEPTH, _OF_MODULES)
+        if _is_scripts(type(module)):
+            self._function(type(module).forward, _DEPTH)
         self._restores += [partial(_refill, table, dict(table)) for table in hook_tables(module).values()]
 
     def _attributes(self, holder: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
