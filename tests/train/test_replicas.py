@@ -190,8 +190,8 @@ def loss(model, batch):
     global STEPS
     STEPS += model.training
     if RANK == 1 and STEPS == {step}:
-        with torch.no_grad():
-            model[2].weight.view(-1)[3] += 1e-3
+        # Memory that fails changes no version counter.
+        model[2].weight.detach().numpy().reshape(-1)[3] += 1e-3
     inputs, labels = batch
     return nn.functional.cross_entropy(model(inputs), labels)
 """

@@ -235,6 +235,8 @@ class AllReduceSync:
                 is sparse without its module's attribute ``sparse``.
         """
         self._buffers.finish()
+        # Before the exchange: behind it other ranks may update parameters that all of a node share.
+        step_context.written()
         sums = self._reducer.finish(step_context, self._counting.take())
         self._share_copies()
         whole = mean_factor(divisor_of_backward(step_context), sums.samples)
