@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -277,3 +279,31 @@ def counted_calls() -> int:
 
 def test_trials_of_a_loss_leave_no_trace_in_what_the_model_s_forward_counts() -> None:
     assert worlds.run(1, counted_calls) == [0]
+
+
+def kept_longer_than_its_run() -> Any:
+    """Make one update, and keep a number of its first micro-batch; return it with a reference to the model."""
+
+    def train_once() -> tuple[float, weakref.ref[Any]]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = tutti.prepare(model, optimizer, dataset(), workers=WORKERS, batch_size=12, seed=0)
+        first: Any = None
+        for inputs, targets in run.microbatches(0):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(inputs), targets)
+            first = loss.item() if first is None else first
+            run.backward(loss)
+            optimizer.step()
+            if run.stepped:
+                break
+        return first, weakref.ref(model)
+
+    number, model = train_once()
+    gc.collect()
+    return float(number), model() is None
+
+
+def test_a_number_that_a_script_keeps_does_not_keep_the_run() -> None:
+    [(number, freed)] = worlds.run(1, kept_longer_than_its_run)
+    assert number > 0 and freed

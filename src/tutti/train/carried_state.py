@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ref
 
 import torch
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import buffers
 from tutti.torch_compat import functorch_level, is_compiled, tensor_version, tree_leaves, tree_map, view_base
-from tutti.train.followed_numbers import FollowedFloat, FollowedInt, followed, make_plain
+from tutti.train.followed_numbers import FollowedFloat, FollowedInt, FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -35,6 +35,39 @@ _WITH_INTS = frozenset(
 _Place: TypeAlias = tuple[int, int]
 _Origins: TypeAlias = dict[_Place, str]
 """Worker and micro-batch of the samples from which a tensor was computed, and the line where they met another's."""
+
+
+def worker_place(micro_batch: MicroBatch, run: Run) -> tuple[int, int]:
+    """Return the logical worker of a micro-batch; with its number where several ranks share the workers.
+
+    Values may pass between micro-batches of one place. Micro-batches of a worker on several ranks have no order.
+
+    Args:
+        micro_batch: the micro-batch.
+        run: the run.
+
+    Returns:
+        (worker, micro-batch), where the second number is 0 for workers of one rank.
+    """
+    return micro_batch.worker, micro_batch.micro if run.feed.contract.shared else 0
+
+
+def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
+    """Raise UsageError for a loss that depends on what the script has kept from another logical worker's samples.
+
+    Args:
+        run: the run.
+        what: the error message's first sentence.
+        where: the script's line, or the function, that has kept it.
+    """
+    raise UsageError(
+        what,
+        where=f"step {run.clock + 1}, {where}",
+        why="this rank computes several logical workers in turn, and each would get the values of the one before",
+        remedy="keep the values in a buffer of the model, of which each worker has its own (of a loss module, too, by"
+        f" tutti.prepare([model, loss], …)); or take as many workers as data ranks ({run.context.grid.data_ranks}), no"
+        " micro_batch",
+    )
 
 
 class CarriedState:
@@ -139,7 +172,7 @@ class CarriedValues(TorchFunctionMode):
     workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
     global batches through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist`` through
     arithmetic (``FollowedFloat``). It changes no call and is not collective. What passes through ``float()``, ``math``
-    or NumPy is not followed, nor are compiled modules, models split over ranks.
+    or NumPy is not followed; compiled modules and models split over ranks are not watched.
 
     Args:
         run: the run.
@@ -149,6 +182,8 @@ class CarriedValues(TorchFunctionMode):
         super().__init__()
         self._run, self._batches, self._left = run, 0, 0
         self._here: _Place | None = None
+        mode = ref(self)  # a script that keeps a number keeps no run
+        self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._here is not None)
         self._leaves: dict[int, tuple[ref[Tensor], _Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found: dict[StorageWeakRef, _Origins] = {}
@@ -167,6 +202,7 @@ class CarriedValues(TorchFunctionMode):
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         if self._batches > _WATCHED or self._left < 2:
             self._leaves, self._given, self._found = {}, set(), {}
+            self._numbers.make_plain()
             return False
         # Messages of a split model pass through memory that all micro-batches use.
         whole = run.context.comms.model.size == 1
@@ -209,8 +245,7 @@ class CarriedValues(TorchFunctionMode):
             micro_batch: the micro-batch, whose logical worker is read.
             batch: its samples, as the code gets them.
         """
-        # A worker whose micro-batches several ranks share has no order of them.
-        self._here = micro_batch.worker, micro_batch.micro if self._run.feed.contract.shared else 0
+        self._here = worker_place(micro_batch, self._run)
         self._leaves = {key: (leaf, place) for key, (leaf, place) in self._leaves.items() if leaf() is not None}
         self._found = {storage: origins for storage, origins in self._found.items() if not storage.expired()}
         for leaf in tree_leaves(batch):
@@ -232,7 +267,7 @@ class CarriedValues(TorchFunctionMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._left -= 1
             if self._batches == _WATCHED and not self._left:
-                make_plain()
+                self._numbers.make_plain()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -265,14 +300,8 @@ class CarriedValues(TorchFunctionMode):
         line = next((line for place, line in self._origins([total]).items() if place != self._here), None)
         if line is None:
             return
-        ranks = self._run.context.grid.data_ranks
-        raise UsageError(
-            "the loss of a micro-batch depends on samples of another one, from which the script has kept values",
-            where=f"step {self._run.clock + 1}, {line}",
-            why="this rank computes several logical workers in turn, and each would get the values of the one before",
-            remedy="keep the values in a buffer of the model, of which each worker has its own (of a loss module, too,"
-            f" by tutti.prepare([model, loss], …)); or take as many workers as data ranks ({ranks}), no micro_batch",
-        )
+        what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
+        refuse_carried(self._run, what, line)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -299,7 +328,7 @@ class CarriedValues(TorchFunctionMode):
         result = func(*args, **kwargs)
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
         if func in (Tensor.item, Tensor.tolist) and origins:
-            return tree_map(lambda value: followed(value, origins, lambda: self._here is not None), result)
+            return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if overwrites and _is_plain(args[0]) and args[0].nbytes == args[0].untyped_storage().nbytes():
             self._found.pop(StorageWeakRef(args[0].untyped_storage()), None)

@@ -7,100 +7,126 @@ import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType
-from typing import Any, TypeAlias
+from typing import Any
 
+_FEW = 200
+"""Most objects whose containers Python looks for by itself."""
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
 
 class FollowedFloat(float):
-    """A float whose results of arithmetic have its origins; ``followed`` makes it. A copy or pickle is a float."""
+    """A float whose results of arithmetic have its origins; ``FollowedNumbers`` makes it. A copy or pickle is a float.
+
+    Attributes:
+        origins: for each place (worker, micro-batch) of whose samples the number was computed, a line of the script.
+        group: the object that made the number.
+    """
 
     origins: Mapping[Any, str]
-    is_followed: Callable[[], bool]
+    group: FollowedNumbers
 
     def __reduce__(self) -> Any:
         return float, (float(self),)
 
 
 class FollowedInt(int):
-    """An int whose results of arithmetic have its origins; ``followed`` makes it. A copy or pickle is an int."""
+    """An int whose results of arithmetic have its origins; ``FollowedNumbers`` makes it. A copy or pickle is an int.
+
+    Attributes:
+        origins: for each place (worker, micro-batch) of whose samples the number was computed, a line of the script.
+        group: the object that made the number.
+    """
 
     origins: Mapping[Any, str]
-    is_followed: Callable[[], bool]
+    group: FollowedNumbers
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
 
-_Number: TypeAlias = FollowedFloat | FollowedInt
-_made: list[_Number] = []
-"""The numbers of ``followed`` since the last ``make_plain``."""
-
-
-def followed(value: Any, origins: Mapping[Any, str], is_followed: Callable[[], bool]) -> Any:
-    """Return a number that has the given origins, and gives them to each result of arithmetic with it.
+class FollowedNumbers:
+    """Makes numbers that remember their origins, and replaces them by plain numbers at the end.
 
     Args:
-        value: a float or an int; a value of another type is returned as it is.
-        origins: logical workers of which samples the number was computed.
-        is_followed: whether results are to have origins still; if not, they are plain numbers.
+        is_followed: returns whether results of arithmetic are to have origins now; if not, they are plain numbers. A
+            script may keep numbers, and with them this function, longer than its run.
     """
-    kinds: dict[type, type[FollowedFloat] | type[FollowedInt]] = {float: FollowedFloat, int: FollowedInt}
-    kind = kinds.get(type(value))
-    if kind is None:
-        return value
-    number = kind(value)
-    number.origins, number.is_followed = origins, is_followed
-    _made.append(number)
-    return number
 
+    def __init__(self, is_followed: Callable[[], bool]) -> None:
+        self.is_followed = is_followed
+        self._made: list[FollowedFloat | FollowedInt] = []
 
-def make_plain() -> None:
-    """Replace the numbers of ``followed`` that a script keeps in lists, dicts, objects and closures by plain numbers.
+    def follow(self, value: Any, origins: Mapping[Any, str]) -> Any:
+        """Return a number that has the given origins, and gives them to each result of arithmetic with it.
 
-    To be called once no number is followed any more: files of ``torch.save`` are to hold floats, which the loading of
-    weights alone accepts. Local variables, and tuples that are not elements of such containers, keep them.
-    """
-    pairs = [(number, _plain(number)) for number in _made]
-    _made.clear()
-    _replace(pairs, depth=3)
+        Args:
+            value: a float or an int; a value of another type is returned as it is.
+            origins: for each place (worker, micro-batch) of whose samples the number was computed, a line of the
+                script.
+        """
+        kinds: dict[type, type[FollowedFloat] | type[FollowedInt]] = {float: FollowedFloat, int: FollowedInt}
+        kind = kinds.get(type(value))
+        if kind is None:
+            return value
+        number = kind(value)
+        number.origins, number.group = origins, self
+        self._made.append(number)
+        return number
+
+    def make_plain(self) -> None:
+        """Replace the numbers that a script keeps in lists, dicts, objects and closures by plain numbers.
+
+        To be called once no number is followed any more: files of ``torch.save`` are to hold floats, which the loading
+        of weights alone accepts. Local variables, and tuples that are not elements of such containers, keep them. Looks
+        at all of Python's containers, which takes tenths of a second; without numbers does nothing.
+        """
+        made, self._made = self._made, []
+        _replace(made, [_plain(number) for number in made], depth=3)
 
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, FollowedFloat) else int(value) if isinstance(value, FollowedInt) else value
 
 
-def _replace(pairs: Sequence[tuple[Any, Any]], depth: int) -> None:
-    """Put new objects in the place of others in containers; a tuple with one is replaced by another tuple."""
-    if not pairs or depth == 0:
-        return
-    by_id = {id(old): new for old, new in pairs}
+def _replace(old: Sequence[Any], new: Sequence[Any], depth: int) -> None:
+    """Put new objects in the place of old ones in containers; a tuple of an old one is replaced by another tuple.
 
-    def new(value: Any) -> Any:
+    Args:
+        old: the objects; this list is left as it is.
+        new: an object for each of them.
+        depth: how many tuples deep to look.
+    """
+    if not old or depth == 0:
+        return
+    by_id = dict(zip(map(id, old), new, strict=True))
+
+    def now(value: Any) -> Any:
         return by_id.get(id(value), value)
 
     tuples = []
-    own = {id(pair) for pair in pairs}
-    for holder in gc.get_referrers(*(old for old, _ in pairs)):
+    # gc.get_referrers compares each reference of the process with each object, which takes minutes for many.
+    for holder in gc.get_referrers(*old) if len(old) <= _FEW else gc.get_objects():
+        if holder is old or by_id.keys().isdisjoint(map(id, gc.get_referents(holder))):
+            continue
         held = holder if type(holder) is dict else getattr(holder, "__dict__", None)
-        if type(holder) is tuple and id(holder) not in own:
-            tuples.append((holder, tuple(map(new, holder))))
+        if type(holder) is tuple:
+            tuples.append(holder)
         elif type(holder) in (list, deque):
             for index, value in enumerate(holder):
-                holder[index] = new(value)
+                holder[index] = now(value)
         elif type(holder) is CellType:
-            holder.cell_contents = new(holder.cell_contents)
+            holder.cell_contents = now(holder.cell_contents)
         elif type(held) is dict:
-            held.update({key: new(value) for key, value in held.items() if id(value) in by_id})
-    _replace(tuples, depth - 1)
+            held.update({key: now(value) for key, value in held.items() if id(value) in by_id})
+    _replace(tuples, [tuple(map(now, each)) for each in tuples], depth - 1)
 
 
 def _joined(result: Any, *numbers: Any) -> Any:
-    some = [each for each in numbers if isinstance(each, FollowedFloat | FollowedInt) and each.is_followed()]
+    some = [each for each in numbers if isinstance(each, FollowedFloat | FollowedInt) and each.group.is_followed()]
     origins: dict[Any, str] = {}
     for each in some:
         origins |= each.origins
-    return followed(result, origins, some[0].is_followed) if some else result
+    return some[0].group.follow(result, origins) if some else result
 
 
 def _binary(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Any, Any], Any]:

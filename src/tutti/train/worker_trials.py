@@ -13,9 +13,9 @@ from torch import Tensor
 from tutti.config.variables import is_off
 from tutti.data.batches import map_tensors
 from tutti.data.global_generators import own_generators
-from tutti.errors import UsageError
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import ParameterWriteError, parameters_unwritten
+from tutti.train.carried_state import refuse_carried, worker_place
 from tutti.train.metric_objects import metric_objects
 from tutti.train.python_state import PythonState
 from tutti.types.micro_batch import LossFn, MicroBatch
@@ -35,9 +35,9 @@ class WorkerTrials:
     A running mean, a counter or an array that the loss function or the model keeps would have other values if each
     worker had a device of its own. In the first eight steps, the 16th, 32nd and so on, if the micro-batches of the
     rank's earlier workers have changed such objects, the loss of the next worker's first micro-batch is computed twice
-    without gradients: with the values before the step, and with those now. Neither call leaves a trace in what
-    ``PythonState`` holds, in buffers or in RNG streams. Values of which the loss does not depend, as those for a log,
-    are allowed.
+    without gradients: with the values before the step, and with the present ones. Neither call leaves a trace in what
+    ``PythonState`` holds, in buffers or in RNG streams. Values on which the loss does not depend, such as means for a
+    log, are allowed.
 
     Losses are not tried if the model is split or sharded over ranks, whose forwards are collective, nor with
     ``TUTTI_DIAGNOSTICS=off``.
@@ -62,14 +62,14 @@ class WorkerTrials:
         """
         run = self._run
         self._steps += 1
+        if not self._enabled or (self._steps > _FIRST and self._steps & (self._steps - 1)):
+            return guarded
         left = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
-        # A worker whose micro-batches several ranks share has no order of them.
-        places = [(each.worker, each.micro if run.feed.contract.shared else 0) for each in left]
+        places = [worker_place(each, run) for each in left]
         compiled = run.context.compile
         graphs = compiled is not None and compiled.records_graphs
         collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.together
-        due = self._steps <= _FIRST or not self._steps & (self._steps - 1)
-        if not (due and self._enabled) or len(set(places)) < 2 or collective or graphs or metric_objects(loss):
+        if len(set(places)) < 2 or collective or graphs or metric_objects(loss):
             return guarded
         begun = PythonState(run.replica.parts, loss)
         tried = {places[0]}
@@ -83,20 +83,11 @@ class WorkerTrials:
             depends = bool(names) and self._depends(loss, model, micro_batch, begun)
             result = guarded(model, batch)
             if depends:
-                self._refuse(names)
+                what = f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}"
+                refuse_carried(run, what, "in the loss function or the model's forward")
             return result
 
         return watch
-
-    def _refuse(self, names: Sequence[str]) -> None:
-        ranks = self._run.context.grid.data_ranks
-        raise UsageError(
-            f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}",
-            where=f"step {self._run.clock + 1}, in the loss function or the model's forward",
-            why="this rank computes several logical workers in turn, and each would get the values of the one before",
-            remedy="keep the values in a buffer of the model, of which each worker has its own (of a loss module, too,"
-            f" by tutti.prepare([model, loss], …)); or take as many workers as data ranks ({ranks}), no micro_batch",
-        )
 
     def _depends(self, loss: LossFn, model: Any, micro_batch: MicroBatch, begun: PythonState) -> bool:
         """Return whether a micro-batch's loss is another one with the values of Python's objects before the step."""
