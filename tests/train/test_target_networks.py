@@ -62,17 +62,21 @@ def views(target: Any, model: Any) -> None:
 
 
 class Agent(nn.Module):
-    """A module of the script's own that has the trained network as a child."""
+    """A module of the script's own that has the trained network as a child, and a parameter and a buffer of its own."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros(2))
 
 
 @load
 def of_a_parent(target: Any, model: Any) -> None:
     state = Agent(model).state_dict()
-    target.load_state_dict({name.removeprefix("network."): tensor for name, tensor in state.items()})
+    assert type(state["temperature"]) is Tensor and type(state["seen"]) is Tensor
+    own = {name: tensor for name, tensor in state.items() if name.startswith("network.")}
+    target.load_state_dict({name.removeprefix("network."): tensor for name, tensor in own.items()})
 
 
 @load
@@ -150,6 +154,20 @@ def written(target: Any, model: Any) -> None:
 @misuse
 def written_through_a_view(target: Any, model: Any) -> None:
     model.state_dict()["0.weight"].view(-1)[0] = 1
+
+
+@misuse
+def written_by_parameters(target: Any, model: Any) -> None:
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            state[name].add_(parameter, alpha=-0.5)
+
+
+@misuse
+def written_by_lists(target: Any, model: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_add_([*model.state_dict().values()], [*model.parameters()], alpha=-0.5)
 
 
 @misuse

@@ -16,11 +16,11 @@ from tutti.torch_compat import TorchFunctionDisabled, tree_map_only
 
 
 class SourceValues(ABC):
-    """The tensor of the model of which a ``StateCopy`` has the values. Called, returns whether it still has them."""
+    """The tensor of the model of which a ``StateCopy`` has the values, and what it was when the copy was made."""
 
     @abstractmethod
-    def __call__(self) -> bool:
-        """Return whether the tensor has had the same values since this object was made."""
+    def unchanged(self) -> bool:
+        """Return whether the tensor has the values that it had when this object was made. Not collective."""
 
     @abstractmethod
     def undo(self) -> None:
@@ -44,12 +44,15 @@ class StateCopy(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, called: str, source: SourceValues) -> StateCopy:
-        """Return the values of ``tensor``, with its memory and its graph.
+        """Make a ``StateCopy`` that shares the memory and the graph of a gathered tensor.
 
         Args:
             tensor: a whole tensor of the model, gathered on every rank.
             called: its name in the model, for errors.
             source: the model's tensor.
+
+        Returns:
+            The copy. Its functions raise UsageError where they write it, or where the model's tensor has changed.
         """
         found = tensor.as_subclass(cls)
         found.called, found.source = called, source
@@ -65,7 +68,7 @@ class StateCopy(Tensor):
         written = [*tensors_among(args[:1], {})] if may_write(func) and func != DATA else []
         written += tensors_among((), {"out": kwargs.get("out")})
         for each in given:
-            if not each.source():
+            if not each.source.unchanged():
                 each._refuse_late()
             if any(each is tensor for tensor in written):
                 each._refuse_write(getattr(func, "__name__", ""))

@@ -120,9 +120,10 @@ def _gather(run: Run, state: dict[str, Any], prefix: str, place: str) -> None:
     whole = run.state()
     trained = dict(run.model.named_parameters(remove_duplicate=False))
     for key, part in state.items():
-        name = place + key.removeprefix(prefix)
-        if not isinstance(part, Tensor) or key.endswith("_extra_state"):
+        # A parent of the model has put tensors of its own into the dict.
+        if not key.startswith(prefix) or not isinstance(part, Tensor) or key.endswith("_extra_state"):
             continue
+        name = place + key.removeprefix(prefix)
         if name not in whole:
             _refuse(f"state_dict() of the model with {name}, of which run.state() has no values,")
         if name not in trained and run.context.workers > 1:
@@ -146,7 +147,7 @@ class _Values(SourceValues):
         self._run, self._part = ref(run), part
         self._before = self._now(run)
 
-    def __call__(self) -> bool:
+    def unchanged(self) -> bool:
         run = self._run()
         return run is not None and self._now(run) == self._before
 

@@ -296,6 +296,8 @@ class _ShardMode(EditWatch):
         sharded = next((each for each in tensors if isinstance(each, DTensor) and not _is_whole(each)), None)
         if sharded is None:
             return args, kwargs
+        if writes and isinstance(args[0], StateCopy):
+            return args, kwargs  # and the copy refuses the write
         args, kwargs = tree_map_only(StateCopy, StateCopy.clone, (args, kwargs))
         tensors = list(tensors_among(args, kwargs))
         engine, shape = self.engine(), sharded.shape
@@ -442,18 +444,21 @@ def _refuse_draw(name: str) -> NoReturn:
 
 
 def _gradients_of(args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Call ``torch.autograd.grad``, which finds no way to the rows of a parameter that the forward has gathered."""
+    """Call ``torch.autograd.grad``, and raise RuntimeError for rows of a parameter that the forward has gathered.
+
+    No path of the graph leads to such rows, so that their gradient would be None or zeros.
+
+    Args:
+        args, kwargs: those of ``torch.autograd.grad``, as PyTorch gives them to a function mode: the second argument
+            is a tuple.
+    """
     zeros = kwargs.get("materialize_grads", False)
     options = kwargs | ({"allow_unused": True, "materialize_grads": False} if zeros else {})
     found: tuple[Tensor | None, ...] = torch.autograd.grad(*args, **options)
-    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    given = (inputs,) if isinstance(inputs, Tensor) else inputs
-    if any(gradient is None and isinstance(each, DTensor) for gradient, each in zip(found, given, strict=True)):
+    pairs = list(zip(found, args[1], strict=True))
+    if any(gradient is None and isinstance(each, DTensor) for gradient, each in pairs):
         raise RuntimeError("a DTensor appears to not have been used in the graph")
-    return tuple(
-        torch.zeros_like(each) if gradient is None and zeros else gradient
-        for gradient, each in zip(found, given, strict=True)
-    )
+    return tuple(torch.zeros_like(each) if gradient is None and zeros else gradient for gradient, each in pairs)
 
 
 def _is_about_shards(func: Any, args: Any, kwargs: Any, error: Exception) -> bool:

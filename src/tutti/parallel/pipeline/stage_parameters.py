@@ -244,7 +244,7 @@ class _ViewedParameter(SourceValues):
         self._parameters, self._source = ref(parameters), source
         self._before = parameters.state_of(source)
 
-    def __call__(self) -> bool:
+    def unchanged(self) -> bool:
         parameters = self._parameters()
         return parameters is not None and parameters.state_of(self._source) == self._before
 
