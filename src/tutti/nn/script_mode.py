@@ -221,8 +221,12 @@ def self_of(frame: FrameType) -> Any:
     if code.co_name != "step" or not code.co_argcount:
         return None
     first = frame.f_locals.get(code.co_varnames[0])
-    methods = (vars(kind).get("step") for kind in type(first).__mro__)
-    return first if any(inspect.unwrap(m).__code__ is code for m in methods if inspect.isfunction(m)) else None
+
+    def runs(method: Any) -> bool:
+        return getattr(method, "__code__", None) is code
+
+    methods = (vars(kind)["step"] for kind in type(first).__mro__ if "step" in vars(kind))
+    return first if any(runs(inspect.unwrap(method, stop=runs)) for method in methods) else None
 
 
 def tutti_caller(mode: str) -> FrameType | None:
