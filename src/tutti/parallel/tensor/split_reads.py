@@ -440,8 +440,9 @@ class _ForwardReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_outside(self, owners: Mapping[int, str]) -> bool:
-        """Return whether a forward of the model calls that is neither an owner's nor that of a layer of ``torch.nn``
-        around an owner, such as multi-head attention.
+        """Return whether the present call comes from the forward of a module that does not own the parameter.
+
+        A layer of ``torch.nn`` around the owner, such as multi-head attention around its output layer, counts as owner.
         """
         callers = [self_of(frame) for frame in _frames()]
         modules = [caller for caller in callers if id(caller) in self._modules]
