@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import random
 import sys
 from collections import deque
@@ -237,9 +238,9 @@ def _holds(container: Any, before: Any) -> bool:
     """Return whether a container holds the same objects as a shallow copy that was made of it."""
     if isinstance(container, set):
         return bool(container == before)
-    some, others = (each.items() if isinstance(each, dict) else enumerate(each) for each in (container, before))
-    same = all(a[0] == b[0] and a[1] is b[1] for a, b in zip(some, others, strict=False))
-    return len(container) == len(before) and same
+    # Without Python code for each element: the container may be a vocabulary or a list of samples.
+    same = len(container) == len(before) and all(map(operator.is_, container, before))
+    return same and (not isinstance(container, dict) or all(map(operator.is_, container.values(), before.values())))
 
 
 def _is_plain(tensor: Tensor) -> bool:
