@@ -16,7 +16,7 @@ from tutti.torch_compat import TorchFunctionDisabled, tree_map_only
 
 
 class SourceValues(ABC):
-    """The tensor of the model of which a ``StateCopy`` has the values, and what it was when the copy was made."""
+    """Tells whether the tensor of the model still has the values of which a ``StateCopy`` was made."""
 
     @abstractmethod
     def unchanged(self) -> bool:
