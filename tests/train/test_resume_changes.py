@@ -152,6 +152,7 @@ def test_a_batch_does_not_change_within_an_epoch(tmp_path: Path) -> None:
     for code, text in worlds.run(2, script, folder=folder, second=True, change="lr,batch_size"):
         assert code == 4 and "batch_size can change only between two epochs" in text
         assert "within epoch 2, after 1 of its batches" in text and "--checkpoint-every 1ep" in text
+        assert "in a script run.save after the loop over an epoch" in text and "--epochs" not in text
     [first, _] = worlds.run(2, script, folder=folder, second=True, change="lr", batch=8)
     assert first[1:3] == (12, 80)
 

@@ -241,7 +241,8 @@ class Loader:
             f"data worker {worker} of rank {self._rank} {ended}",
             where=f"rank {self._rank}",
             why="reading a sample crashed, the host ran out of memory, or the process was killed",
-            remedy="look at the rank's log; fewer --data-workers need less memory, and with 0 the rank itself reads",
+            remedy="look at the rank's log; fewer data workers (--data-workers, in a script data_workers) need less"
+            " memory, and with 0 the rank itself reads",
         )
 
 
@@ -428,7 +429,7 @@ def _pack(batch: Batch) -> tuple[_Packed, int]:
         raise DataError(
             f"there is no memory for a batch of {packed.size / 2**20:,.0f} MiB",
             why=error.strerror,
-            remedy="take fewer --data-workers or a smaller batch",
+            remedy="take fewer data workers (--data-workers, in a script data_workers) or a smaller batch",
         ) from error
     for tensor, spot in tensors:
         spot.tensor(memory).copy_(tensor)

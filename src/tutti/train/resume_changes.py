@@ -118,7 +118,7 @@ def refuse_unnamed(differences: Sequence[SettingDifference], named: NamedChanges
     raise CheckpointError(
         f"the checkpoint was made with {'; '.join(map(str, wrong))}",
         where=where,
-        remedy=f"resume with the same settings, {change}or start a new run in another --out",
+        remedy=f"resume with the same settings, {change}or start a new run in another folder",
     )
 
 
@@ -148,8 +148,8 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
             where=where,
             why=f"the checkpoint is within epoch {position['epoch'] + 1}, after {position['batch']} of its batches, "
             "and the epoch's other samples would be repeated or lost",
-            remedy="resume from the checkpoint of an epoch's end (--checkpoint-every 1ep), or end this epoch first "
-            f"with the old settings (--epochs {position['epoch'] + 1})",
+            remedy="resume from the checkpoint of an epoch's end (--checkpoint-every 1ep, in a script run.save after "
+            f"the loop over an epoch), or train with the old settings up to the end of epoch {position['epoch'] + 1}",
         )
     if reordered == ["seed"]:
         return

@@ -132,7 +132,7 @@ class Checkpoints(CheckpointManager):
             raise CheckpointError(
                 f"the checkpoint was made with {'; '.join(wrong)}",
                 where=str(manifest.path),
-                remedy="resume with the same settings, or start a new run in another --out",
+                remedy="resume with the same settings, or start a new run in another folder",
             )
         refuse_unnamed(changed, named, str(manifest.path))
         clock, updates, position = saved_progress(manifest)

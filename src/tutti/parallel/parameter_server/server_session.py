@@ -449,7 +449,8 @@ class ServerSession:
                     why="a synchronous server holds what ranks have added up, and is not started again"
                     if self._config.mode == "sync"
                     else None,
-                    remedy="--resume continues from the last checkpoint; --max-restarts does so by itself",
+                    remedy="resume from the last checkpoint (--resume, in a script run.restore(folder)); --max-restarts"
+                    " does so by itself",
                 )
 
 
