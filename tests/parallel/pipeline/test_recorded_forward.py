@@ -571,3 +571,28 @@ def test_another_order_of_blocks_is_refused() -> None:
     assert len(stage((words,), {"labels": words})) == 1
     with pytest.raises(tutti.errors.UsageError, match="than when it was cut into stages"):
         stage((words + 1,), {"labels": words})
+
+
+class Routed(nn.Module):
+    """Gives an expert the positions that it chooses by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.expert, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 4), nn.Linear(4, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words).flatten(0, 1)
+        chosen = (x.sum(-1) > 0).nonzero()[:, 0]
+        if len(chosen) < len(x):
+            x = x.index_add(0, chosen, self.expert(x[chosen]))
+        found: Tensor = self.head(x)
+        return found
+
+
+def test_a_forward_that_reads_values_is_refused_by_the_error_of_its_recording() -> None:
+    words = torch.zeros(2, 6, dtype=torch.long)
+    with pytest.raises(tutti.errors.UsageError, match="a Routed cannot be cut into stages") as caught:
+        find_stage_partition(Routed(), 2, (), trial=lambda called: called(words).sum())
+    said = str(caught.value)
+    assert "cannot be recorded without the values of its tensors" in said and "aten.nonzero" in said, said
+    assert f"{__file__}:" in said and "torch.fx" not in said and "take strategy='mirrored'" in said, said

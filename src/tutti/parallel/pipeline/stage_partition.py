@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import fx, nn
 
 from tutti.config.layout_config import check_cuts
-from tutti.errors import UsageError, counted, did_you_mean
+from tutti.errors import UsageError, counted, did_you_mean, script_line_of
 from tutti.nn.absent_tensor import put_attributes_away
 from tutti.nn.swap import parameters
 from tutti.nn.untraced import Untraced
@@ -153,7 +153,13 @@ def find_stage_partition(
         raise
     except Exception as error:
         # Blocks read values of their inputs, which fake tensors do not have.
-        raise untraceable from error
+        what = str(error).splitlines()[0] if str(error) else ""
+        raise UntraceableError(
+            untraceable.what,
+            why=f"its forward cannot be recorded without the values of its tensors ({script_line_of(error)}):"
+            f" {type(error).__name__} {what}",
+            remedy=untraceable.remedy,
+        ) from error
     return _with_members(replace(found, written=tuple(written)), plain, members)
 
 
