@@ -55,6 +55,7 @@ from tutti.train.prepared_before import note
 from tutti.train.run import Run, RunSettings
 from tutti.train.run_options import Models, Optimizers, RunOptions
 from tutti.train.schedulers import Given
+from tutti.train.single_sample import note_single_sample
 from tutti.train.slow_replica import slow_down
 from tutti.train.state_loads import StateLoads
 from tutti.train.strategy_spec import StrategySpec
@@ -306,6 +307,7 @@ def prepare_run(
         run.context.comms.tolerate_loss()
     if log.isEnabledFor(logging.INFO):
         _log_decisions(run, checked, o)
+    context.before_report(partial(note_single_sample, contract=contract))
     end_graphs()
     run.begin_script()
     return run

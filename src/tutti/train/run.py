@@ -48,6 +48,7 @@ from tutti.train.preemption import StopReason, stop_on_signals
 from tutti.train.replicas import check_replicas, seldom
 from tutti.train.schedulers import Schedulers
 from tutti.train.shared_settings import SharedSettings
+from tutti.train.single_sample import note_single_sample
 from tutti.train.step import train_step
 from tutti.train.step_hooks import StepHookGuard
 from tutti.train.step_lifecycle import StepLifecycle
@@ -426,6 +427,7 @@ class Run:
                 return stats.loss
             except Exception as error:
                 error.step = step_context.taken + 1  # type: ignore[attr-defined]
+                note_single_sample(error, self.feed.contract)
                 raise
             finally:
                 heartbeat.training.enter(Phase.IDLE)
