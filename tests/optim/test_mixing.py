@@ -136,7 +136,10 @@ def test_settings_that_steps_change_are_found() -> None:
 
 
 def test_what_cannot_be_tried_needs_all() -> None:
-    found = mixing_of(mixers.OPTIMIZERS["mode"](mixers.model()))
+    model = mixers.model()
+    optimizer: Any = mixers.OPTIMIZERS["mode"](model)
+    optimizer.model = model
+    found = mixing_of(optimizer)
     assert (found.rows, found.tensors) == (False, False) and "_mode is 'normalized'" in str(found.untried)
 
 

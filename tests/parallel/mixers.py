@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -143,6 +144,95 @@ class Mode(Own):
         return p.grad / (p.grad.norm() + 1e-8) if self._mode == "normalized" else p.grad
 
 
+class Positional(Own):
+    """Takes the parameters second, and an option under another name than its attribute."""
+
+    def __init__(self, rate: float, members: Any, power: float, /) -> None:
+        super().__init__(members, rate)
+        self._exponent = power
+
+    def direction(self, p: Tensor) -> Tensor:
+        return p.grad.sign() * p.grad.abs() ** self._exponent
+
+
+class Lookahead(Optimizer):
+    """Steps the optimizer that it wraps, and every ``k`` steps goes back towards slow weights (arXiv 1907.08610).
+
+    As many versions do, it calls no constructor of ``Optimizer``.
+    """
+
+    def __init__(self, optimizer: Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state: Any = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in members:
+            state = self.state[p]
+            if not state:
+                state["slow"], state["count"] = p.clone(), 0
+        loss = self.optimizer.step(closure)
+        for p in members:
+            state = self.state[p]
+            state["count"] += 1
+            if state["count"] % self.k == 0:
+                state["slow"].add_(p - state["slow"], alpha=self.alpha)
+                p.copy_(state["slow"])
+        return loss
+
+
+class Ahead(Lookahead):
+    """Makes its slow weights as it is made, and shares no more than the groups with what it wraps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        Optimizer.__init__(self, optimizer.param_groups, dict(optimizer.defaults))
+        self.optimizer, self.k, self.alpha = optimizer, 3, 0.3
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update(slow=p.detach().clone(), count=0)
+
+
+class Sharpness(Optimizer):
+    """Takes the class of the optimizer inside, as SAM does, and steps it along an earlier gradient's signs as well."""
+
+    def __init__(self, params: Any, base_optimizer: type[Optimizer], rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    before = self.state[p].get("before")
+                    self.state[p]["before"] = p.grad.clone()
+                    if before is not None:
+                        p.grad.add_(before.sign(), alpha=group["rho"])
+        return self.base_optimizer.step(closure)
+
+
+class SharpnessByNorm(Sharpness):
+    """Goes along the earlier gradient divided by the norm of all tensors together, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        members = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.square().sum() for p in members]).sum().sqrt()
+        for p in members:
+            p.grad.div_(norm)
+        return super().step(closure)
+
+
+def wrapped(optimizer: str) -> Callable[[nn.Module], Optimizer]:
+    """Lookahead around another one."""
+    kind = Ahead if optimizer == "adamw" else Lookahead
+    return lambda model: kind(OPTIMIZERS[optimizer](model))
+
+
 def muon(model: nn.Module) -> Optimizer:
     """PyTorch's, which takes matrices alone."""
     return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.05, weight_decay=0.1)
@@ -176,6 +266,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "drawing": of(Drawing),
     "mode": of(Mode, how="normalized"),
     "lbfgs": of(torch.optim.LBFGS),
+    "positional": lambda model: Positional(0.05, model.parameters(), 0.7),
+    "lookahead": wrapped("sgd"),
+    "ahead": wrapped("adamw"),
+    "normalized ahead": wrapped("normalized"),
+    "sharpness": of(Sharpness, base_optimizer=torch.optim.SGD, lr=0.05, momentum=0.9),
+    "sharpness by norm": of(SharpnessByNorm, base_optimizer=torch.optim.SGD, lr=0.05, momentum=0.9),
 }
 
 

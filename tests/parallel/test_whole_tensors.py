@@ -62,9 +62,9 @@ def test_all_tensors_are_mixed(devices: int, strategy: str) -> None:
     check("together", devices, strategy)
 
 
-def test_all_tensors_where_no_trial_can_be_made() -> None:
-    """A new one would be another algorithm."""
-    check("mode", 3, "sharded:units=Linear")
+@pytest.mark.parametrize(("devices", "strategy"), [(3, "sharded:units=Linear"), (2, "pipeline")])
+def test_an_option_that_a_new_one_would_not_have_is_copied(devices: int, strategy: str) -> None:
+    check("mode", devices, strategy)
 
 
 @pytest.mark.parametrize(("devices", "strategy"), thinned(PLACES, 3, 2))
@@ -125,6 +125,37 @@ def test_a_loop_of_the_users_own(strategy: str) -> None:
         assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
 
 
+NESTED = ["positional", "lookahead", "sharpness"]
+NESTED_PLACES = [
+    (2, "central_storage"),
+    (3, "central_storage"),
+    (2, "pipeline"),
+    (3, "pipeline"),
+    (2, "sharded:stage=1"),
+    (3, "sharded:stage=1"),
+    (3, "sharded:units=Linear"),
+    (2, "parameter_server:servers=2"),
+    (4, "hybrid:shards=2,stages=2"),
+]
+
+
+@pytest.mark.parametrize(("place", "optimizer"), in_turn(NESTED_PLACES, NESTED), ids=str)
+def test_optimizers_that_no_constructor_can_make_again(place: tuple[int, str], optimizer: str) -> None:
+    """Wrappers of other optimizers, and classes with arguments of their own, are copied."""
+    check(optimizer, *place)
+
+
+@pytest.mark.parametrize(("devices", "strategy"), thinned(NESTED_PLACES[:7], 2))
+def test_state_that_is_a_copy_of_the_parameters(devices: int, strategy: str) -> None:
+    """Slow weights that a wrapper copies as it is made, before ranks have slices of them."""
+    check("ahead", devices, strategy)
+
+
+@pytest.mark.parametrize(("devices", "strategy"), [(3, "sharded:units=Linear"), (2, "central_storage")])
+def test_a_wrapped_optimizer_that_mixes_a_tensor(devices: int, strategy: str) -> None:
+    check("normalized ahead", devices, strategy)
+
+
 def saver(run: tutti.Run, folder: str) -> Checkpoints:
     facts = {"workers": run.context.workers, "seed": 0, "config_sha256": "0" * 64}
     return Checkpoints(run, Path(folder), context.current(), facts, keep=2, warn=print)
@@ -163,7 +194,9 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "continuations"), shared_out("muon", "grouped", "adagrad"))
+@pytest.mark.parametrize(
+    ("optimizer", "continuations"), shared_out("muon", "grouped", "adagrad", "lookahead", "ahead", "sharpness")
+)
 def test_state_is_continued_by_any(optimizer: str, continuations: Continuations, tmp_path: Path) -> None:
     """Row and column factors, which have another shape than their parameter; each strategy by another or two."""
     want = worlds.alone(trained, strategy="single", optimizer=optimizer)
@@ -193,7 +226,8 @@ def refused(strategy: str, optimizer: str) -> str:
         (2, "mirrored", "drawing", "Drawing draws random numbers in its step"),
         (2, "local_sgd:period=2", "drawing", "Drawing draws random numbers in its step"),
         (1, "parameter_server", "drawing", "Drawing draws random numbers in its step"),
-        (2, "pipeline", "mode", "Mode cannot be constructed again"),
+        (4, "hybrid:shards=2,stages=2", "ahead", "its state slow has not the shape"),
+        (2, "central_storage", "sharpness by norm", "needs all tensors together, and 2 ranks that own tensors"),
     ],
 )
 def test_the_rest_is_refused(devices: int, strategy: str, optimizer: str, words: str) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.comm.communicator import Communicator
+from tutti.optim.optimizer_copy import NestedState, inner_optimizers
+from tutti.optim.several import members_of
 from tutti.torch_compat import sparse_indices
 from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.replica_runner import ReplicaRunner
@@ -34,8 +36,9 @@ def optimizer_tensors(optimizer: Optimizer, named: NamedParameters) -> dict[str,
         which its next step changes.
     """
     tensors: dict[str, Tensor] = {}
+    nested = NestedState(optimizer)
     for name, parameter in named:
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in nested.of(parameter).items():
             if isinstance(value, Tensor) and value.is_sparse:
                 rows = torch.zeros(len(value), dtype=torch.uint8, device=value.device)
                 rows[sparse_indices(value)[0]] = 1
@@ -71,6 +74,7 @@ def load_optimizer(
         CheckpointError: a file differs from the checkpoint's manifest.
     """
     keys: dict[str, list[str]] = {}
+    nested = NestedState(optimizer)
     for entry in saved.names(group):
         if entry.startswith(prefix):
             owner, _, key = entry.removeprefix(prefix).rpartition("/")
@@ -90,7 +94,7 @@ def load_optimizer(
                 state[whole] = torch.sparse_coo_tensor(
                     rows.T, values, state[whole].shape, is_coalesced=True, check_invariants=False
                 )
-            optimizer.state[parameter] = state
+            nested.put(parameter, state)
     place_step_counters(optimizer)
 
 
@@ -195,18 +199,23 @@ def cut_state(optimizer: Optimizer, slices: Mapping[Tensor, ShardSpec]) -> None:
         optimizer: the optimizer, whose ``state`` is changed; tensors of other shapes, such as step counters, stay.
         slices: for each parameter object of the optimizer the place of its slice in the whole parameter.
     """
+    nested = NestedState(optimizer)
     for parameter, spec in slices.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        state = nested.of(parameter)
+        cuts: dict[str, Tensor] = {}
+        for key, value in state.items():
             if not isinstance(value, Tensor) or value.shape != spec.shape or parameter.shape == spec.shape:
                 continue
             if not spec.shape:
                 # A 0-d parameter is one row, on the first rank. Its step counter is also 0-d, but is not sharded.
-                cut = value if key == "step" else value.view(1)[: parameter.numel()]
+                cut = value if is_step_counter(key) else value.view(1)[: parameter.numel()]
             elif not parameter.numel():
                 cut = value.new_empty(parameter.shape)
             else:
                 cut = torch.cat([value[region_index(*region)] for region in spec.regions(parameter.shape)])
-            optimizer.state[parameter][key] = cut.clone()
+            cuts[key] = cut.clone()
+        if cuts:
+            nested.put(parameter, {**state, **cuts})
 
 
 def _owner(name: str, replica: ReplicaRunner) -> str:
@@ -240,6 +249,11 @@ def number_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
+def is_step_counter(key: str) -> bool:
+    """Return whether a key of optimizer state, perhaps of an inner optimizer, names a step counter of PyTorch's."""
+    return key.rpartition(".")[2] == "step"
+
+
 def place_step_counters(optimizer: Optimizer) -> None:
     """Move the step counters of an optimizer's state to the device from which the optimizer's kernels read them.
 
@@ -249,13 +263,15 @@ def place_step_counters(optimizer: Optimizer) -> None:
     Args:
         optimizer: the entries ``step`` of its ``state`` are replaced.
     """
-    for group in optimizer.param_groups:
+    outer = members_of(optimizer)
+    members = [*outer, *(inner for member in outer for inner in inner_optimizers(member).values())]
+    for each, group in [(member, group) for member in members for group in member.param_groups]:
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+            step = each.state[parameter].get("step") if parameter in each.state else None
             if isinstance(step, Tensor):
                 placed = step.to(parameter.device, torch.float32) if on_device else step.cpu()
-                optimizer.state[parameter]["step"] = placed
+                each.state[parameter]["step"] = placed
 
 
 def _like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -18,11 +18,12 @@ from tutti.device import has_fused_optimizers
 from tutti.errors import UsageError
 from tutti.optim.absent_state import AbsentState
 from tutti.optim.layerwise import LayerWise
+from tutti.optim.optimizer_copy import NestedState, UncopiedError, copied_for, inner_optimizers
 from tutti.torch_compat import optimizer_attributes
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 
 _FOLLOWERS: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
-"""Optimizers rebuilt in place of a script's optimizer, by that optimizer."""
+"""Optimizers rebuilt in place of a script's optimizer that have state of their own steps, by that optimizer."""
 
 
 def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
@@ -102,27 +103,32 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
             handed_out = True
             _bring_state(optimizer)
             return optimizer
-        subset = [{**settings, "params": [p for p in members if id(p) in here]} for settings, members in groups]
-        subset = [group for group in subset if group["params"]]
+        cut = [{**settings, "params": [p for p in members if id(p) in here]} for settings, members in groups]
+        subset = {number: group for number, group in enumerate(cut) if group["params"]}
         if not subset:
             return None
         built = built_alike(optimizer, subset)
-        followers = _FOLLOWERS.setdefault(optimizer, weakref.WeakSet())
-        if _has_stepped(optimizer, built) or any(other.state for other in followers):
+        if _has_stepped(optimizer, built) or any(other.state for other in _FOLLOWERS.get(optimizer, ())):
             _refuse_stepped()
-        followers.add(built)
+        if not built.state:
+            _note_follower(optimizer, built)
         return _following(optimizer, built, here)
 
     return make
 
 
+def _note_follower(original: Optimizer, built: Optimizer) -> None:
+    _FOLLOWERS.setdefault(original, weakref.WeakSet()).add(built)
+
+
 def _bring_state(optimizer: Optimizer) -> None:
     """Move state that the constructor has made (Adagrad) to where ``tutti.prepare`` has moved the parameters."""
-    given = {} if isinstance(optimizer.state, AbsentState) else optimizer.state
-    for parameter, state in given.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
-                state[key] = value.to(parameter.device)
+    for each in (optimizer, *inner_optimizers(optimizer).values()):
+        given = {} if isinstance(each.state, AbsentState) else each.state
+        for parameter, state in given.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)
 
 
 def check_fresh(optimizer: Optimizer) -> None:
@@ -137,7 +143,10 @@ def check_fresh(optimizer: Optimizer) -> None:
         UsageError: the state of a parameter differs from that in the new optimizer; or no equal optimizer can be built,
             because the constructor raises or sets an attribute to another value.
     """
-    groups = [{**settings_of(group), "params": list(group["params"])} for group in optimizer.param_groups]
+    groups = {
+        number: {**settings_of(group), "params": list(group["params"])}
+        for number, group in enumerate(optimizer.param_groups)
+    }
     if _has_stepped(optimizer, built_alike(optimizer, groups)):
         _refuse_stepped()
 
@@ -150,49 +159,64 @@ def _refuse_stepped() -> NoReturn:
 
 
 def built_alike(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], changes: Mapping[str, Any] | None = None
+    optimizer: Optimizer, groups: Mapping[int, dict[str, Any]], changes: Mapping[str, Any] | None = None
 ) -> Optimizer:
     """Build a new optimizer of the same class and options as ``optimizer`` over other parameter groups.
 
-    Options come from ``defaults``, and from attributes named like the constructor's arguments.
+    Options come from ``defaults``, and from attributes named like the constructor's arguments. Where the constructor
+    takes other arguments, as of a Lookahead wrapper around an optimizer, the optimizer object is copied
+    (``tutti.optim.optimizer_copy``).
 
     Args:
         optimizer: the original, which is not changed.
-        groups: parameter groups with all their settings.
+        groups: parameter groups with all their settings, by the index of the original's group that has the same ones.
         changes: constructor options to set to other values than the original's, by name; None for none.
 
     Returns:
-        The new optimizer, in the state in which its constructor leaves it: as before the first step.
+        The new optimizer, in the state in which its constructor leaves it: as before the first step. A copy has the
+        state of the original's parameters.
 
     Raises:
-        UsageError: the constructor raises, or a plain attribute of the original has another value in the copy,
-            which would then be another algorithm.
+        UsageError: the constructor raises, or gives a plain attribute another value than the original has, which would
+            be another algorithm; and the optimizer cannot be copied.
     """
+    if not inner_optimizers(optimizer):
+        built, why = _constructed(optimizer, list(groups.values()), changes or {})
+        if built is not None:
+            return built
+    else:
+        why = "it holds another optimizer, which its constructor would have to make"
+    try:
+        return copied_for(optimizer, groups, changes or {})
+    except UncopiedError as error:
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot be constructed again for other parameters",
+            why=f"{why}; and no copy of it can be made: {error}",
+            remedy="let its constructor take the parameters first, and hand all options on to"
+            " super().__init__(params, {…}); keep tensors in optimizer.state",
+        ) from error
+
+
+def _constructed(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], changes: Mapping[str, Any]
+) -> tuple[Optimizer | None, str]:
+    """Call the constructor of the optimizer's class with its options; or return None, and why that is not alike."""
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
     # Set by every optimizer's class, or by schedulers, scalers and tutti.
     bookkeeping = optimizer_attributes() | ({"grad_norm"} if isinstance(optimizer, LayerWise) else set())
     kept = {name: value for name, value in vars(optimizer).items() if is_plain(value) and name not in bookkeeping}
-    options = {k: v for k, v in {**kept, **optimizer.defaults}.items() if k in known} | dict(changes or {})
-    remedy = "let its constructor take the parameters first, and hand all options on to super().__init__(params, {…})"
+    options = {k: v for k, v in {**kept, **optimizer.defaults}.items() if k in known} | dict(changes)
     try:
         built = kind(groups, **options)
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(
-            f"{kind.__name__} cannot be constructed again for other parameters: {error}",
-            why="its constructor is called with parameter groups and the options in its defaults",
-            remedy=remedy,
-        ) from error
+        return None, f"its constructor, called with parameter groups and the options in its defaults, says: {error}"
     for name, value in kept.items() if not is_known(kind) else ():
         if repr(vars(built).get(name)) != repr(value):
-            raise UsageError(
-                f"{kind.__name__} cannot be constructed again for other parameters",
-                why=f"its attribute {name} is {value!r}, and {vars(built).get(name)!r} in a new one",
-                remedy=remedy,
-            )
-    return built
+            return None, f"its attribute {name} is {value!r}, and {vars(built).get(name)!r} in a new one"
+    return built, ""
 
 
 def is_plain(value: object) -> bool:
@@ -223,9 +247,10 @@ def _has_stepped(original: Optimizer, built: Optimizer) -> bool:
     """Whether the original's state of the copy's parameters differs from a fresh optimizer's."""
     if isinstance(original.state, AbsentState):
         return False
+    given, made = NestedState(original), NestedState(built)
     for group in built.param_groups:
         for p in group["params"]:
-            before, fresh = original.state.get(p, {}), built.state.get(p, {})
+            before, fresh = given.of(p), made.of(p)
             if before.keys() != fresh.keys() or not all(_alike(before[key], fresh[key]) for key in before):
                 return True
     return False
@@ -251,7 +276,7 @@ def _following(original: Optimizer, built: Optimizer, here: set[int]) -> Optimiz
     pairs = [group for group in original.param_groups if any(id(p) in here for p in group["params"])]
     seen = len(original.param_groups)
 
-    def follow(*_: Any) -> None:
+    def follow() -> None:
         nonlocal seen
         for group in original.param_groups[seen:]:
             members = [p for p in group["params"] if id(p) in here]
@@ -264,7 +289,15 @@ def _following(original: Optimizer, built: Optimizer, here: set[int]) -> Optimiz
 
     if isinstance(original, LayerWise) and isinstance(built, LayerWise):
         built.norms = original.norms
-    built.register_step_pre_hook(follow)
+    plain = built.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        follow()
+        _note_follower(original, built)
+        return plain(*args, **kwargs)
+
+    # No step hook: PyTorch calls none for a wrapper whose constructor does not call that of ``Optimizer``.
+    built.step = step  # type: ignore[method-assign]
     return built
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from tutti.comm.partition import block
 from tutti.optim.factory import built_alike, is_known, is_plain, settings_of
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.muon import Muon
+from tutti.optim.optimizer_copy import NestedState, inner_optimizers
 from tutti.torch_compat import FunctionModesDisabled, step_hooks
 
 _SCALES = (1.0, 30.0, 0.03, 1e3, 1e-3, 1.0)
@@ -112,13 +114,22 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
 _found: dict[str, Mixing] = {}
 
 
-def _attributes(optimizer: Optimizer) -> list[tuple[str, Any]]:
-    return sorted((name, value) for name, value in vars(optimizer).items() if is_plain(value))
+def _attributes(optimizer: Optimizer) -> list[tuple[str, type[Optimizer], str, Any]]:
+    """Return what tells two optimizers of a class apart, of those inside of it too, but for parameter groups."""
+    return [
+        (path, type(each), name, value)
+        for path, each in {"": optimizer, **inner_optimizers(optimizer)}.items()
+        for name, value in sorted(vars(each).items())
+        if is_plain(value) or isinstance(value, type | FunctionType)
+    ]
 
 
 class _Group(NamedTuple):
+    """Settings and shapes of the trial's tensors; ``of``: index of the first of the optimizer's groups like it."""
+
     settings: dict[str, Any]
     shapes: tuple[tuple[int, ...], ...]
+    of: int = 0
 
 
 class _Cut(NamedTuple):
@@ -153,7 +164,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
     if is_known(type(optimizer)) or found.untried is not None or not (found.tensors or found.rows):
         return found
     small = [
-        _Group(g.settings, tuple(sorted({(5, 4, 3, 2, *[2] * len(s))[: len(s)] for s in g.shapes}))) for g in groups
+        g._replace(shapes=tuple(sorted({(5, 4, 3, 2, *[2] * len(s))[: len(s)] for s in g.shapes}))) for g in groups
     ]
     later = _in(_trial(small, _LATER[-1] + 1, _LATER), optimizer, small)
     if later.untried is not None:
@@ -226,8 +237,8 @@ def _numpy_state() -> str:
 
 def _groups(optimizer: Optimizer) -> list[_Group]:
     """Return groups that differ in more than the values of their numbers, each with a few of its parameters' shapes."""
-    found: dict[str, tuple[dict[str, Any], set[tuple[int, ...]]]] = {}
-    for group in optimizer.param_groups:
+    found: dict[str, tuple[dict[str, Any], int, set[tuple[int, ...]]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
         settings = {k: (float(v) if _is_number_tensor(v) else v) for k, v in settings_of(group).items()}
         for name in IMPLEMENTATION_OPTIONS:
             # Implementations of the same update that do not suit small CPU tensors.
@@ -235,8 +246,8 @@ def _groups(optimizer: Optimizer) -> list[_Group]:
                 settings[name] = False
         trained = [p for p in group["params"] if p.requires_grad] or group["params"]
         alike = repr([(k, v > 0 if isinstance(v, float) else v) for k, v in sorted(settings.items())])
-        found.setdefault(alike, (settings, set()))[1].update(_small(p.shape) for p in trained)
-    groups = [_Group(settings, _chosen(shapes)) for settings, shapes in found.values()]
+        found.setdefault(alike, (settings, number, set()))[2].update(_small(p.shape) for p in trained)
+    groups = [_Group(settings, _chosen(shapes), of) for settings, of, shapes in found.values()]
     return [group for group in groups if group.shapes]
 
 
@@ -302,7 +313,8 @@ def _run(
             copy.grad_norm = 1.0
         copy_step(copy, _loss) if closure else copy_step(copy)
         if number in trial.compared:
-            yield [(p.detach().clone(), {k: _kept(v) for k, v in copy.state.get(p, {}).items()}) for p in params]
+            state = NestedState(copy)
+            yield [(p.detach().clone(), {k: _kept(v) for k, v in state.of(p).items()}) for p in params]
     if written is not None:
         for before, group in zip(settings, copy.param_groups, strict=True):
             written |= {name for name, value in settings_of(group).items() if repr(value) != repr(before.get(name))}
@@ -315,7 +327,9 @@ def _copied(
     members: dict[int, list[nn.Parameter]] = {}
     for place, param in zip(places, params, strict=True):
         members.setdefault(place, []).append(param)
-    settings = [{**deepcopy(groups[place].settings), "params": inside} for place, inside in members.items()]
+    settings = {
+        groups[place].of: {**deepcopy(groups[place].settings), "params": inside} for place, inside in members.items()
+    }
     return built_alike(optimizer, settings, _off(optimizer))
 
 

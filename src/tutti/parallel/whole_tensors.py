@@ -23,6 +23,7 @@ from tutti.comm.communicator import Communicator
 from tutti.comm.partition import owners
 from tutti.errors import UsageError
 from tutti.optim.mixing import Mixing, mixing_of
+from tutti.optim.optimizer_copy import NestedState
 from tutti.optim.several import slots
 from tutti.parallel.split_optimizer import SliceRegions
 from tutti.types.optimizer_protocols import NamedParameters
@@ -70,8 +71,9 @@ class WholeTensors:
         self._axes = axes
         self._gathered = {part.parameter for axis in axes for part in axis.parts}
         self._owned = {p for p in self._gathered if all(axis.owns(p) for axis in axes)}
+        nested = NestedState(optimizer)
         for parameter in self._gathered - self._owned:
-            optimizer.state.pop(parameter, None)
+            nested.drop(parameter)
 
     def whole(self, parameter: Tensor) -> bool:
         """Return whether this rank gathers a tensor's slices, steps on the whole and keeps the optimizer state.

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tutti.comm.graph_breaks import left_out_of_graphs
 from tutti.errors import UsageError
 from tutti.optim.absent_state import AbsentState
+from tutti.optim.optimizer_copy import inner_optimizers
 from tutti.optim.several import members_of
 from tutti.parallel import Choice, check_custom_loop
 from tutti.torch_compat import mark_stepped, mark_wrapped_by_scheduler
@@ -108,9 +109,11 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     if not keeps_state(choice, run.context):
         steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
         here = steps_here and choice.row.optimizer_here
-        run.state_guards.append((_guard_parts if here else _refuse_state)(optimizer, run, choice))
         together = here and run.gradient_sync.loss_normalisation == "step" and run.context.grid.stage == 1
-        run.state_guards.append(StepHookGuard(optimizer, choice.name, _part_finder(run) if together else None))
+        for each in (optimizer, *inner_optimizers(optimizer).values()):
+            guard = _guard_parts(each, run, choice, optimizer) if here else _refuse_state(each, run, choice)
+            run.state_guards.append(guard)
+            run.state_guards.append(StepHookGuard(each, choice.name, _part_finder(run) if together else None))
 
 
 @contextmanager
@@ -157,8 +160,11 @@ def _parts(run: Run) -> Callable[[Tensor], StatePart | None]:
     return part_of
 
 
-def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
-    """Guard the state of an optimizer that steps here, on this rank's part or for the first of its workers."""
+def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice, outer: Optimizer) -> StateGuard:
+    """Guard the state of an optimizer that steps here, on this rank's part or for the first of its workers.
+
+    ``outer``: the script's optimizer that steps it, or itself.
+    """
     originals, model = run.hooks.originals, run.model
     names, part_of = {id(p) for p in originals.values()}, _parts(run)
 
@@ -176,7 +182,7 @@ def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
 
     return StateGuard(
         optimizer,
-        lambda plain: PartialState(plain, optimizer, part_of, member, refuse if first else None),
+        lambda plain: PartialState(plain, outer, part_of, member, refuse if first else None),
         lambda given: refuse() if first else None,
     )
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tutti.checkpoint.state_shards import number_tensor, place_step_counters
+from tutti.checkpoint.state_shards import is_step_counter, number_tensor, place_step_counters
+from tutti.optim.optimizer_copy import NestedState
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
 from tutti.types.saved_state import SavedState
 from tutti.types.shard_spec import TensorSlice
@@ -34,8 +35,9 @@ def optimizer_pieces(
         which the next step changes.
     """
     found: dict[str, Tensor | TensorSlice] = {}
+    nested = NestedState(optimizer)
     for each in rows:
-        for key, value in optimizer.state.get(each.parameter, {}).items():
+        for key, value in nested.of(each.parameter).items():
             if value is None:
                 continue
             tensor = number_tensor(value)
@@ -61,21 +63,23 @@ def load_optimizer_rows(optimizer: Optimizer, rows: Iterable[ShardedParameter], 
         CheckpointError: a file of the checkpoint is damaged.
     """
     keys: dict[str, list[str]] = {}
+    nested = NestedState(optimizer)
     for entry in saved.names("optim"):
         owner, _, key = entry.rpartition("/")
         keys.setdefault(owner, []).append(key)
     for each in rows:
         name = each.known(keys)
-        if name in keys:
+        # A rank without the element of a 0-d parameter keeps its state: it cannot tell a number from that element.
+        if name in keys and (each.spec.shape or each.parameter.numel()):
             entries = {key: f"{name}/{key}" for key in sorted(keys[name])}
-            optimizer.state[each.parameter] = {key: _state(each, saved, entry, key) for key, entry in entries.items()}
+            nested.put(each.parameter, {key: _state(each, saved, entry, key) for key, entry in entries.items()})
     place_step_counters(optimizer)
 
 
 def _state(rows: ShardedParameter, saved: SavedState, entry: str, key: str) -> Tensor:
     shape = saved.shape("optim", entry)
     # A 0-d parameter's state has its shape () throughout; ``step`` is the optimizer's scalar and not a row of it.
-    if shape != rows.spec.shape or key == "step":
+    if shape != rows.spec.shape or is_step_counter(key):
         return saved.get("optim", entry).to(rows.parameter.device, copy=True)
     tensor = rows.read(saved, "optim", entry)
     return torch.empty_like(rows.parameter, dtype=tensor.dtype).copy_(tensor)

@@ -16,6 +16,7 @@ from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
 from tutti.optim.factory import is_known
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import multiply_learning_rates
+from tutti.optim.optimizer_copy import NestedState
 from tutti.optim.several import members_of
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.flat_views import in_order, shaped, strides
@@ -149,7 +150,7 @@ class ParameterShard:
             view.copy_(tensors[f"value/{name}"].view(view.shape))
             parameter.data = view
         if self.optimizer is not None:
-            self.optimizer.state.clear()
+            NestedState(self.optimizer).clear()
             optim = {name.removeprefix("optim/"): t for name, t in tensors.items() if name.startswith("optim/")}
             load_optimizer(self.optimizer, self.here, GivenState({}, {}, optim), "optim")
 

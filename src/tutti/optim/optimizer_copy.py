@@ -1,0 +1,271 @@
+"""Copy an optimizer for other parameters: its attributes, its state, and the optimizers inside of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import nullcontext, suppress
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.optim.absent_state import AbsentState
+from tutti.optim.several import members_of
+from tutti.torch_compat import optimizer_attributes
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_DROPPED = object()
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that another one holds in its attributes, such as that of a Lookahead wrapper.
+
+    Lists, tuples and dicts in attributes are searched, and inner optimizers in turn.
+
+    Args:
+        optimizer: the outer optimizer.
+
+    Returns:
+        The inner optimizers, each once, by the path of attributes and keys, such as ``base_optimizer`` or ``parts.0``.
+    """
+    found: dict[str, Optimizer] = {}
+    seen = {id(optimizer)}
+
+    def look(value: Any, path: str) -> None:
+        if isinstance(value, Optimizer):
+            if id(value) not in seen:
+                seen.add(id(value))
+                found[path] = value
+                look_into(value, f"{path}.")
+        elif isinstance(value, list | tuple | dict):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                look(each, f"{path}.{key}")
+
+    def look_into(holder: Optimizer, prefix: str) -> None:
+        for name, value in vars(holder).items():
+            if name not in ("state", "param_groups", "defaults"):
+                look(value, f"{prefix}{name}")
+
+    look_into(optimizer, "")
+    return found
+
+
+class NestedState:
+    """The state of an optimizer's parameters, with that of the optimizers inside of it.
+
+    The state of an inner optimizer has keys that begin with its path, such as ``base_optimizer.momentum_buffer``. A
+    state that the inner optimizer shares with the outer one occurs once, without a path.
+
+    Args:
+        optimizer: one optimizer, or several combined.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._outer = optimizer.state
+        self._inner: list[tuple[str, MutableMapping[Tensor, Any], set[int]]] = []
+        for member in members_of(optimizer):
+            # Paths of inner optimizers of inner ones are longer, and come first.
+            for path, inner in reversed(inner_optimizers(member).items()):
+                members = {id(p) for group in inner.param_groups for p in group["params"]}
+                self._inner.append((f"{path}.", inner.state, members))
+
+    def of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of one parameter by key: a new dict of the optimizers' own values; empty without state."""
+        outer = self._outer.get(parameter, {})
+        found = dict(outer)
+        for prefix, state, members in self._inner:
+            entry = state.get(parameter, {}) if id(parameter) in members else outer
+            if entry is not outer:
+                found |= {f"{prefix}{key}": value for key, value in entry.items()}
+        return found
+
+    def put(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
+        """Replace the state of one parameter by ``values``, with keys as ``of`` returns them."""
+        rest = dict(values)
+        for prefix, state, members in self._inner:
+            if id(parameter) in members:
+                inside = [key for key in rest if key.startswith(prefix)]
+                state.pop(parameter, None)
+                if inside:
+                    state[parameter] = {key.removeprefix(prefix): rest.pop(key) for key in inside}
+        if rest or not self._inner:
+            self._outer[parameter] = rest
+
+    def drop(self, parameter: Tensor) -> None:
+        """Remove the state of one parameter."""
+        for state in (self._outer, *(state for _, state, _ in self._inner)):
+            state.pop(parameter, None)
+
+    def clear(self) -> None:
+        """Remove the state of all parameters."""
+        for state in (self._outer, *(state for _, state, _ in self._inner)):
+            state.clear()
+
+
+class UncopiedError(Exception):
+    """An optimizer cannot be copied for other parameters; the text is the reason."""
+
+
+def copied_for(optimizer: Optimizer, groups: Mapping[int, Mapping[str, Any]], changes: Mapping[str, Any]) -> Optimizer:
+    """Copy an optimizer, with the optimizers inside of it, for other parameters; no constructor is called.
+
+    Attributes are copied. A parameter that the original has keeps a copy of its state. A new parameter gets the state
+    that a constructor has made for the first parameter of its group, if that consists of numbers, constant tensors and
+    copies of the parameter. Step hooks, and methods that were replaced on the instance, are left out.
+
+    Args:
+        optimizer: the original, which is not changed.
+        groups: the copy's parameter groups, by the index of the original's group whose place each takes; settings that
+            are missing are those of the original's group. The copy lacks all other groups.
+        changes: options to set to other values than the original's, by name, where ``defaults`` has them.
+
+    Raises:
+        UncopiedError: an attribute holds tensors outside of ``state``, a function that refers to other objects, or an
+            object of an unknown class; an inner optimizer has parameter groups of its own, or step hooks; or a state
+            has another shape than its parameter.
+    """
+    return _Copier(optimizer, groups, changes).optimizer(optimizer, type(optimizer).__name__)
+
+
+class _Copier:
+    def __init__(self, outer: Optimizer, groups: Mapping[int, Mapping[str, Any]], changes: Mapping[str, Any]) -> None:
+        self._outer, self._changes, self._memo = outer, changes, dict[int, Any]()
+        # By parameter of the copy the parameter of the original whose state it gets.
+        self._sources: dict[Tensor, Tensor] = {}
+        # By id of a parameter of the original the copy's in its place: itself, none, or all new ones of its group.
+        self._members: dict[int, list[Tensor]] = {id(p): [] for group in outer.param_groups for p in group["params"]}
+        self._counts = {len(self._members), *(len(group["params"]) for group in outer.param_groups)} - {1}
+        for number, group in enumerate(outer.param_groups):
+            # A group that the copy does not have is left out of the lists and dicts that hold it.
+            self._memo[id(group)] = _DROPPED
+            if number in groups:
+                given = {key: value for key, value in group.items() if key != "param_names"} | dict(groups[number])
+                params = given.pop("params")
+                made = {key: self.value(value, f"parameter group's {key}") for key, value in given.items()}
+                self._memo[id(group)] = {"params": list(params), **made}
+                own = {id(p) for p in group["params"]}
+                first = next(iter(group["params"]), None)
+                for p in params:
+                    source = p if id(p) in own else first
+                    if source is not None:
+                        self._sources[p] = source
+                        self._members[id(source)].append(p)
+
+    def optimizer(self, original: Optimizer, where: str) -> Optimizer:
+        """Copy one optimizer; ``where`` names it in errors."""
+        if any(id(group) not in self._memo for group in original.param_groups):
+            raise UncopiedError(f"{where} has parameter groups of its own, and not those of the outer optimizer")
+        made = self._memo[id(original)] = type(original).__new__(type(original))
+        hooks = optimizer_attributes() - {"state", "param_groups", "defaults"}
+        for name, value in vars(original).items():
+            if callable(getattr(type(original), name, None)):
+                # A method that a script, a scheduler or tutti has replaced on the instance.
+                continue
+            if name == "state":
+                vars(made)[name] = self._state(value, where)
+            elif name in hooks and isinstance(value, dict):
+                if value and original is not self._outer:
+                    raise UncopiedError(f"{where} has hooks")
+                vars(made)[name] = type(value)()
+            else:
+                vars(made)[name] = self.value(value, f"attribute {name}")
+        for name in self._changes.keys() & made.defaults.keys():
+            made.defaults[name] = self._changes[name]
+        return made
+
+    def value(self, value: Any, where: str) -> Any:
+        """Copy the value of an attribute; ``where`` names it in errors."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, (*_ATOMS, type, BuiltinFunctionType)) or (
+            isinstance(value, FunctionType) and _is_free(value)
+        ):
+            return value
+        if isinstance(value, Optimizer):
+            return self.optimizer(value, f"the optimizer in its {where}")
+        if isinstance(value, Tensor) and value.numel() == 1 and not (value.requires_grad or id(value) in self._members):
+            made: Any = value.detach().clone()
+        elif isinstance(value, Tensor):
+            raise UncopiedError(f"its {where} has tensors, which are not in its state")
+        elif self._may_have_entries(value) and where != "attribute defaults" and where.startswith("attribute"):
+            raise UncopiedError(f"its {where} may have an entry for each parameter, which belongs into its state")
+        elif isinstance(value, torch.Generator):
+            made = torch.Generator(value.device).set_state(value.get_state())
+        elif type(value) in (dict, OrderedDict, defaultdict):
+            made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+            for key, each in value.items():
+                if (copy := self.value(each, where)) is not _DROPPED:
+                    made[self.value(key, where)] = copy
+        elif type(value) in (list, tuple, set, frozenset):
+            made = type(value)(each for inside in value for each in self._entries(inside, where))
+        else:
+            raise UncopiedError(f"its {where} is a {type(value).__name__}, which may refer to its parameters")
+        self._memo[id(value)] = made
+        return made
+
+    def _entries(self, value: Any, where: str) -> list[Any]:
+        """Return what takes the place of an entry of a list: of a parameter the copy's parameters, of a group its."""
+        if id(value) in self._members:
+            return self._members[id(value)]
+        made = self.value(value, where)
+        return [] if made is _DROPPED else [made]
+
+    def _may_have_entries(self, value: Any) -> bool:
+        """Return whether a list or dict of plain values is as long as a list of parameters."""
+        if not isinstance(value, list | dict) or len(value) not in self._counts:
+            return False
+        return all(isinstance(each, _ATOMS) for each in (value.values() if isinstance(value, dict) else value))
+
+    def _state(self, state: Any, where: str) -> Any:
+        """Copy a mapping from parameters to their states, for the copy's parameters."""
+        if id(state) not in self._memo:
+            made: defaultdict[Tensor, Any] = defaultdict(dict)
+            if not isinstance(state, AbsentState):
+                if any(not isinstance(key, Tensor) for key in state):
+                    raise UncopiedError(f"the state of {where} has other keys than parameters")
+                for parameter, source in self._sources.items():
+                    if source not in state:
+                        continue
+                    given = dict(state[source])
+                    # What a new parameter cannot get is of earlier steps, and its first step makes it.
+                    with suppress(UncopiedError) if parameter is not source else nullcontext():
+                        made[parameter] = {key: _fitted(value, key, parameter, source) for key, value in given.items()}
+            self._memo[id(state)] = made
+        return self._memo[id(state)]
+
+
+def _fitted(value: Any, key: str, parameter: Tensor, source: Tensor) -> Any:
+    """Return a value of the state of ``source`` for ``parameter``, the same tensor or another one."""
+    if isinstance(value, _ATOMS):
+        return value
+    if not isinstance(value, Tensor):
+        raise UncopiedError(f"its state has a {type(value).__name__}, {key}")
+    own = value.detach()
+    if key == "step" or (own.numel() == 1 and own.shape != source.shape):
+        return own.clone()
+    if parameter is source and own.shape == parameter.shape:
+        return own.to(parameter.device, copy=True)
+    if parameter is not source and own.shape == source.shape:
+        if torch.equal(own.to(source), source):
+            return parameter.detach().clone()
+        if bool(own.min() == own.max()):
+            return torch.full_like(parameter.detach(), float(own.flatten()[0]))
+    raise UncopiedError(f"its state {key} has not the shape {tuple(parameter.shape)} of its parameter")
+
+
+def _is_free(function: FunctionType) -> bool:
+    """Return whether a function refers to no object of its surroundings but plain values and such functions."""
+    return all(isinstance(value, (*_ATOMS, type)) or _is_free_function(value) for value in _captured(function))
+
+
+def _is_free_function(value: Any) -> bool:
+    return isinstance(value, BuiltinFunctionType) or (isinstance(value, FunctionType) and _is_free(value))
+
+
+def _captured(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        yield cell.cell_contents
+    yield from function.__defaults__ or ()
