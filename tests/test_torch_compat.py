@@ -65,6 +65,7 @@ from tutti.torch_compat import (
     divisor_of_node,
     draws_samples,
     elastic_processes,
+    end_traced_graph,
     enter_loader_process,
     flight_recorder,
     foreach_add_,
@@ -770,6 +771,24 @@ def events_are_written_at_once() -> None:
         assert b"loss" in written.read_bytes()
 
 
+class _Ending(torch.Tensor):
+    """Ends each graph in which it is read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        end_traced_graph("it is read")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def graphs_end_before_calls_that_cannot_be_traced() -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Ending))
+    inputs = torch.ones(1, 2)
+    assert torch.equal(torch.compile(lambda x: layer(x) + 1, backend="eager")(inputs), layer(inputs) + 1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it is read"):
+        torch.compile(lambda x: layer(x) + 1, backend="eager", fullgraph=True)(inputs)
+
+
 TOUCHED: dict[Callable[[], None], str] = {
     lists_are_computed_with_at_once: """
         foreach_add_ foreach_copy_ foreach_div_ foreach_lerp_ foreach_mul foreach_mul_ foreach_norm foreach_sqrt
@@ -825,6 +844,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",
+    graphs_end_before_calls_that_cannot_be_traced: "end_traced_graph",
     calls_of_modules_are_replaced: "replace_call uncompiled_call compiled_module is_compiled is_fake",
     conversions_go_through_one_method: "CONVERSION convert_module",
     modes_are_left_and_entered_again: "without_dispatch_modes",

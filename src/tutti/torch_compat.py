@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
@@ -77,6 +78,7 @@ __all__ = [
     "divisor_of_node",
     "draws_samples",
     "elastic_processes",
+    "end_traced_graph",
     "enter_loader_process",
     "flight_recorder",
     "foreach_add_",
@@ -711,6 +713,22 @@ def convert_module(module: nn.Module, function: Callable[[Tensor], Tensor], recu
     """
     converted: nn.Module = type(module)._apply(module, function, recurse)
     return converted
+
+
+def end_traced_graph(why: str) -> None:
+    """End the graph that ``torch.compile`` traces at this moment, before the call that it traces; else do nothing.
+
+    The call is then made eagerly, between two graphs; with ``fullgraph=True`` the compiler raises its error. The public
+    ``torch.compiler.disable`` wraps functions, and Dynamo traces the forward of a module whatever its call runs.
+
+    Args:
+        why: reason for the compiler's log or error.
+    """
+    if TracingContext.try_get() is not None:
+        # Importing Dynamo takes a second, and while it traces it is imported.
+        from torch._dynamo.exc import Unsupported
+
+        raise Unsupported(why)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -67,9 +67,37 @@ def plainly() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("part", "strategy"),
-    [("loss", "tensor:least=1"), ("targets", "tensor:least=1"), ("model", "tensor:least=1"), ("body", "mirrored")],
+    [
+        ("loss", "tensor:least=1"),
+        ("targets", "tensor:least=1"),
+        ("model", "tensor:least=1"),
+        ("body", "mirrored"),
+        ("loss", "pipeline"),
+        ("targets", "pipeline"),
+        ("body", "pipeline"),
+        ("loss", "model_parallel"),
+        ("body", "model_parallel"),
+    ],
 )
 def test_a_loop_with_a_compiled_part_is_that_of_one_device(part: str, strategy: str) -> None:
     want = plainly()
     for state in worlds.run(2, compiled, part=part, strategy=strategy):
+        torch.testing.assert_close(state, dict(want), rtol=0, atol=1e-10)
+
+
+def compiled_loss_of_the_run(strategy: str) -> dict[str, Tensor]:
+    """``run.step`` with a compiled loss function."""
+    model, optimizer = build()
+    loss = torch.compile(mean, backend="eager")
+    run = tutti.prepare(model, optimizer, DATA, loss, batch_size=4, shuffle=False, strategy=strategy, workers=1)
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    return run.state()
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "model_parallel"])
+def test_a_compiled_loss_function_is_that_of_one_device(strategy: str) -> None:
+    want = plainly()
+    for state in worlds.run(2, compiled_loss_of_the_run, strategy=strategy):
         torch.testing.assert_close(state, dict(want), rtol=0, atol=1e-10)

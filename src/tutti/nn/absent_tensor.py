@@ -12,7 +12,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.partial_gradient import PartGradient
 from tutti.nn.swap import BufferRef, buffers
 from tutti.nn.written_tensors import METADATA
-from tutti.torch_compat import TorchFunctionDisabled
+from tutti.torch_compat import TorchFunctionDisabled, end_traced_graph
 
 _ADDING = {Tensor.add_, Tensor.sub_, Tensor.__iadd__, Tensor.__isub__}
 
@@ -170,6 +170,9 @@ def _found(values: Any) -> Any:
 
 
 def _refuse(tensor: _Absent | type[_Absent]) -> NoReturn:
+    # Dynamo traces a module's forward, and not what replaces its call: the graph ends before the call, which is then
+    # made as in eager mode.
+    end_traced_graph(f"{tensor.called} is on another rank")
     if tensor.undo is not None:
         tensor.undo()
     raise UsageError(

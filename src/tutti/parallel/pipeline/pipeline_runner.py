@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
+from tutti.comm.graph_breaks import left_out_of_graphs
 from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.errors import TuttiError, UsageError, counted, script_line_of
 from tutti.nn import ac_policy
@@ -304,7 +305,7 @@ class PipelineRunner(ReplicaPart):
         places = {name: f"on stage {rows[0]} of the model" for name, rows in holding.stages.items()}
         put_away(plain, places, self.parts, self.script_parameters.undo, self._comm.device)
         for each in self.passes:
-            staged = StagedModel(each, self._comm)
+            staged = left_out_of_graphs(StagedModel(each, self._comm))
             replace_call(each.model, staged)
             if each.model is compiled_module(plain):
                 replace_call(plain, staged)
