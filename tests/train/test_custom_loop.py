@@ -403,12 +403,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "parameter_server": {
         **PARTS,
         **MIXED,
-        **dict.fromkeys((*EDITS, "assigned_and_clipped"), "on the parameter servers"),
-        **dict.fromkeys(("two_losses", "two_losses_of_one_forward"), "second gradient before"),
-        "accumulated": "global batch without an update",
-        "skipped": "global batch without an update",
         "written_by_hand": "servers' parameters replace",
-        "left_out": "have added it up already",
         **dict.fromkeys(THAWED, "started with the parameters"),
     },
 }
@@ -422,6 +417,8 @@ CASES = [
     ("sharded:stage=3", 3, 3),
     ("tensor:least=1", 2, 1),
     ("parameter_server", 2, 2),
+    ("parameter_server", 2, 4),
+    ("parameter_server:servers=2,transport=tcp", 3, 3),
 ]
 
 
@@ -432,7 +429,7 @@ def expected(name: str, strategy: str, devices: int, workers: int) -> str | None
         return SEVERAL[name]
     if strategy in WHOLE:
         return MIXED.get(name) if devices > 1 or several else None
-    return REFUSED[strategy].get(name)
+    return REFUSED.get(strategy, REFUSED["parameter_server"]).get(name)
 
 
 def judge(got: Any, name: str, strategy: str, devices: int, workers: int) -> None:
@@ -491,8 +488,9 @@ def own_noise(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) 
 BODIES["own_noise"] = own_noise
 
 
-def test_an_edit_that_differs_over_the_ranks_is_refused() -> None:
-    for got in worlds.run(2, through, name="own_noise", strategy="mirrored", workers=2):
+@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server"])
+def test_an_edit_that_differs_over_the_ranks_is_refused(strategy: str) -> None:
+    for got in worlds.run(2, through, name="own_noise", strategy=strategy, workers=2):
         assert got[0] == "UsageError" and "changed the gradient of 0.weight" in got[2], got
 
 
@@ -548,7 +546,10 @@ def two_players(strategy: str | None, workers: int, as_dict: bool = False) -> An
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "devices"),
-    [("single", 1), ("mirrored", 2), ("mirrored", 3), ("central_storage", 2), ("sharded:stage=1", 2)],
+    [
+        *(("single", 1), ("mirrored", 2), ("mirrored", 3), ("central_storage", 2), ("sharded:stage=1", 2)),
+        *(("parameter_server", 1), ("parameter_server:servers=2", 2), ("parameter_server:transport=tcp", 3)),
+    ],
 )
 def test_two_models_with_two_optimizers(strategy: str, devices: int, as_dict: bool) -> None:
     want = two_players(None, 1)
@@ -578,11 +579,13 @@ def two_passes(strategy: str) -> str:
     return ""
 
 
-def test_servers_refuse_a_second_update_of_a_batch() -> None:
-    for said in worlds.run(2, two_passes, strategy="parameter_server"):
+@pytest.mark.parametrize("options", ["mode=async", "backup=1"])
+def test_servers_that_do_not_wait_refuse_a_second_update_of_a_batch(options: str) -> None:
+    for said in worlds.run(2, two_passes, strategy=f"parameter_server:{options}"):
         assert said.startswith("a second update of one global batch") and "test_custom_loop.py:" in said
     worlds.forget(2)
-    assert worlds.run(2, two_passes, strategy="mirrored") == ["", ""]
+    for strategy in ("mirrored", "parameter_server"):
+        assert worlds.run(2, two_passes, strategy=strategy) == ["", ""]
 
 
 def fewer(strategy: str) -> str:

@@ -49,6 +49,15 @@ class IncompleteGradient(Tensor):
     def __init__(self, parameter: Tensor, place: str) -> None:
         """Do nothing: ``__new__`` has made the tensor."""
 
+    @property
+    def edited(self) -> bool:
+        """Whether the script has changed the gradient's values; False where it cannot."""
+        return False
+
+    def compared(self) -> Tensor | None:
+        """Return the tensor by which ranks compare their edits of the gradient; None where it cannot be edited."""
+        return None
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"IncompleteGradient({tuple(self.shape)}, {self.place})"
 

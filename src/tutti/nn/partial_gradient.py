@@ -221,6 +221,10 @@ class PartGradient(IncompleteGradient):
         """Whether the script has written to the gradient, or added to it."""
         return bool(tensor_version(self.probe) or self.added_to)
 
+    def compared(self) -> Tensor:
+        """Return ``probe``, to which every edit of the gradient is applied, too."""
+        return self.probe
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call functions of PyTorch that are made of others with the whole gradient; the rest operator by operator."""

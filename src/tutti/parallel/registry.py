@@ -170,7 +170,7 @@ TABLE: Mapping[str, Strategy] = {
     ),
     "parameter_server": Strategy(
         *_WHOLE,
-        "parameter_server.synchronous:SynchronousServerSync",
+        "parameter_server.readable_sums:ReadableServerSync",
         ParameterServerConfig,
         "parameters and optimizer on servers, to which workers push their gradients",
         sparse_devices=0,

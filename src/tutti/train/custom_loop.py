@@ -159,8 +159,8 @@ class CustomLoop:
                 CUDA graphs; an earlier loop over micro-batches was left in the middle of a global batch, or this one
                 begins within its body before ``optimizer.step()``; or in reproducible mode this rank has several
                 micro-batches of a worker that begins on another rank; the body differs from that of the rank's first
-                micro-batch, or writes parameters before the last; with parameter servers a global batch ends without an
-                update; or a step cannot begin (``StepLifecycle.begin``).
+                micro-batch, or writes parameters before the last; with parameter servers that do not wait for all
+                workers a global batch ends without an update; or a step cannot begin (``StepLifecycle.begin``).
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         self._check_beginning()
@@ -361,7 +361,7 @@ class CustomLoop:
                     "a global batch without an update cannot be combined with parameter servers",
                     where=f"step {self._run.clock + 1}",
                     why="servers wait for a gradient of every rank in every step",
-                    remedy="call run.backward and optimizer.step() for each, or take strategy='mirrored'",
+                    remedy="call run.backward and optimizer.step() for each, or take mode=sync without backup",
                 )
             self._counted = True
             self._lifecycle.count_batch(None, None)
@@ -389,8 +389,9 @@ class CustomLoop:
                 micro-batch before; the body differs from that of the rank's first micro-batch of this global batch; a
                 gradient hook saw gradients of another scale; the loss has an unknown form or requires no gradient;
                 gradients of a plain ``loss.backward()`` cannot be reduced with these (a split model,
-                ``gradient_noise``, a loss that counts another unit than samples); or with parameter servers this is a
-                second gradient of the global batch, or an earlier one was not cleared.
+                ``gradient_noise``, a loss that counts another unit than samples); or with parameter servers an
+                earlier gradient was not cleared, or this is a second one of the global batch and the servers do not
+                wait for all workers.
             MismatchError: ranks are in different steps, or make different calls.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
@@ -567,14 +568,14 @@ class CustomLoop:
                 where=f"step {self._run.clock}, {script_line()}",
                 why="servers wait for one gradient of every rank in every step, and have updated with this step's",
                 remedy="call run.backward and optimizer.step() once for each batch of run.microbatches(), train more"
-                " epochs in place of several passes over a batch, or take strategy='mirrored'",
+                " epochs in place of several passes over a batch, or take mode=sync without backup",
             )
         if self._sync.gradient_at == "servers" and self._is_pushed:
             raise UsageError(
                 "a second gradient before optimizer.step() cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
                 why="the first one is on the servers, where a script cannot add to it",
-                remedy="add the losses up and call run.backward once, or take strategy='mirrored'",
+                remedy="add the losses up and call run.backward once, or take mode=sync without backup",
             )
 
     def _check_carried(self) -> None:

@@ -294,9 +294,10 @@ class GradientOrigin:
         for parameter in members:
             gradient, complete = parameter.grad, self._complete.get(parameter)
             if isinstance(gradient, IncompleteGradient):
-                if isinstance(gradient, PartGradient) and gradient.edited:
-                    gradient.check_source()
+                if gradient.edited:
                     found.append(parameter)
+                    if isinstance(gradient, PartGradient):
+                        gradient.check_source()
                 continue
             if complete is None:
                 if gradient is not None:
@@ -324,12 +325,13 @@ class GradientOrigin:
 
         Collective: all these ranks must call it. What they all-gather and compare depends on the strategy:
 
-        - Each rank has whole gradients: sum and sum of squares of each gradient, over the data ranks.
+        - Each rank has whole gradients, or reads them from synchronous parameter servers: sum and sum of squares of
+          each gradient, over the data ranks.
         - Each rank has a part (pipeline stages, tensor slices, ZeRO rows): over all ranks, sum and sum of squares of a
           probe, three fixed numbers to which every edit of the gradient is applied too. With stages the data ranks also
           compare the sums of the tensors that the script has added.
         - FSDP2 (DTensors): digests of the records of the script's calls on gradients, over the data ranks.
-        - Parameter servers: nothing is compared or sent.
+        - Other parameter servers: nothing is compared or sent.
 
         Raises:
             UsageError: always, before anything is sent, if the strategy shards slices of tensor parallelism, whose
@@ -418,9 +420,9 @@ def _sums_of_added(gradient: Tensor | None) -> Tensor:
 
 def _sums(gradient: Tensor | None) -> Tensor:
     """Return sum and sum of squares of a gradient, or of a part's probe, in float64, of shape (2,); zeros for None."""
-    if isinstance(gradient, PartGradient):
-        gradient = gradient.probe
-    if gradient is None or isinstance(gradient, IncompleteGradient):
+    if isinstance(gradient, IncompleteGradient):
+        gradient = gradient.compared()
+    if gradient is None:
         return torch.zeros(2, dtype=torch.float64)
     wide = gradient.detach().to(widest_float(gradient.device))
     return torch.stack([wide.sum(), wide.square().sum()])

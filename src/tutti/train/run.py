@@ -506,10 +506,11 @@ class Run:
         """Compute gradients, in place of ``loss.backward()``, and reduce them in a rank's last micro-batch.
 
         ``.grad`` is then the gradient of the global batch, the same on every rank (with shards this rank's rows or
-        unreadable, with parameter servers unreadable, under local SGD that of this rank's worker). In earlier
-        micro-batches of a global batch it has this micro-batch's part. Several calls before ``optimizer.step()``
-        accumulate gradients, as in PyTorch. Collective over the data ranks in the last micro-batch: an all-reduce of
-        the gradients, or what the strategy does in its place (``GradientSync.reduce_gradients``).
+        unreadable, with synchronous parameter servers read from them, with others unreadable, under local SGD that of
+        this rank's worker). In earlier micro-batches of a global batch it has this micro-batch's part. Several calls
+        before ``optimizer.step()`` accumulate gradients, as in PyTorch. Collective over the data ranks in the last
+        micro-batch: an all-reduce of the gradients, or what the strategy does in its place
+        (``GradientSync.reduce_gradients``).
 
         Args:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
@@ -519,7 +520,8 @@ class Run:
         Raises:
             UsageError: outside of ``run.microbatches()``; the script has edited or assigned ``.grad`` of a micro-batch
                 before; the body differs from that of the rank's first micro-batch of this global batch; or with
-                parameter servers this is a second gradient of the global batch, or an earlier one was not cleared.
+                parameter servers an earlier gradient was not cleared, or this is a second one of the global batch and
+                the servers do not wait for all workers.
             MismatchError, PeerError: ranks are in different steps or make different calls, or a rank has died.
         """
         self.custom.backward(loss, retain_graph)

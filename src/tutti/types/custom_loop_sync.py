@@ -33,7 +33,7 @@ class CustomLoopSync(GradientSync, Protocol):
             ``stages`` (of each parameter on the ranks of its pipeline stage), ``slices`` (split over tensor ranks),
             ``sliced_rows`` (each slice in rows over ranks, which a script cannot edit), ``rows`` (in rows over ranks,
             which the model's ``.grad`` do not show), ``shards`` (in the model's DTensors) or ``servers`` (on parameter
-            servers).
+            servers that ranks cannot read).
         by_worker: whether gradients are summed worker by worker (logical workers are fixed shares of the global batch)
             and not rank by rank.
         accumulated: whether the last ``add_gradients`` added gradients of earlier reductions to the new ones.
@@ -96,8 +96,9 @@ class CustomLoopSync(GradientSync, Protocol):
         """Return the gradients that earlier reductions left in ``.grad``, and set every ``.grad`` to None.
 
         A custom training loop calls this method before the next backward, and ``add_gradients`` after it, to accumulate
-        over several reductions. Gradients that the script has cleared are not returned. Not collective. With parameter
-        servers the sums stay on the servers, and the result is empty.
+        over several reductions. Gradients that the script has cleared are not returned. Not collective, except where
+        synchronous parameter servers hold sums without an update: these are read, and dropped there. With other
+        parameter servers the sums stay on the servers, and the result is empty.
 
         Returns:
             The gradients, copies with FSDP2, by parameter object of the optimizer (with shards this rank's rows);
@@ -111,8 +112,8 @@ class CustomLoopSync(GradientSync, Protocol):
         pipeline stages only: they all-gather which parameters have a gradient. Where this rank has only a part of a
         gradient (ZeRO stage 1 on several shards, tensor parallelism, pipeline stages), the model's ``.grad`` is
         afterwards a placeholder, with which the script computes as with the whole gradient; such a computation may be
-        collective. With parameter servers, and for rows of tensor slices, it raises UsageError when it is read. The
-        update uses the true gradients.
+        collective. Of synchronous parameter servers a placeholder reads the sums; of others, and for rows of tensor
+        slices, it raises UsageError when it is read. The update uses the true gradients.
 
         Args:
             held: result of ``pop_gradients``: gradients by parameter object of the optimizer; may be empty.
@@ -215,7 +216,7 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Raises:
             MismatchError: the ranks of a replica are in different steps.
-            ValueError: with parameter servers, always: the gradients are there.
+            ValueError: with parameter servers that ranks cannot read, always: the gradients are there.
         """
 
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:

@@ -80,7 +80,7 @@ def test_a_request_of_an_asynchronous_server_is_refused_and_changes_nothing() ->
 
 
 def test_ranks_wait_for_one_that_has_not_asked_yet_before_its_results_are_dropped() -> None:
-    shard: Any = SimpleNamespace(pieces=[], views=lambda vectors: [], update=lambda *settings: None)
+    shard: Any = SimpleNamespace(pieces=[], views=lambda vectors: [], update=lambda *settings, optimizer: None)
     handler = SyncHandler(shard, ServerBarrier(3, backup=1), {0: 0, 1: 1, 2: 2}, 0, 3)
 
     def ask(kind: int, rank: int, step: int, *extras: float) -> Answer | None:
@@ -96,7 +96,7 @@ def test_ranks_wait_for_one_that_has_not_asked_yet_before_its_results_are_droppe
     for step in range(MOST_BEHIND):
         assert push(0, step) == push(1, step) == OK
         assert sums(0, step) and sums(1, step)
-        assert ask(APPLY, 0, step, 1.0, 0.0) and ask(APPLY, 1, step, 1.0, 0.0)
+        assert ask(APPLY, 0, step, 1.0, 0.0, NONE) and ask(APPLY, 1, step, 1.0, 0.0, NONE)
     assert push(0, MOST_BEHIND) == push(1, MOST_BEHIND) == OK and sums(0, MOST_BEHIND) is None
     late = sums(2, 0) if push(2, 0) == LATE else None
     assert late is not None and late.extras

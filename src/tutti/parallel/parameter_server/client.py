@@ -102,7 +102,7 @@ class Client:
         identity: rank, run, layout of the parameters, and key pair.
         addresses: addresses of the servers, in the order of their numbers.
         plan: partition of the parameters over the servers.
-        pushed: (plan.size,) uint8, send buffer of gradients.
+        pushed: (plan.size,) uint8, send buffer of gradients; receives summed gradients that a SUM asks for.
         given: (plan.size,) uint8, receive buffer of parameters.
         shared: whether ``pushed`` and ``given`` are shared memory that the servers access directly.
         stall: stall inspector of this process, for waits that involve other ranks.
@@ -314,7 +314,8 @@ class Client:
             parts = frames[1:]
             self._add_traffic(server, header.kind, 0, 0, len(head) + sum(map(len, frames)))
             if len(parts) == len(self._given[server]) and header.kind not in (server_wire.SAVE, server_wire.FACTS):
-                for given, part in zip(self._given[server], parts, strict=True):
+                into = self._pushed if header.kind == server_wire.SUM else self._given
+                for given, part in zip(into[server], parts, strict=True):
                     given.copy_(torch.frombuffer(part.buffer, dtype=torch.uint8) if len(part) else given)
                 parts = []
             self._replies[server] = Reply(header, extras, [part.bytes for part in parts])

@@ -17,7 +17,7 @@ from tutti.optim.factory import is_known
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import multiply_learning_rates
 from tutti.optim.optimizer_copy import NestedState
-from tutti.optim.several import members_of
+from tutti.optim.several import acting, members_of
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.flat_views import in_order, shaped, strides
 from tutti.parallel.parameter_server.server_partition import ServerPiece, ServerPlan
@@ -90,7 +90,12 @@ class ParameterShard:
         return [vectors[section][part].as_strided(shape, steps) for section, part, shape, steps in self._places]
 
     def update(
-        self, gradients: Sequence[Tensor | None], settings: Sequence[float], grad_norm: float, rate: float = 1.0
+        self,
+        gradients: Sequence[Tensor | None],
+        settings: Sequence[float],
+        grad_norm: float,
+        rate: float = 1.0,
+        optimizer: int | None = None,
     ) -> None:
         """Step the optimizer of this server's parameter shard with the given gradients; parameters change in place.
 
@@ -104,6 +109,7 @@ class ParameterShard:
                 constructor's ``keys``.
             grad_norm: norm of the whole gradient over all servers, for a layer-wise optimizer that clips by it (LAMB).
             rate: factor on the learning rates in this step alone.
+            optimizer: index of the only one to step of several optimizers; None for all.
         """
         if self.optimizer is None:
             return
@@ -114,7 +120,8 @@ class ParameterShard:
             if isinstance(member, LayerWise):
                 member.grad_norm = grad_norm
         multiply_learning_rates([group for pair in self._groups for group in pair], rate)
-        self.optimizer.step()
+        with acting(self.optimizer, optimizer):
+            self.optimizer.step()
 
     def _set(self, settings: Sequence[float]) -> None:
         hyperparameters.put(self._handle.param_groups, self.keys, settings)

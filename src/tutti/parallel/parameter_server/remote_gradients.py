@@ -20,7 +20,8 @@ class RemoteGradients:
     """Mixin of strategies with parameter servers, for custom loops, whose gradients the servers sum.
 
     ``SynchronousServerSync`` and ``AsynchronousServerSync`` inherit from it; it implements methods of
-    ``CustomLoopSync``. After ``run.backward`` has pushed the gradients, a script that reads ``.grad`` gets an error.
+    ``CustomLoopSync``, some of which ``ReadableServerSync`` replaces. After ``run.backward`` has pushed the gradients,
+    a script that reads ``.grad`` gets an error.
 
     Attributes:
         gradient_at: ``"servers"``: the place of the complete gradient.
@@ -165,7 +166,7 @@ class RemoteGradients:
             optimizer, set_to_none: unused; the optimizer and its argument of ``zero_grad``.
         """
 
-    def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
+    def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Raise ValueError: a rank cannot compute the norm of summed gradients, which are on the parameter servers.
 
         Other strategies return here the norm of some parameters' gradients.

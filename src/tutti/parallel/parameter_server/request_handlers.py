@@ -19,6 +19,7 @@ from tutti.parallel.parameter_server.server_barrier import MOST_BEHIND, ServerBa
 from tutti.parallel.parameter_server.server_wire import (
     APPLY,
     BACK,
+    EDITED,
     LATE,
     OK,
     PULL,
@@ -59,13 +60,15 @@ class Answer:
             of request that the server does not handle.
         extras: floats, whose meaning and number depend on the kind of request.
         values: send the server's current parameters, too.
-        blob: saved state or statistics to send; None for none. Not sent if ``values`` is True.
+        gradients: summed gradients to send, one flat tensor for each dtype; None for none.
+        blob: saved state or statistics to send; None for none. Not sent with parameters or gradients.
         seen: number of updates made so far.
     """
 
     status: int = OK
     extras: Sequence[float] = ()
     values: bool = False
+    gradients: Vectors | None = None
     blob: bytes | None = None
     seen: int = field(default=0)
 
@@ -171,13 +174,16 @@ class SyncHandler:
         self._at: dict[int, int] = {}
         self._result: list[float] | None = None
         self._gradients: list[Tensor | None] = []
+        self._summed: Vectors = []
+        self._asked: set[int] = set()
         self.version = 0
 
     def handle(self, request: Request) -> Answer | None:
         """Carry out a request of a rank to this synchronous parameter server, and return the reply.
 
         PUSH adds a gradient to the step's sum, SUM reads statistics of the sum, APPLY steps the optimizer with the sum.
-        A gradient comes from a logical worker (share of the global batch) or from a rank.
+        A gradient comes from a logical worker (share of the global batch) or from a rank. A PUSH with the flag EDITED
+        brings the gradients of the update itself, which the APPLY with this flag takes in place of the sum.
 
         Args:
             request: the request, with its header, floats and, for a PUSH, gradients.
@@ -186,12 +192,13 @@ class SyncHandler:
             The reply, an ``Answer``: ``status``, floats (``extras``), and ``values``, whether the server's current
             parameters are sent with the reply. The status is LATE for a PUSH whose step has been summed already without
             this gradient, and REFUSED for other kinds of request. None for a SUM while other gradients of the step are
-            missing, or while the requesting rank is 256 steps ahead of another rank; the server later calls ``handle``
-            again with the same request. The floats of the reply to a SUM are, in this order: the sums of the floats
-            that came with the pushes (hashes by which ranks in different steps are found, loss sums, flags); for each
-            parameter the sum of squares of this server's slice of its gradient (0 without a slice here); for each
-            parameter 1 if this slice is finite, else 0; and for each worker or rank 1 if its gradient is in the sum,
-            else 0.
+            missing, or while the requesting rank is 256 steps ahead of another rank, and for an APPLY with the flag
+            WAIT while another rank has not asked; the server later calls ``handle`` again with the same request. To a
+            SUM with the flag BACK the reply also brings the summed gradients. The floats of the reply to a SUM are, in
+            this order: the sums of the floats that came with the pushes (hashes by which ranks in different steps are
+            found, loss sums, flags); for each parameter the sum of squares of this server's slice of its gradient (0
+            without a slice here); for each parameter 1 if this slice is finite, else 0; and for each worker or rank 1
+            if its gradient is in the sum, else 0.
 
         Raises:
             ValueError: a PUSH is for a later step than the one whose gradients the server is summing.
@@ -202,6 +209,12 @@ class SyncHandler:
 
     def _push(self, request: Request) -> Answer:
         header = request.header
+        if header.flags & EDITED:
+            # The vectors stay as they are until all ranks have their replies to the APPLY that follows.
+            used = read_sums(request.extras[DIGESTS:]).used
+            self._gradients = self._used(request.vectors, used)
+            self._rounds.clock = header.clock if self._rounds.clock is None else self._rounds.clock
+            return Answer()
         totals = torch.tensor(request.extras, dtype=torch.float64)
         taken = self._rounds.push(self._leaf[header.worker], header.clock, request.vectors, totals)
         return Answer(OK if taken else LATE)
@@ -235,12 +248,15 @@ class SyncHandler:
             if factor != 1.0:
                 for vector in total.vectors:
                     vector.mul_(factor)
-            self._gradients = [
-                view if sums.used[index] else None
-                for index, view in zip(self._indices, self._shard.views(total.vectors), strict=True)
-            ]
+            self._summed, self._gradients = total.vectors, self._used(total.vectors, sums.used)
             self._result = [*total.totals.tolist(), *self._looked_at(), *self._mask(len(mask))]
-        return Answer(extras=self._result, seen=self.version)
+        asked = self._summed if request.header.flags & BACK else None
+        return Answer(extras=self._result, gradients=asked, seen=self.version)
+
+    def _used(self, vectors: Vectors, used: Sequence[bool]) -> list[Tensor | None]:
+        """Return the views of gradients of this server's slices; None where no rank has a gradient."""
+        views = zip(self._indices, self._shard.views(vectors), strict=True)
+        return [view if used[index] else None for index, view in views]
 
     def _looked_at(self) -> list[float]:
         """Return Σ g² of each parameter (0 without a slice here), then for each 1.0 if finite here, else 0.0."""
@@ -254,20 +270,25 @@ class SyncHandler:
     def _mask(self, leaves: int) -> list[float]:
         return [float(leaf in self._rounds.counted) for leaf in range(leaves)]
 
-    def _apply(self, request: Request) -> Answer:
+    def _apply(self, request: Request) -> Answer | None:
         """Clip, step the optimizer and finish the step; with SKIP, only finish it.
 
-        Request: [clipping factor of the gradient, norm after clipping, hyperparameters]. The first request of a step
-        acts; the reply to each brings the parameters unless SKIP is set.
+        Request: [clipping factor of the gradient, norm after clipping, index of one of several optimizers or -1,
+        hyperparameters]. The first request of a step acts, with WAIT the last one; the reply to each brings the
+        parameters unless SKIP is set.
         """
-        header, (factor, norm, *settings) = request.header, request.extras
-        if header.clock == self._rounds.clock and self._result is not None:
+        header, (factor, norm, index, *settings) = request.header, request.extras
+        if header.clock == self._rounds.clock and (self._result is not None or header.flags & EDITED):
+            self._asked.add(header.client)
+            if header.flags & WAIT and len(self._asked) < self._ranks:
+                return None
+            self._asked.clear()
             if not header.flags & SKIP:
                 if factor != 1.0:
                     scale_all([g for g in self._gradients if g is not None], factor)
-                self._shard.update(self._gradients, settings, norm)
+                self._shard.update(self._gradients, settings, norm, optimizer=None if index < 0 else int(index))
                 self.version += 1
-            self._rounds.finish(self._result)
+            self._rounds.finish(self._result or [])
             self._result = None
         return Answer(values=not header.flags & SKIP, seen=self.version)
 

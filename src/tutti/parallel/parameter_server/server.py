@@ -52,7 +52,7 @@ class SharedBuffers:
     """The regions of one rank's shared-memory buffers that one parameter server reads and writes.
 
     Attributes:
-        pushed: gradients that the rank sends, one flat tensor for each dtype of the parameters.
+        pushed: gradients that the rank sends, or reads as summed, one flat tensor for each dtype of the parameters.
         given: updated parameters that the server returns, in the same form.
     """
 
@@ -202,7 +202,11 @@ class Server:
             return
         self._waiting.pop(client, None)
         header = request.header
-        frames = self._values(header) if answer.values else [] if answer.blob is None else [answer.blob]
+        frames = [] if answer.blob is None else [answer.blob]
+        if answer.values:
+            frames = self._values(header)
+        elif answer.gradients is not None:
+            frames = self._summed(header, answer.gradients)
         told = header._replace(
             flags=answer.status,
             seen=self._handler.version,
@@ -249,6 +253,17 @@ class Server:
             parts = [raw[end - size : end].tobytes() for end, size in zip(ends, self._terms.frames, strict=True)]
             self._copy = (self._handler.version, parts)
         return self._copy[1]
+
+    def _summed(self, header: MessageHeader, gradients: Vectors) -> list[bytes]:
+        """Copy summed gradients into the rank's shared send buffer, or return them as frames without shared memory."""
+        self._bytes += sum(self._terms.frames)
+        if header.client < len(self._job.shared):
+            for sent, gradient in zip(self._job.shared[header.client].pushed, gradients, strict=True):
+                sent.copy_(gradient)
+            return []
+        raw = np.concatenate([gradient.view(torch.uint8).numpy() for gradient in gradients])
+        ends = np.cumsum(self._terms.frames).tolist()
+        return [raw[end - size : end].tobytes() for end, size in zip(ends, self._terms.frames, strict=True)]
 
     # --- state and snapshots ---------------------------------------------------------------------------------------
 

@@ -126,13 +126,14 @@ class ServerBarrier:
                 gradients.
 
         Raises:
-            ValueError: the step has no sum yet.
+            ValueError: no step is under way.
         """
-        if self.clock is None or self._sum is None:
+        if self.clock is None:
             raise ValueError("no step is under way")
         self._results[self.clock] = result
         self._results.pop(self.clock - MOST_BEHIND, None)
-        self._give_back(self._sum)
+        if self._sum is not None:
+            self._give_back(self._sum)
         self._sum, self._pieces, self._came = None, {}, set()
         self.clock += 1
 

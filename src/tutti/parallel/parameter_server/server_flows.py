@@ -56,7 +56,7 @@ def sync_floats(leaves: int, parameters: int, settings: int, variance: bool = Fa
         A mapping from a kind of request, an integer constant of ``server_wire``, to the number of floats. The keys are
         ``PUSH`` (gradients), ``SUM`` (statistics of the summed gradients) and ``APPLY`` (make the update).
     """
-    return {PUSH: TAIL + parameters + (parameters + 1) * variance, SUM: 2 + leaves, APPLY: 2 + settings}
+    return {PUSH: TAIL + parameters + (parameters + 1) * variance, SUM: 2 + leaves, APPLY: 3 + settings}
 
 
 def async_floats(parameters: int, settings: int) -> Mapping[int, int]:

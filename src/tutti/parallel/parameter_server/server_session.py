@@ -22,7 +22,7 @@ from tutti.errors import PeerError, UsageError, counted, script_line
 from tutti.launcher import context
 from tutti.launcher.interface import address_of
 from tutti.optim.learning_rate import set_learning_rates
-from tutti.optim.several import SeveralOptimizers
+from tutti.optim.several import SeveralOptimizers, slots
 from tutti.parallel.ddp.step_agreement import layout_key
 from tutti.parallel.parameter_server import curve_keys, flat_views, hyperparameters, server_wire
 from tutti.parallel.parameter_server.client import Address, Client, ClientIdentity, Reply
@@ -94,21 +94,13 @@ class ServerSession:
         self._handle, self.keys = handle, hyperparameters.keys(handle)
         self._unsent = hyperparameters.unsent(handle, self.keys)
         parameters = [p for _, p in trained]
-        if isinstance(handle, SeveralOptimizers):
+        if isinstance(handle, SeveralOptimizers) and (config.mode != "sync" or config.backup):
             raise UsageError(
-                "parameter servers cannot be combined with several optimizers",
-                why="a server has one optimizer, and updates all of its parameters at once",
-                remedy="put the parameters into groups of one optimizer, or take strategy='mirrored'",
+                "several optimizers cannot be combined with parameter servers that do not wait for all workers",
+                why="a server updates all of its parameters at once, with the gradients that have arrived",
+                remedy="put the parameters into groups of one optimizer, or take mode=sync without backup",
             )
-        mixing = agreed_mixing(handle, run_context, elsewhere=True)
-        if mixing.closure:
-            raise UsageError(
-                f"{type(handle).__name__} needs a closure, and parameter servers have no model to call",
-                remedy="take strategy='mirrored', or an optimizer whose step needs no closure",
-            )
-        refuse_changed_settings(handle, mixing)
-        refuse_parts(handle, mixing, config.servers, "parameter servers")
-        self._whole = whole = run_context.reproducible or not mixing.flat
+        self._whole = whole = self._keeps_whole(handle)
         self.plan = _plan(config.servers, parameters, whole)
         self._workers = workers_by_rank(run_context)
         self._segment = self._share()
@@ -136,6 +128,21 @@ class ServerSession:
             *(self._segment is not None, self.comm.stall, context.current().timeout, self._look),
         )
         self.ask(server_wire.HELLO, "meeting the parameter servers")
+
+    def _keeps_whole(self, handle: Optimizer) -> bool:
+        """Return whether each tensor is to stay whole on one server. Collective; refuses optimizers without servers."""
+        flat = True
+        for member in slots(handle):
+            mixing = agreed_mixing(member, self._run_context, elsewhere=True)
+            if mixing.closure:
+                raise UsageError(
+                    f"{type(member).__name__} needs a closure, and parameter servers have no model to call",
+                    remedy="take strategy='mirrored', or an optimizer whose step needs no closure",
+                )
+            refuse_changed_settings(member, mixing)
+            refuse_parts(member, mixing, self._config.servers, "parameter servers")
+            flat = flat and mixing.flat
+        return self._run_context.reproducible or not flat
 
     # --- the start -------------------------------------------------------------------------------------------------
 

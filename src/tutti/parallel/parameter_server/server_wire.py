@@ -23,8 +23,9 @@ SMALL = 64 << 10
 NAMES = ("", "hello", "push", "sum", "apply", "pull", "read", "save", "load", "facts")
 _LAST_KIND = FACTS
 
-SHARED, SKIP, BACK, WAIT = 1, 2, 4, 8
-"""Flags: tensors are in shared memory; make no update; reply with parameters; reply once the worker may proceed."""
+SHARED, SKIP, BACK, WAIT, EDITED = 1, 2, 4, 8, 16
+"""Flags: tensors are in shared memory; make no update; reply with parameters, or with summed gradients to a SUM; reply
+once the worker may proceed, or all ranks have asked; the gradients of the update itself, in place of terms of a sum."""
 OK, LATE, REFUSED = range(3)
 """Status of a reply: done; too late to count; non-finite gradient or unserved request."""
 
@@ -40,14 +41,14 @@ class MessageHeader(NamedTuple):
         kind: kind of request: HELLO (first contact), PUSH (gradients), SUM (statistics of the summed gradients), APPLY
             (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and LOAD (state of the
             server) or FACTS (statistics); a reply has its request's.
-        flags: flags of a request (SHARED, SKIP, BACK, WAIT, combined by ``|``); in a reply the status (OK, LATE or
-            REFUSED).
+        flags: flags of a request (SHARED, SKIP, BACK, WAIT, EDITED, combined by ``|``); in a reply the status (OK, LATE
+            or REFUSED).
         run: identifier of the run; other runs' messages are refused.
         layout: digest of names, shapes, dtypes and partition of the parameters.
         client: rank that sends the request; must be the owner of the connection's key.
         worker: index of the logical worker (share of the global batch) that the request is for.
         seq: sequence number of the request, which grows with each request of a rank to a server.
-        clock: steps that the worker has taken.
+        clock: steps that the worker has taken; of a synchronous server the number of the sum.
         seen: updates contained in the worker's parameters; in a reply, updates made so far.
         extras: number of floats that follow.
         tensors: number of tensor or blob frames that follow.

@@ -33,7 +33,7 @@ from tutti.parallel.parameter_server.request_handlers import NONE, SyncHandler
 from tutti.parallel.parameter_server.server_barrier import ServerBarrier
 from tutti.parallel.parameter_server.server_flows import sync_floats
 from tutti.parallel.parameter_server.server_session import ServerSession, workers_by_rank
-from tutti.parallel.parameter_server.server_wire import APPLY, PUSH, READ, SKIP, SUM
+from tutti.parallel.parameter_server.server_wire import APPLY, BACK, EDITED, PUSH, READ, SKIP, SUM
 from tutti.torch_compat import foreach_copy_
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
@@ -63,6 +63,9 @@ class ServerReducer:
 
     Attributes:
         nonfinite: names of the parameters whose summed gradient was not finite in the latest step.
+        used: for each trained parameter whether a rank had a gradient in the latest step.
+        number: number of the sum under way, by which servers tell the requests of one sum from those of the next. A
+            step has one; in a custom loop a step may have several or none.
     """
 
     listens = False
@@ -77,6 +80,8 @@ class ServerReducer:
         self._measured = len(trained) + 1 if run_context.gradient_variance else 0
         self._squares: list[float] = []
         self.nonfinite: tuple[str, ...] = ()
+        self.used: Sequence[bool] = ()
+        self.number = 0
         self._under_way = False
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
@@ -125,7 +130,7 @@ class ServerReducer:
         self._tail.fill(numbers[: self._tail.size], step_context, loss_sums, used)
         for parameter in self._order:
             parameter.grad = None
-        self._link.client.send(PUSH, worker, step_context.taken, extras=numbers.tolist())
+        self._link.client.send(PUSH, worker, self.number, extras=numbers.tolist())
         self._under_way = True
 
     def _settle(self, step_context: StepContext) -> None:
@@ -168,14 +173,14 @@ class ServerReducer:
         ranks = (self._link.comm.global_rank,) if self._backup else self._link.comm.ranks
         asked, servers = [divisor_of_backward(step_context), step_context.loss_scale], list(range(self._link.servers))
         first = servers[:1] if self._backup else servers
-        client.send(SUM, worker, step_context.taken, extras=[*asked, *[NONE] * self._leaves], servers=first)
+        client.send(SUM, worker, self.number, extras=[*asked, *[NONE] * self._leaves], servers=first)
         replies = client.wait(text, ranks, patient=True)
         if self._backup and servers[1:]:
             # The first server has decided which contributions count; every push to it has gone to the others, too.
             client.send(
                 SUM,
                 worker,
-                step_context.taken,
+                self.number,
                 extras=[*asked, *self._counted(replies[0].extras)],
                 servers=servers[1:],
             )
@@ -194,7 +199,44 @@ class ServerReducer:
         self._squares = [sum(column) for column in columns]
         finite = zip(*(answer[size + count : size + 2 * count] for answer in answers), strict=True)
         self.nonfinite = tuple(name for name, flags in zip(self._names, finite, strict=True) if not all(flags))
-        return self._tail.read(tail)._replace(own=own)
+        sums = self._tail.read(tail)
+        self.used = sums.used
+        return sums._replace(own=own)
+
+    def read(self) -> None:
+        """Read the summed gradients of the latest ``finish``, scaled to their mean, into this rank's send buffer.
+
+        Not collective. The servers must not have been asked for the update, nor have dropped the sums.
+
+        Raises:
+            PeerError: a server does not reply in time, or has ended.
+        """
+        numbers = [0.0, 1.0, *[NONE] * self._leaves]
+        self._link.ask(SUM, "reading the summed gradients", self.number, extras=numbers, flags=BACK)
+
+    def send_edited(self, gradients: Sequence[Tensor | None], step_context: StepContext) -> None:
+        """Push the gradients of the coming update, which all ranks have alike, to the servers that this rank serves.
+
+        Data rank r serves the servers r, r + N, …, of N ranks: each server is sent its part once. Not collective;
+        returns when these servers have replied.
+
+        Args:
+            gradients: for each trained parameter its gradient, or None.
+            step_context: the step under way.
+
+        Raises:
+            PeerError: a server does not reply in time, or has ended.
+        """
+        comm = self._link.comm
+        mine = range(comm.rank, self._link.servers, comm.size)
+        if not mine:
+            return
+        numbers = torch.zeros(self._tail.size + self._measured, dtype=torch.float64)
+        self._tail.fill(
+            numbers[: self._tail.size], step_context, None, write_gradients(self._link.gradients, gradients)
+        )
+        text = f"push of edited gradients in step {step_context.taken + 1}"
+        self._link.ask(PUSH, text, self.number, extras=numbers.tolist(), flags=EDITED, servers=mine)
 
     def release(self) -> None:
         """Do nothing: the summed gradients are on the servers, and a script has none of them."""
@@ -331,14 +373,19 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         self._guard.check_update(self._trained, f"step {step_context.taken + 1}")
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
         settings = self._link.settings(step_context.lr_factor)
-        numbers = [factor, norm, *settings] if stats.finite else [0.0] * (2 + len(settings))
+        numbers = [factor, norm, NONE, *settings] if stats.finite else [0.0] * (3 + len(settings))
         text = f"update of the parameters in step {step_context.taken + 1}"
-        self._link.ask(APPLY, text, step_context.taken, extras=numbers, flags=0 if stats.finite else SKIP)
+        self._link.ask(APPLY, text, self._pushes.number, extras=numbers, flags=0 if stats.finite else SKIP)
+        self._pushes.number += 1
         if stats.finite:
-            self._take()
-            _SERVED.update(members_of(self._optimizer))
+            self._take_update()
         nonfinite = () if stats.finite else self._pushes.nonfinite
         return UpdateResult.joint(stats, nonfinite)
+
+    def _take_update(self) -> None:
+        """Copy the parameters of an update into the model, and note that the optimizer has stepped on servers."""
+        self._take()
+        _SERVED.update(members_of(self._optimizer))
 
     def _take(self) -> None:
         """Copy the received parameters into the model, unless they were received in place."""
