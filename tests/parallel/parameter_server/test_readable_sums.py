@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +140,29 @@ def test_edits_of_one_rank_alone_are_refused_before_the_update() -> None:
 def test_a_gradient_that_an_update_has_used_is_refused_for_another() -> None:
     for said in worlds.run(2, trained, name="applied_unread", strategy="parameter_server"):
         assert isinstance(said, str) and said.startswith("gradients that are not cleared after an update"), said
+
+
+def read_late() -> list[float]:
+    """The largest difference, in each step, of what rank 0 reads while the other waits in its update."""
+    model, optimizer = built()
+    run = tutti.prepare(model, optimizer, DATA, strategy="parameter_server", workers=2, batch_size=8, shuffle=False)
+    found = []
+    for [inputs] in run.microbatches(0):
+        optimizer.zero_grad()
+        run.backward(loss_of(model, inputs))
+        if tutti.rank() == 0:
+            time.sleep(0.2)
+            plain, start = copy.deepcopy(model), 8 * run.clock
+            wants = torch.autograd.grad(loss_of(plain, DATA.tensors[0][start : start + 8]), list(plain.parameters()))
+            pairs = zip(model.parameters(), wants, strict=True)
+            found.append(max(float((p.grad - want).abs().max()) for p, want in pairs if p.grad is not None))
+        optimizer.step()
+    return found
+
+
+def test_a_rank_may_read_while_another_waits_in_its_update() -> None:
+    found, _ = worlds.run(2, read_late)
+    assert len(found) == 3 and max(found) <= 1e-10
 
 
 def server_killed() -> str:
