@@ -81,6 +81,7 @@ from tutti.torch_compat import (
     forget_process_groups,
     forward_hooks,
     function_mode_depth,
+    function_modes_active,
     functorch_level,
     fused_optimizer_devices,
     gradient_hooks,
@@ -377,9 +378,11 @@ def modes_are_counted() -> None:
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
-    assert function_mode_depth() == dispatch_mode_depth() == 0
+    assert function_mode_depth() == dispatch_mode_depth() == 0 and not function_modes_active()
     with Functions(), Operators():
-        assert function_mode_depth() == dispatch_mode_depth() == 1
+        assert function_mode_depth() == dispatch_mode_depth() == 1 and function_modes_active()
+        with FunctionModesDisabled():
+            assert function_mode_depth() == 1 and not function_modes_active()
         with torch.device("cpu"):
             assert function_mode_depth() == 2
         tensor = torch.zeros(2) + 1
@@ -813,7 +816,8 @@ TOUCHED: dict[Callable[[], None], str] = {
         CrossEntropyNode cross_entropy_of divisor_of_node is_scalar_node label_smoothing_of shape_of_node
     """,
     modes_are_counted: """
-        FUNCTION_MODE_ENTRIES function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view
+        FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode
+        version_counting_view
     """,
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",

@@ -94,6 +94,7 @@ __all__ = [
     "forget_process_groups",
     "forward_hooks",
     "function_mode_depth",
+    "function_modes_active",
     "functorch_level",
     "fused_optimizer_devices",
     "gradient_hooks",
@@ -592,6 +593,9 @@ FUNCTION_MODE_ENTRIES = ((TorchFunctionMode, "__enter__"), (DeviceContext, "__in
 
 ``with torch.device("cpu"):`` makes a ``DeviceContext``, which PyTorch puts on its stack without ``__enter__``.
 """
+
+function_modes_active = torch._C._is_torch_function_mode_enabled
+"""Return whether a ``TorchFunctionMode`` would see a call of PyTorch at this moment. No public function does."""
 
 function_mode_depth = torch._C._len_torch_function_stack
 """Return the number of active ``TorchFunctionMode``s. No public function does."""

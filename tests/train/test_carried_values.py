@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
-from tutti.errors import UsageError
+from tutti.errors import TuttiError
 
 WORKERS = 3
 
@@ -126,9 +126,11 @@ CARRYING: dict[str, Callable[[], Any]] = {
 HARMLESS: dict[str, Callable[[], Any]] = {"a log": Logged, "a teacher": Taught, "a workspace": Cleared}
 
 
-def train(strategy: str, kind: str, form: str, workers: int = WORKERS) -> Any:
+def train(strategy: str, kind: str, form: str, workers: int = WORKERS, compiled: str = "") -> Any:
     torch.manual_seed(0)
     model, criterion = network(), (CARRYING | HARMLESS)[kind]()
+    if compiled == "script":
+        model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -139,6 +141,7 @@ def train(strategy: str, kind: str, form: str, workers: int = WORKERS) -> Any:
     run = tutti.prepare(
         *(model, optimizer, dataset(), loss if form == "step" else None),
         strategy=strategy, workers=workers, batch_size=12, seed=0,
+        compile="default:backend=eager" if compiled == "tutti" else None,
     )  # fmt: skip
     try:
         if form == "step":
@@ -149,7 +152,7 @@ def train(strategy: str, kind: str, form: str, workers: int = WORKERS) -> Any:
                 optimizer.zero_grad()
                 run.backward(criterion(model(inputs), targets))
                 optimizer.step()
-    except UsageError as error:
+    except TuttiError as error:
         assert strategy not in ("single", "mirrored") or torch.equal(model[0].weight, before)
         return str(error)
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
@@ -179,6 +182,42 @@ def test_values_of_which_no_gradient_depends_are_right_with_sharded_weights(kind
     for strategy in ("sharded", "sharded:stage=2"):
         for got in worlds.run(2, train, strategy=strategy, kind=kind, form=form, workers=workers):
             assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+@pytest.mark.parametrize("form", ["step", "loop"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", CARRYING)
+def test_they_are_refused_with_split_layers_and_stages(kind: str, ranks: int, form: str) -> None:
+    for strategy in ("tensor:least=1", "pipeline"):
+        found = worlds.run(ranks, train, strategy=strategy, kind=kind, form=form, workers=4)
+        # In run.step a loss is computed on the last stage's rank.
+        for said in found[-1:] if (strategy, form) == ("pipeline", "step") else found:
+            assert "depends on samples of another one" in said and "test_carried_values.py:" in said
+            assert "as many workers as data ranks (1)" in said
+        assert all(isinstance(said, str) for said in found)
+    worlds.forget(ranks)
+
+
+@pytest.mark.parametrize("form", ["step", "loop"])
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_values_of_which_no_gradient_depends_are_right_with_split_layers_and_stages(kind: str, form: str) -> None:
+    want = worlds.alone(train, strategy="single", kind=kind, form=form, workers=4)
+    for ranks, strategy in ((2, "tensor:least=1"), (3, "tensor:least=1"), (2, "pipeline"), (3, "pipeline")):
+        for got in worlds.run(ranks, train, strategy=strategy, kind=kind, form=form, workers=4):
+            assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+@pytest.mark.parametrize("form", ["step", "loop"])
+@pytest.mark.parametrize("compiled", ["script", "tutti"])
+def test_a_loss_around_a_compiled_model_is_followed(compiled: str, form: str) -> None:
+    for kind in CARRYING:
+        for said in worlds.run(2, train, strategy="mirrored", kind=kind, form=form, workers=4, compiled=compiled):
+            assert "depends on samples of another one" in said and "test_carried_values.py:" in said
+    for kind in HARMLESS:
+        want = worlds.alone(train, strategy="single", kind=kind, form=form, workers=4)
+        for strategy in ("mirrored", "sharded"):
+            for got in worlds.run(2, train, strategy=strategy, kind=kind, form=form, workers=4, compiled=compiled):
+                assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
 def test_they_are_refused_on_several_ranks() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tutti.comm.communicator import Communicator
 from tutti.comm.graph_breaks import left_out_of_graphs
 from tutti.comm.partition import even_share
+from tutti.comm.single_call import single_call
 from tutti.errors import UsageError
 from tutti.torch_compat import tensor_version
 
@@ -216,6 +217,7 @@ class TensorRanks:
         """
         return self.gather(tensor.unsqueeze(0), 0, self.size, name)
 
+    @single_call
     def sum(self, tensor: Tensor, name: str) -> Tensor:
         """All-reduce (sum) a tensor over the tensor-parallel ranks without autograd and return the sum.
 
@@ -233,6 +235,7 @@ class TensorRanks:
         self._comm.sum_in_place(total, name)
         return total
 
+    @single_call
     def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim``, in rank order, without autograd.
 
@@ -261,6 +264,7 @@ class TensorRanks:
         whole = torch.cat([piece.narrow(dim, 0, n) for piece, n in zip(pieces, lengths, strict=True)], dim)
         return whole.contiguous(memory_format=torch.channels_last) if last else whole
 
+    @single_call
     def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter without autograd: return this rank's slice along ``dim`` of the tensor-parallel ranks' sum.
 

@@ -13,9 +13,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from tutti.comm.single_call import single_call
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import buffers
-from tutti.torch_compat import functorch_level, is_compiled, tensor_version, tree_leaves, tree_map, view_base
+from tutti.parallel.tensor.split_tensor import SplitTensor
+from tutti.torch_compat import (
+    functorch_level,
+    is_compiled,
+    replace_call,
+    tensor_version,
+    tree_leaves,
+    tree_map,
+    uncompiled_call,
+    view_base,
+)
 from tutti.train.followed_numbers import FollowedFloat, FollowedInt, FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
@@ -171,8 +182,9 @@ class CarriedValues(TorchFunctionMode):
     running mean in an attribute that is no buffer belongs to the samples of one worker. On a rank that computes several
     workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
     global batches through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist`` through
-    arithmetic (``FollowedFloat``). It changes no call and is not collective. What passes through ``float()``, ``math``
-    or NumPy is not followed; compiled modules and models split over ranks are not watched.
+    arithmetic (``FollowedFloat``). It changes no call and is not collective. A model in stages, a compiled model and a
+    collective of split layers are one call each (``single_call``), whose results depend on what its arguments depend
+    on. What passes through ``float()``, ``math`` or NumPy is not followed, nor what a compiled module keeps.
 
     Args:
         run: the run.
@@ -184,6 +196,9 @@ class CarriedValues(TorchFunctionMode):
         self._here: _Place | None = None
         mode = ref(self)  # a script that keeps a number keeps no run
         self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._here is not None)
+        # The outermost compiled modules, and what the present micro-batch has replaced by single calls of them.
+        self._compiled: list[nn.Module] = []
+        self._calls: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._leaves: dict[int, tuple[ref[Tensor], _Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found: dict[StorageWeakRef, _Origins] = {}
@@ -191,8 +206,8 @@ class CarriedValues(TorchFunctionMode):
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether this mode is to watch its micro-batches.
 
-        Only the first global batches of a run are watched, where this rank has several micro-batches of an uncompiled
-        model that is not split over ranks. Not collective.
+        Only the first global batches of a run are watched, where this rank has several micro-batches; not those of
+        compiled models that are split over ranks. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
@@ -204,9 +219,11 @@ class CarriedValues(TorchFunctionMode):
             self._leaves, self._given, self._found = {}, set(), {}
             self._numbers.make_plain()
             return False
-        # Messages of a split model pass through memory that all micro-batches use.
-        whole = run.context.comms.model.size == 1
-        return whole and run.context.compile is None and not any(map(is_compiled, run.model.modules()))
+        self._compiled = list(run.replica.parts) if run.context.compile is not None else []
+        for part in run.replica.parts if run.context.compile is None else ():
+            self._compiled += _outermost_compiled(part)
+        # Compiled code of split layers computes under function modes, which a single call would end.
+        return not self._compiled or run.context.comms.model.size == 1
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return the loss function of ``run.step`` with this check around it, or ``loss`` itself if nothing is checked.
@@ -220,11 +237,11 @@ class CarriedValues(TorchFunctionMode):
         """
         if not self.begin_batch(work):
             return loss
-        left = iter([micro_batch for _, micro_batches in work for micro_batch in micro_batches])
+        # A rank with several stages calls it once for each, in the order of its schedule.
+        by_batch = {id(micro_batch.batch): micro_batch for _, micro_batches in work for micro_batch in micro_batches}
 
         def watch(model: Any, batch: Any) -> Any:
-            micro_batch = next(left, None)
-            if micro_batch is None:
+            if (micro_batch := by_batch.get(id(batch))) is None:
                 return loss(model, batch)
             self.begin(micro_batch, batch)
             try:
@@ -252,12 +269,17 @@ class CarriedValues(TorchFunctionMode):
             for each in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
                 if isinstance(each, Tensor):
                     self._leaves[id(each)] = ref(each), self._here
-                    self._given |= {StorageWeakRef(each.untyped_storage())} if _is_plain(each) else set()
+                    memory = _memory(each)
+                    self._given |= set() if memory is None else {memory}
         # Each worker has its own persistent buffers, and parameters are those of all samples.
         for part in self._run.replica.parts:
             for tensor in (*part.parameters(), *(slot.get() for slot in buffers([part]))):
-                if _is_plain(tensor):
-                    self._found.pop(StorageWeakRef(tensor.untyped_storage()), None)
+                if (memory := _memory(tensor)) is not None:
+                    self._found.pop(memory, None)
+        for module in self._compiled:
+            before = replace_call(module, None)
+            self._calls.append((module, before))
+            replace_call(module, single_call(before or uncompiled_call(module)))
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
@@ -265,8 +287,11 @@ class CarriedValues(TorchFunctionMode):
         if self._here is not None:
             self._here = None
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            for module, before in self._calls:
+                replace_call(module, before)
+            self._calls.clear()
             self._left -= 1
-            if self._batches == _WATCHED and not self._left:
+            if self._batches == _WATCHED and self._left <= 0:
                 self._numbers.make_plain()
 
     @contextmanager
@@ -306,7 +331,7 @@ class CarriedValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self._here is None or torch.compiler.is_compiling() or functorch_level() is not None:
+        if torch.compiler.is_compiling() or self._here is None or functorch_level() is not None:
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])
@@ -330,8 +355,8 @@ class CarriedValues(TorchFunctionMode):
         if func in (Tensor.item, Tensor.tolist) and origins:
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if overwrites and _is_plain(args[0]) and args[0].nbytes == args[0].untyped_storage().nbytes():
-            self._found.pop(StorageWeakRef(args[0].untyped_storage()), None)
+        if overwrites and (memory := _memory(args[0])) is not None and _fills_memory(args[0]):
+            self._found.pop(memory, None)
         for tensor in (*made, *written) if origins else ():
             self._note(tensor, origins)
         return result
@@ -343,10 +368,10 @@ class CarriedValues(TorchFunctionMode):
             leaf, place = self._leaves.get(id(tensor), (None, None))
             if leaf is not None and place is not None and leaf() is tensor:
                 found.setdefault(place, "")
-            elif _is_plain(tensor):
+            elif (memory := _memory(tensor)) is not None:
                 own: _Origins = {} if tensor.grad_fn is None or self._here is None else {self._here: ""}
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
-                found |= self._found.get(StorageWeakRef(tensor.untyped_storage()), own)
+                found |= self._found.get(memory, own)
         return self._with_line(found)
 
     def _with_line(self, found: Mapping[_Place, str]) -> _Origins:
@@ -357,14 +382,34 @@ class CarriedValues(TorchFunctionMode):
         return {place: each or ("" if place == self._here else line) for place, each in found.items()}
 
     def _note(self, tensor: Tensor, origins: _Origins) -> None:
-        if not _is_plain(tensor) or self._here is None:
+        memory = _memory(tensor)
+        if memory is None or self._here is None:
             return
-        storage = StorageWeakRef(tensor.untyped_storage())
-        if storage in self._given:
+        if memory in self._given:
             self._leaves[id(tensor)] = ref(tensor), self._here
         else:
-            self._found[storage] = self._found.get(storage, {}) | origins
+            self._found[memory] = self._found.get(memory, {}) | origins
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+def _outermost_compiled(module: nn.Module) -> list[nn.Module]:
+    """Return the compiled modules among a module and those in it, without those in another compiled one."""
+    if is_compiled(module):
+        return [module]
+    return [found for child in module.children() for found in _outermost_compiled(child)]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a tensor that is split over tensor ranks; any other tensor as it is."""
+    return tensor.part if isinstance(tensor, SplitTensor) else tensor
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef | None:
+    """Return the storage of a tensor, or of this rank's slice of it; None for sparse tensors and other subclasses."""
+    own = _own(tensor)
+    plain = type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
+    return StorageWeakRef(own.untyped_storage()) if plain else None
+
+
+def _fills_memory(tensor: Tensor) -> bool:
+    own = _own(tensor)
+    return own.nbytes == own.untyped_storage().nbytes()

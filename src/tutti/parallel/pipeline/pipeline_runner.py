@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.comm.graph_breaks import left_out_of_graphs
+from tutti.comm.single_call import single_call
 from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.errors import TuttiError, UsageError, counted, script_line_of
 from tutti.nn import ac_policy
@@ -748,6 +749,7 @@ class _Relay:
             self._failure = self._failure or (error, place)
             raise
 
+    @single_call
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run this stage's forward. Raises UsageError for a second call, and for arguments that stages cannot take."""
         if self.called:

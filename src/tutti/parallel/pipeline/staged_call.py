@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
+from tutti.comm.single_call import single_call
 from tutti.comm.stall import tell_failures
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
@@ -71,6 +72,7 @@ class StagedModel:
         self._calls = 0
 
     @tell_failures()
+    @single_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's output on all stages, and return it on every rank.
 
