@@ -276,6 +276,48 @@ def test_workers_that_train_alone_go_on_from_assigned_data(strategy: str) -> Non
             assert all(abs(got[1][name] - value).max() <= 1e-12 for name, value in want.items())
 
 
+def evaluated_average(strategy: str, how: str) -> Any:
+    """Evaluate a running average of the weights in their place, as scripts do, and train on."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, DATA, mean, batch_size=4, strategy=strategy)
+    average = [p.detach().clone() for p in net.parameters()]
+    seen = []
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+            for own, new in zip(average, net.parameters(), strict=True):
+                own.lerp_(new.detach(), 0.3)
+        kept = [p.data if how == "assigned" else p.data.clone() for p in net.parameters()]
+        for values in (average, kept):
+            for p, value in zip(net.parameters(), values, strict=True):
+                if how == "assigned":
+                    p.data = value.clone() if values is average else value
+                else:
+                    p.data.copy_(value)
+            try:
+                seen.append(run.evaluate(DATA, loss=mean).loss)
+            except UsageError as error:
+                return run.updates, str(error)
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_average_in_place_of_weights_that_ranks_share_is_refused_before_its_evaluation(ranks: int) -> None:
+    for updates, said in worlds.run(ranks, evaluated_average, strategy="central_storage", how="copied"):
+        assert updates == 4 and "has written the parameter" in said and "outside of optimizer.step()" in said
+        assert "test_written_parameters.py:" in said and "ema=" in said
+    worlds.forget(ranks)
+
+
+def test_an_average_that_is_assigned_is_evaluated() -> None:
+    want = worlds.alone(evaluated_average, strategy="single", how="copied")
+    for strategy in ("central_storage", "mirrored"):
+        for got in worlds.run(2, evaluated_average, strategy=strategy, how="assigned"):
+            assert got == pytest.approx(want, rel=1e-12)
+
+
 def test_a_write_that_keeps_the_norm_is_refused_where_it_would_be_lost() -> None:
     arguments = {"strategy": "parameter_server", "workers": 2, "how": "rolled"}
     for updates, said in worlds.run(2, assigned_between_steps, **arguments):

@@ -28,7 +28,7 @@ from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.config.averaging import Averaging
 from tutti.config.sync_config import AllReduceConfig, CentralConfig
 from tutti.device import is_accelerator
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.launcher.malloc_tuning import give_back
 from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import ScriptMode
@@ -327,6 +327,36 @@ class CentralStorageSync(AllReduceSync):
             "workers": self._buffers.state(),
         }
 
+    def merged(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers of the trained model, merged over logical workers, for an evaluation.
+
+        All ranks of the node share one copy of the parameters. Collective over the data ranks: a barrier, an all-gather
+        of names, and those of ``AllReduceSync.merged`` for the buffers.
+
+        Returns:
+            A dict from names in the model to tensors, as ``AllReduceSync.merged`` returns it.
+
+        Raises:
+            UsageError: there are several ranks, and the script has written parameters since the last update, such as
+                averages for an evaluation, in place; or a buffer that each logical worker has for itself.
+        """
+        comm = self._run_context.comms.replica
+        if self.shares_parameters:
+            # What a script has assigned to ``.data`` is memory of this rank alone.
+            self._segment.barrier("the script's writes of parameters")
+            mine = self._guard.written([(name, self._homes[name]) for name, _ in self._owned])[:1]
+            written = next(filter(None, comm.all_gather_strings("".join(mine), "parameters that a script wrote")), None)
+            if written is not None:
+                raise UsageError(
+                    f"the script has written the parameter {written} outside of optimizer.step()",
+                    where=script_line(),
+                    why="all ranks share one copy of the parameters, and each reads and writes it at its own time: one"
+                    " may have read what another had written",
+                    remedy="to evaluate an average, give tutti.prepare ema=…, or assign p.data, which is this rank's"
+                    " own (p.data = average; later p.data = kept); or take strategy='mirrored'",
+                )
+        return super().merged()
+
     def replicated(self) -> Mapping[str, Tensor] | None:
         """Return the tensors of the model of which all ranks must see the same values. Not collective.
 
@@ -404,6 +434,7 @@ class CentralStorageSync(AllReduceSync):
             if not is_accelerator(comm.device):
                 parameter.data = home
         self._segment.barrier("the initial parameters")
+        self._homes = {name: home for home, (name, _) in zip(homes, named, strict=True)}
         if is_accelerator(comm.device):
             self._host = HostParameters({p: home for home, (_, p) in zip(homes, named, strict=True)})
         give_back()

@@ -69,7 +69,7 @@ class WriteGuard:
             self._refuse(written[0], where)
         self._marks = _marks(named)
 
-    def written(self, named: NamedParameters) -> list[str]:
+    def written(self, named: Sequence[tuple[str, Tensor]]) -> list[str]:
         """Return the names of parameters whose norm, or else digest, differs from the one that ``note`` recorded.
 
         Empty before the first ``note``.
