@@ -181,3 +181,59 @@ def by_a_function() -> str:
 def test_a_function_that_is_given_an_optimizer_is_not_its_method() -> None:
     for said in worlds.run(2, by_a_function):
         assert "reads 0.weight, of which each tensor rank has a slice" in said
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM as scripts have it (Foret et al. 2021, arXiv 2010.01412), around another optimizer."""
+
+    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norms = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = 0.05 / torch.stack(norms).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad * scale)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+
+def sharpness_aware(strategy: str, workers: int) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer = SharpnessAware(net.parameters(), torch.optim.SGD, lr=0.1)
+    try:
+        run = tutti.prepare(net, optimizer, DATA, strategy=strategy, workers=workers, batch_size=workers)
+        for batch in run.microbatches(0):
+            for step in (optimizer.first_step, optimizer.second_step):
+                run.backward(net(batch).square().mean())
+                step(zero_grad=True)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_method_that_needs_the_gradient_of_the_last_body_says_so(ranks: int) -> None:
+    for strategy in ("sharded", "sharded:stage=1"):
+        for said in worlds.run(ranks, sharpness_aware, strategy=strategy, workers=2 * ranks):
+            assert "SharpnessAware.first_step() fails with several micro-batches a rank: RuntimeError: stack" in said
+            assert "test_optimizers_of_scripts.py:" in said and f"as data ranks ({ranks})" in said
+        worlds.forget(ranks)
+    for said in worlds.run(ranks, sharpness_aware, strategy="mirrored", workers=2 * ranks):
+        assert "the loop's body writes parameters, with several micro-batches a rank" in said
+    worlds.forget(ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -39,7 +40,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     UsageError where this rank does not hold all optimizer state, and so does ``state`` where another object or rank
     makes the optimizer's updates. The methods are wrapped on the instance, as PyTorch's schedulers wrap ``step``; the
     optimizer's class stays. A function that the script has set as a method of the instance before is called in place of
-    the class's method.
+    the class's method. Errors of other methods, such as SAM's ``first_step``, name a gradient that is not there yet.
 
     Args:
         optimizer: one of the script's optimizers, which gets these methods as attributes.
@@ -51,7 +52,8 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         UsageError: the script has set a function as ``step``, and other objects or ranks make a part of the updates.
     """
     kind, replaced = type(optimizer), own_step(optimizer)
-    before = {name: vars(optimizer).get(name) for name in _METHODS}
+    own = [] if not choice.row.custom_loop else _methods_of_script(kind)
+    before = {name: vars(optimizer).get(name) for name in (*_METHODS, *own)}
     if replaced and not keeps_state(choice, run.context):
         raise UsageError(
             f"{kind.__name__}.step is a function of the script, which cannot be combined with strategy '{choice.name}'",
@@ -59,9 +61,17 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
             remedy="set it after tutti.prepare, around the step that it finds then; or take strategy='mirrored'",
         )
 
-    def call(self: Optimizer, name: str, *arguments: Any) -> Any:
+    def call(self: Optimizer, name: str, *arguments: Any, **named: Any) -> Any:
         function = before.get(name)
-        return getattr(kind, name)(self, *arguments) if function is None else function(*arguments)
+        return getattr(kind, name)(self, *arguments, **named) if function is None else function(*arguments, **named)
+
+    def explained(name: str) -> Callable[..., Any]:
+        def method(self: Optimizer, *arguments: Any, **named: Any) -> Any:
+            with run.custom.explaining(f"{kind.__name__}.{name}()"):
+                return call(self, name, *arguments, **named)
+
+        method.__name__ = name
+        return method
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
         mark_stepped(self)
@@ -105,7 +115,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
 
     step, zero_grad = left_out_of_graphs(step), left_out_of_graphs(zero_grad)
     mark_wrapped_by_scheduler(step)
-    wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__))
+    wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__, *map(explained, own)))
     if not keeps_state(choice, run.context):
         steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
         here = steps_here and choice.row.optimizer_here
@@ -114,6 +124,14 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
             guard = _guard_parts(each, run, choice, optimizer) if here else _refuse_state(each, run, choice)
             run.state_guards.append(guard)
             run.state_guards.append(StepHookGuard(each, choice.name, _part_finder(run) if together else None))
+
+
+def _methods_of_script(kind: type[Optimizer]) -> list[str]:
+    """Return the names of public methods of an optimizer's class that PyTorch's classes lack: SAM's ``first_step``."""
+    bases = [each for each in kind.__mro__ if each.__module__.partition(".")[0] in ("torch", "builtins", "typing")]
+    plain = {name for each in bases for name in vars(each)}
+    names = {name for each in kind.__mro__ for name, value in vars(each).items() if inspect.isfunction(value)}
+    return sorted(name for name in names - plain if not name.startswith("_"))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.comm.stall import tell_failures
-from tutti.errors import MismatchError, NonFiniteError, UsageError, script_line
+from tutti.errors import MismatchError, NonFiniteError, TuttiError, UsageError, script_line, script_line_of
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal, is_zeroed
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     from tutti.train.run import Run
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
+
+
+_OF_PARTS = ("rows", "shards", "sliced_rows")
+"""Places of gradients where each rank updates a part of the parameters, which has a gradient in its last body alone."""
 
 
 class _NothingWritten(Exception):
@@ -979,6 +984,34 @@ class CustomLoop:
                 why=f"each rank updates a part of the parameters, and {unlike}",
                 remedy="take strategy='mirrored', where each rank updates all parameters",
             )
+
+    @contextmanager
+    def explaining(self, call: str) -> Iterator[None]:
+        """Return a context manager around a method of the script's optimizer, which names the cause of some errors.
+
+        Where ranks update a part of the parameters each, these have gradients in the body of a rank's last micro-batch
+        alone.
+
+        Args:
+            call: the method as a message names it, such as ``SAM.first_step()``.
+
+        Raises:
+            UsageError: the method fails in the body of another micro-batch.
+        """
+        try:
+            yield
+        except TuttiError:
+            raise
+        except Exception as error:
+            if not self._in_body or self._is_last_body or self._sync.gradient_at not in _OF_PARTS:
+                raise
+            raise UsageError(
+                f"{call} fails with several micro-batches a rank: {type(error).__name__}: {error}",
+                where=f"step {self._run.clock + 1}, {script_line_of(error)}",
+                why="this rank runs the body once for each, and the optimizer's parameters have a gradient in the last"
+                " body alone",
+                remedy=f"take as many workers as data ranks ({self._run.context.grid.data_ranks}), and no micro_batch",
+            ) from error
 
     # --- clearing --------------------------------------------------------------------------------------------------
 
