@@ -24,7 +24,7 @@ from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import CONTROL_BYTES, SmallMessages, attach_small
 from tutti.comm.stall import Call, StallInspector
 from tutti.device import is_accelerator
-from tutti.errors import MismatchError
+from tutti.errors import MismatchError, script_line
 from tutti.launcher.context import World
 from tutti.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -675,13 +675,14 @@ class Communicator:
         Raises:
             PeerError: a rank has ended, or did not make the call in time.
         """
-        calls = self.all_gather_strings(call, "comparing calls")
+        calls = self.all_gather_strings(f"{call} ({script_line()})", "comparing calls")
         return MismatchError(
             f"ranks are in different collectives: rank {self.ranks[0]} in {calls[0]}, "
             f"rank {self.ranks[self.alive_ranks[other]]} in {calls[other]}",
             where=f"rank {self.global_rank}",
             why="they did not run the same sequence of collectives; nothing was added up",
-            remedy="make all ranks take the same steps and call the same collectives with equal shapes, in one order",
+            remedy="make all ranks take the same steps and call the same collectives with equal shapes, in one order;"
+            " read norms and values of split or sharded tensors on every rank, and print them on rank 0",
         )
 
     def all_gather_strings(self, text: str, name: str) -> list[str]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from tutti.errors import MismatchError, PeerError
+from tutti.errors import MismatchError, PeerError, script_line
 from tutti.launcher import context, heartbeat
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
@@ -319,9 +319,10 @@ class StallInspector:
         raise MismatchError(
             "ranks wait for each other in different calls: "
             + "; ".join(f"{', '.join(ranks)} in {text}" for text, ranks in calls.items()),
-            where=f"rank {self._rank}",
+            where=f"rank {self._rank}, {script_line()}",
             why="they did not run the same sequence of collectives",
-            remedy="make every rank take the same steps, evaluations and collectives in the same order",
+            remedy="make every rank take the same steps, evaluations and collectives in the same order; read norms and"
+            " values of split or sharded tensors on every rank, and print them on rank 0",
         )
 
     def _late(self, call: Call, waiting: dict[int, Call]) -> PeerError:

@@ -258,11 +258,11 @@ def test_stage_1_follows_data_that_the_script_assigns() -> None:
             assert largest_difference(got, want) <= 1e-10
 
 
-def norms(strategy: str, readers: Sequence[int]) -> list[float] | str:
+def norms(strategy: str, readers: Sequence[int], workers: int = 2) -> list[float] | str:
     """The first layer's gradient norms in two epochs, which these ranks read; or what refuses it."""
     torch.manual_seed(0)
     model, x = nn.Linear(8, 4).double(), torch.linspace(-1, 1, 96, dtype=torch.float64).view(12, 8)
-    run = tutti.prepare(model, "sgd:lr=0.1", x, strategy=strategy, workers=2, batch_size=6)
+    run = tutti.prepare(model, "sgd:lr=0.1", x, strategy=strategy, workers=workers, batch_size=6)
     found = []
     try:
         for epoch in range(2):
@@ -273,7 +273,7 @@ def norms(strategy: str, readers: Sequence[int]) -> list[float] | str:
                 if run.stepped:  # before, .grad is of one micro-batch
                     found.append(norm)
     except MismatchError as error:
-        return error.what
+        return str(error)
     return found
 
 
@@ -283,10 +283,13 @@ def test_a_norm_of_a_sharded_gradient_is_that_of_the_whole() -> None:
         assert got == pytest.approx(want, rel=1e-12)
 
 
-def test_a_norm_that_one_rank_reads_is_a_mismatch() -> None:
-    for said in worlds.run(2, norms, strategy="sharded", readers=[0]):
-        assert "ranks are in different collectives" in said
-    worlds.forget(2)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=1", "tensor:least=1"])
+def test_a_norm_that_one_rank_reads_is_a_mismatch_that_names_the_line(strategy: str, ranks: int) -> None:
+    for said in worlds.run(ranks, norms, strategy=strategy, readers=[0], workers=ranks):
+        assert "ranks are in different collectives" in said or "ranks wait for each other in different calls" in said
+        assert "test_sharded_reads.py:" in said and "norms and values of split or sharded tensors on every rank" in said
+    worlds.forget(ranks)
 
 
 def mistaken(strategy: str) -> str:
