@@ -28,6 +28,7 @@ from tutti.torch_compat import (
     view_base,
 )
 from tutti.train.followed_numbers import FollowedFloat, FollowedInt, FollowedNumbers
+from tutti.train.moved_values import MovedValues
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ _WITH_INTS = frozenset(
     for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
 )
 """Functions whose ints are values; those of other functions are sizes and indices."""
-_Place: TypeAlias = tuple[int, int]
+_MOVED = 1
+"""Third number of a place, where the micro-batch has moved values and not given its samples."""
+_Place: TypeAlias = tuple[int, ...]
 _Origins: TypeAlias = dict[_Place, str]
 """Worker and micro-batch of the samples from which a tensor was computed, and the line where they met another's."""
 
@@ -202,6 +205,7 @@ class CarriedValues(TorchFunctionMode):
         self._leaves: dict[int, tuple[ref[Tensor], _Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found: dict[StorageWeakRef, _Origins] = {}
+        self._moved = MovedValues(_memory)
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether this mode is to watch its micro-batches.
@@ -214,6 +218,7 @@ class CarriedValues(TorchFunctionMode):
         """
         run = self._run
         self._batches += 1
+        self._moved.begin_batch()
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         if self._batches > _WATCHED or self._left < 2:
             self._leaves, self._given, self._found = {}, set(), {}
@@ -272,10 +277,13 @@ class CarriedValues(TorchFunctionMode):
                     memory = _memory(each)
                     self._given |= set() if memory is None else {memory}
         # Each worker has its own persistent buffers, and parameters are those of all samples.
+        own = set(self._given)
         for part in self._run.replica.parts:
             for tensor in (*part.parameters(), *(slot.get() for slot in buffers([part]))):
                 if (memory := _memory(tensor)) is not None:
                     self._found.pop(memory, None)
+                    own.add(memory)
+        self._moved.begin(own)
         for module in self._compiled:
             before = replace_call(module, None)
             self._calls.append((module, before))
@@ -322,9 +330,20 @@ class CarriedValues(TorchFunctionMode):
         total = loss[0] if isinstance(loss, tuple | list) and loss else loss
         if self._here is None or not isinstance(total, Tensor):
             return
-        line = next((line for place, line in self._origins([total]).items() if place != self._here), None)
-        if line is None:
+        others = [(place, line) for place, line in self._origins([total]).items() if place[:2] != self._here]
+        if not others:
             return
+        place, line = min(others, key=lambda other: len(other[0]))
+        if place[2:]:
+            raise UsageError(
+                "the loss of a micro-batch depends on values that the code for another one has moved",
+                where=f"step {self._run.clock + 1}, {line}",
+                why="this rank runs the code for several micro-batches in turn, and would move them once for each, not"
+                " once a step",
+                remedy="move them, such as a teacher's averages, where run.stepped is true or after run.step; give"
+                " tutti.prepare the parameters that an optimizer trains; or take as many workers as data ranks"
+                f" ({self._run.context.grid.data_ranks}), and no micro_batch",
+            )
         what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
         refuse_carried(self._run, what, line)
 
@@ -350,11 +369,14 @@ class CarriedValues(TorchFunctionMode):
             if isinstance(leaf, FollowedFloat) or (isinstance(leaf, FollowedInt) and name in _WITH_INTS):
                 origins |= self._with_line(leaf.origins)
         before = [tensor_version(leaf) for leaf in given]
+        # FSDP2 gathers weights into memory that the forwards of all micro-batches use.
+        former = [] if self._run.replica.sharded else self._moved.former(func, name, args)
         result = func(*args, **kwargs)
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
         if func in (Tensor.item, Tensor.tolist) and origins:
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._moved.note(self._here, func, name, (*args, *kwargs.values()), made, former)
         if overwrites and (memory := _memory(args[0])) is not None and _fills_memory(args[0]):
             self._found.pop(memory, None)
         for tensor in (*made, *written) if origins else ():
@@ -372,6 +394,8 @@ class CarriedValues(TorchFunctionMode):
                 own: _Origins = {} if tensor.grad_fn is None or self._here is None else {self._here: ""}
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
                 found |= self._found.get(memory, own)
+                if (mover := self._moved.mover(tensor)) is not None and mover[0] != self._here:
+                    found[(*mover[0], _MOVED)] = mover[1]
         return self._with_line(found)
 
     def _with_line(self, found: Mapping[_Place, str]) -> _Origins:

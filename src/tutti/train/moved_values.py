@@ -1,0 +1,148 @@
+"""Tensors that the code for one micro-batch moves, such as a teacher's averages, and that the next one reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tutti.errors import script_line
+from tutti.nn.written_tensors import METADATA
+
+_ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_REPLACING = frozenset(
+    (
+        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"),
+        *("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "geometric_", "log_normal_"),
+    )
+)
+"""Functions in place whose result does not depend on the former values."""
+_REPEATABLE = frozenset(("clamp_", "clamp_min_", "clamp_max_", "clip_", "hardtanh_", "relu_"))
+"""Functions in place that change nothing when they are called again."""
+_Memory: TypeAlias = StorageWeakRef | None
+
+
+class _Former(NamedTuple):
+    """A tensor before a call that may write it: the object, its memory and a copy of its values."""
+
+    tensor: Tensor
+    memory: StorageWeakRef
+    values: Tensor
+
+
+class MovedValues:
+    """Finds tensors that a micro-batch's code changes by a function of their own former values, or after it read them.
+
+    An average of weights, a factor that decays or parameters with an optimizer of their own move once for each
+    micro-batch of a rank in place of once a step. Values that a call replaces before they are read, such as a copy of
+    the weights, do not count, nor do clamps: to repeat them changes nothing. Not collective.
+
+    Args:
+        memory_of: returns the storage of a tensor, or None for a tensor that is not followed.
+    """
+
+    def __init__(self, memory_of: Callable[[Tensor], _Memory]) -> None:
+        self._memory_of = memory_of
+        self._moved: dict[StorageWeakRef, tuple[tuple[int, ...], str]] = {}
+        # Memory of tensors that the present micro-batch's code has made, and the older memory they are computed from.
+        self._sources: dict[StorageWeakRef, frozenset[StorageWeakRef]] = {}
+        self._own: set[StorageWeakRef] = set()
+        # Memory that the present micro-batch's code has read.
+        self._read: set[StorageWeakRef] = set()
+
+    def begin_batch(self) -> None:
+        """Forget what has moved: what a script writes after an update is for the next global batch."""
+        self._moved, self._sources, self._own = {}, {}, set()
+
+    def begin(self, own: set[StorageWeakRef]) -> None:
+        """Begin a micro-batch.
+
+        Args:
+            own: memory of the batches and of the run's model, which other checks look at.
+        """
+        self._sources, self._own, self._read = {}, own, set()
+
+    def mover(self, tensor: Tensor) -> tuple[tuple[int, ...], str] | None:
+        """Return the micro-batch of this global batch that has moved a tensor last, with the script's line; or None.
+
+        Args:
+            tensor: any tensor.
+        """
+        memory = self._memory_of(tensor) if self._moved else None
+        return None if memory is None else self._moved.get(memory)
+
+    def former(self, func: Any, name: str, args: Sequence[Any]) -> list[_Former]:
+        """Return the tensors that a call may move, as they are before it.
+
+        Args:
+            func, name: the function of PyTorch, and its name.
+            args: its arguments.
+        """
+        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or func == _ASSIGN
+        if not in_place or not args:
+            return []
+        first = args[0] if isinstance(args[0], list | tuple) else args[:1]
+        pairs = [(each, self._memory_of(each)) for each in first if isinstance(each, Tensor)]
+        return [
+            _Former(each, memory, each.detach().clone())
+            for each, memory in pairs
+            if memory is not None and memory not in self._own and memory not in self._sources
+        ]
+
+    def note(
+        self,
+        place: tuple[int, ...],
+        func: Any,
+        name: str,
+        args: Sequence[Any],
+        made: Sequence[Tensor],
+        former: Sequence[_Former],
+    ) -> None:
+        """Record what a call has made and moved.
+
+        Args:
+            place: the micro-batch.
+            func, name: the function of PyTorch, and its name.
+            args: the arguments from which its result is computed, at any depth.
+            made: the tensors among its results.
+            former: result of ``former`` before the call.
+        """
+        replaces = name in _REPLACING or name in _REPEATABLE or func == _ASSIGN
+        read = {m for each in _tensors(args[1:] if replaces else args) if (m := self._memory_of(each)) is not None}
+        sources = frozenset[StorageWeakRef]().union(
+            *(self._sources.get(memory, frozenset(() if memory in self._own else (memory,))) for memory in read)
+        )
+        for tensor in made:
+            memory = self._memory_of(tensor)
+            if memory is not None and memory not in read and all(memory != each.memory for each in former):
+                self._sources.setdefault(memory, sources)
+        for each in former:
+            now = self._memory_of(each.tensor)
+            if now is None:
+                continue
+            depends = each.memory in sources or each.memory in self._read
+            if depends and not _is_close(each.values, each.tensor.detach()):
+                self._moved[now] = place, script_line()
+            elif not depends and each.tensor.nbytes == each.tensor.untyped_storage().nbytes():
+                self._moved.pop(now, None)
+        if func not in METADATA:
+            # A view reads no values.
+            self._read |= read - {self._memory_of(each) for each in made}
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _is_close(before: Tensor, now: Tensor) -> bool:
+    """Return whether values are equal but for rounding."""
+    if before.shape != now.shape or not before.is_floating_point():
+        return before.shape == now.shape and torch.equal(before, now)
+    return torch.allclose(before, now, rtol=8 * torch.finfo(before.dtype).eps, atol=0, equal_nan=True)

@@ -1,0 +1,134 @@
+"""What a script moves in the code for every micro-batch moves once a step, or the run is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import tutti
+from tests import worlds
+from tutti.errors import TuttiError
+
+DRAW = torch.Generator().manual_seed(1)
+DATA = TensorDataset(torch.randn(24, 4, generator=DRAW, dtype=torch.float64), torch.arange(24) % 3)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+class Script:
+    """A loss towards a teacher, or with a factor, that its code moves."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(1)
+        self.kind, self.teacher = kind, network().requires_grad_(False)
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.optimizer = torch.optim.SGD([self.factor], lr=0.1)
+        self.noise = torch.zeros(3, dtype=torch.float64)
+
+    def move(self, model: Any) -> None:
+        pairs = list(zip(self.teacher.parameters(), model.parameters(), strict=True))
+        with torch.no_grad():
+            for own, new in pairs if self.kind not in ("factor", "trained", "clamp", "noise") else ():
+                if self.kind == "in place":
+                    own.mul_(0.9).add_(new.detach(), alpha=0.1)
+                elif self.kind == "lerp":
+                    own.lerp_(new.detach(), 0.1)
+                elif self.kind == "assigned":
+                    own.data = 0.9 * own.data + 0.1 * new.detach()
+                elif self.kind == "copied":
+                    own.copy_(0.9 * own + 0.1 * new.detach())
+                elif self.kind == "target":
+                    own.data.copy_(new.detach())
+            if self.kind == "several":
+                owns = [own for own, _ in pairs]
+                torch._foreach_lerp_(owns, [new.detach() for _, new in pairs], 0.1)
+            if self.kind == "factor":
+                self.factor.data.mul_(0.9)
+            if self.kind == "clamp":
+                self.factor.data.clamp_(max=0.5)
+            if self.kind == "noise":
+                self.noise.fill_(0.5)
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        towards = functional.mse_loss(outputs, self.teacher(batch[0]) + self.noise)
+        return functional.cross_entropy(outputs, batch[1]) + self.factor.detach() * towards
+
+
+MOVING = ("in place", "lerp", "assigned", "copied", "several", "factor")
+STAYING = ("target", "clamp", "noise")
+
+
+def train(strategy: str, kind: str, form: str, workers: int) -> Any:
+    torch.manual_seed(0)
+    model, script = network(), Script(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        script.move(model)
+        return script.loss(model, batch)
+
+    run = tutti.prepare(
+        *(model, optimizer, DATA, loss if form == "step" else None),
+        strategy=strategy, workers=workers, batch_size=12, seed=0,
+    )  # fmt: skip
+    try:
+        for epoch in range(2):
+            if form == "step":
+                for batch in run.epoch(epoch):
+                    run.step(batch)
+                continue
+            for batch in run.microbatches(epoch):
+                if form == "before":
+                    script.move(model)
+                optimizer.zero_grad()
+                run.backward(script.loss(model, batch))
+                optimizer.step()
+                if form == "after" or (form == "stepped" and run.stepped):
+                    script.move(model)
+    except TuttiError as error:
+        return str(error)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("form", ["before", "after"])
+@pytest.mark.parametrize("kind", MOVING)
+def test_what_each_body_moves_is_refused_on_a_rank_with_several(kind: str, form: str) -> None:
+    for size, strategy in ((1, "single"), (2, "mirrored"), (2, "tensor:least=1")):
+        for said in worlds.run(size, train, strategy=strategy, kind=kind, form=form, workers=4):
+            # Split parameters are of another shape where the script computes with their data.
+            refused = "moved (step 1", *(["of which each tensor rank has a slice"] if kind == "assigned" else [])
+            assert any(words in said for words in refused) and "test_moved_values.py:" in said, said
+        worlds.forget(size)
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_what_a_loss_function_moves_is_refused(kind: str) -> None:
+    for said in worlds.run(2, train, strategy="mirrored", kind=kind, form="step", workers=4):
+        assert "test_moved_values.py:" in said and "micro-batch" in said
+
+
+@pytest.mark.parametrize("kind", STAYING)
+def test_what_a_body_replaces_after_its_loss_is_refused_where_the_next_one_reads_it(kind: str) -> None:
+    for said in worlds.run(2, train, strategy="mirrored", kind=kind, form="after", workers=4):
+        assert "depends on values that the code for another one has moved (step 1" in said, said
+
+
+@pytest.mark.parametrize("kind", [*MOVING, *STAYING])
+def test_what_moves_once_a_step_or_is_replaced_is_right(kind: str) -> None:
+    want = worlds.alone(train, strategy="single", kind=kind, form="after", workers=1)
+    cases = [(2, "mirrored", "stepped", 4), (3, "mirrored", "stepped", 3), (2, "sharded:stage=1", "stepped", 4)]
+    if kind in STAYING:
+        want = worlds.alone(train, strategy="single", kind=kind, form="before", workers=1)
+        cases = [(2, "mirrored", "before", 4), (3, "mirrored", "before", 3), (2, "tensor:least=1", "before", 4)]
+    for size, strategy, form, workers in cases:
+        for got in worlds.run(size, train, strategy=strategy, kind=kind, form=form, workers=workers):
+            assert not isinstance(got, str), got
+            assert all(abs(got[name] - value).max() <= 1e-10 for name, value in want.items())
