@@ -26,6 +26,14 @@ SIZES = frozenset(
 )
 """Functions that return a tensor's sizes."""
 
+DRAWS = frozenset(
+    (
+        *("uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
+        *("rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "dropout", "trunc_normal_"),
+    )
+)
+"""Names of functions that draw random numbers for each element."""
+
 _ELEMENTWISE = frozenset(
     (
         *("abs", "add", "addcdiv", "addcmul", "bfloat16", "clamp", "clamp_max", "clamp_min", "clip", "clone"),

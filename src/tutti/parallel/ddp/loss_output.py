@@ -12,6 +12,7 @@ from tutti.comm.random_keys import mix, name_key
 from tutti.device import widest_float
 from tutti.errors import UsageError, counted
 from tutti.parallel.ddp.loss_count import loss_count
+from tutti.torch_compat import is_dtensor
 from tutti.types.micro_batch import LossSums, MicroBatch
 
 _NOISE = name_key("gradient noise")
@@ -43,6 +44,13 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
             the loss is a scalar of a part of the global batch, and such losses do not add up to that of the whole
             batch, as the root of a mean does not.
     """
+    if is_dtensor(outcome[0] if isinstance(outcome, tuple | list) and outcome else outcome):
+        raise UsageError(
+            "the loss is computed from the rows of parameters that this rank has",
+            why="the first step read no parameter outside of the model's forward, and reads are checked until then",
+            remedy="read model.parameters() in the loss from the first step on: multiply a penalty that begins later by"
+            " 0 until then; or take strategy='sharded:stage=1' or 'mirrored'",
+        )
     if isinstance(outcome, Tensor) and not _by_sample(outcome, micro_batch):
         objective = _scalar(outcome, micro_batch)
         count = loss_count(objective, micro_batch) if micro_batch.samples else None

@@ -37,6 +37,7 @@ from tutti.parallel.fsdp.fsdp_collectives import FirstStepCheck, GradientMeter, 
 from tutti.parallel.fsdp.fsdp_refusals import refuse_assigned_data, refuse_gathered_write, watch_forwards
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
+from tutti.parallel.fsdp.whole_reads import WholeReads
 from tutti.torch_compat import (
     gradient_hooks,
     is_dtensor,
@@ -73,6 +74,7 @@ class FullySharded:
         rows: this rank's rows of each sharded parameter, frozen ones included, in the order of the model's parameters.
         edits: records of the script's edits of rows, in which those of a parameter's objects count together; None for
             no records.
+        reads: gathers parameters that the script reads outside of the model's forward.
 
     Raises:
         UsageError: ``fully_shard`` has been applied to the model already, or the wrap policy names a module or class
@@ -114,6 +116,7 @@ class FullySharded:
         self._watched: set[str] = set()
         self._versions: dict[str, tuple[nn.Parameter, int]] = {}
         self._concealed: set[nn.Parameter] = set()
+        self.reads = WholeReads(comm, {gathered: each for each, gathered in self._pairs}, self._reached)
         # Unsharded parameters by name, whose .grad is a placeholder for the rows' gradient.
         self._standing: dict[str, nn.Parameter] = {}
         # In custom loops: the module and attribute of each parameter.
@@ -268,6 +271,17 @@ class FullySharded:
             MismatchError: it differs over ranks.
         """
         agree_on_operand(self._comm, tensor, "the script computes with sharded parameters and a tensor")
+
+    def _reached(self, name: str) -> None:
+        """Prepare for a gradient of a parameter that the script has read outside of the model's forward."""
+        if self._meter.on:
+            raise UsageError(
+                f"noise_every cannot be combined with a loss that reads {name} outside of the model's forward",
+                why="the noise is measured in gradients that FSDP2 reduces, which are those of the forward alone",
+                remedy="leave out noise_every, or take strategy='sharded:stage=1' or 'mirrored'",
+            )
+        self.apply_clearing()
+        self._used.add(name)
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients of this rank's rows of all trained parameters, and set every sharded ``.grad`` to None.

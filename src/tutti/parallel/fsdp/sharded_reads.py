@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import ref
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tutti.errors import TuttiError, UsageError, script_line
 from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import (
+    DRAWS,
     SIZES,
     ScriptMode,
     acts_by_element,
@@ -32,20 +33,23 @@ from tutti.nn.written_tensors import DATA, METADATA, VIEWS, may_write, read_only
 from tutti.parallel.fsdp.fsdp_refusals import refuse_gathered_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
+from tutti.parallel.viewed_part import as_views
 from tutti.torch_compat import in_backward, is_compiled, replace_call, tree_map_only, uncompiled_call
 
 _WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
-_DRAWS = frozenset(
-    (
-        *("uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"),
-        *("rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "dropout", "trunc_normal_"),
-    )
-)
 _FIGURES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"))
 _ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 """The function that ``tensor.data = other`` calls."""
 _DESCRIBED = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__"))
+_ON_ROWS = (
+    DRAWS
+    | _FIGURES
+    | _DESCRIBED
+    | {"detach", "grad", "backward", "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full"}
+    | {"new_ones", "new_tensor", "new_zeros", "data_ptr", "storage", "untyped_storage"}
+)
+"""Names of functions that are called with rows of a parameter even where gradients are enabled."""
 _REMEDY = (
     "write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank, or take"
     " strategy='sharded:stage=1' or 'mirrored'"
@@ -243,8 +247,10 @@ class _ShardMode(EditWatch):
         ):
             _refuse_part("writes", getattr(func, "__name__", "").strip("_"))
         name = getattr(func, "__name__", "")
-        if isinstance(first, DTensor) and name in _DRAWS | _FIGURES and not _is_whole(first):
-            if name in _DRAWS:
+        if self._distributed and self._reads_whole(func, name, args, kwargs):
+            return self._of_wholes(func, args, kwargs)
+        if isinstance(first, DTensor) and name in DRAWS | _FIGURES and not _is_whole(first):
+            if name in DRAWS:
                 _refuse_draw(name)
             # A DTensor of a norm or a sum is not added up over the ranks by itself. All ranks read it.
             self.asked = True
@@ -265,6 +271,8 @@ class _ShardMode(EditWatch):
         try:
             derived = func is torch.autograd.grad and tutti_caller(__name__) is None
             result = _gradients_of(args, kwargs) if derived else func(*args, **kwargs)
+            if self._is_view(name, first) and not _shards_all(result):
+                return self._of_wholes(func, args, kwargs)
             if isinstance(first, DTensor):
                 self._note_view(func, first, args, result)
             elif isinstance(first, tuple | list) and name.startswith("_foreach") and name.endswith("_"):
@@ -274,6 +282,8 @@ class _ShardMode(EditWatch):
         except TuttiError:
             raise
         except Exception as error:
+            if self._is_view(name, first) or self._reads_shards(func, name, args, kwargs, error):
+                return self._of_wholes(func, args, kwargs)
             if not self._distributed or not _is_about_shards(func, args, kwargs, error):
                 raise
             raise UsageError(
@@ -285,6 +295,56 @@ class _ShardMode(EditWatch):
                 remedy="call the model itself and no layer of it, take gradients by run.backward, shard plain tensors"
                 f" alike (torch.distributed.tensor.distribute_tensor), or {_REMEDY}",
             ) from error
+
+    def _reads_whole(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Return whether the script reads values of the model's parameters that a result of rows alone cannot have.
+
+        That is a graph, or the result of a function that combines elements.
+        """
+        by_rows = not torch.is_grad_enabled() and (acts_by_element(func) or name.strip("_") in VIEWS)
+        if by_rows or func in METADATA or may_write(func) or name in _ON_ROWS or kwargs.get("out") is not None:
+            return False
+        engine = self.engine()
+        if engine is None or not any(
+            isinstance(each, DTensor) and engine.reads.name_of(each) for each in tensors_among(args, kwargs)
+        ):
+            return False
+        # In a hook on a gradient each rank has its own micro-batch.
+        return not in_backward() and tutti_caller(__name__) is None
+
+    def _is_view(self, name: str, source: Any) -> bool:
+        """Return whether the script takes a view of a parameter of the model, which PyTorch may have to gather."""
+        if name.strip("_") not in VIEWS - {"data", "detach"} or not isinstance(source, DTensor):
+            return False
+        engine = self.engine()
+        known = engine is not None and engine.reads.name_of(source) is not None
+        return known and not in_backward() and tutti_caller(__name__) is None
+
+    def _reads_shards(self, func: Any, name: str, args: Any, kwargs: Any, error: Exception) -> bool:
+        """Return whether the script reads values for which PyTorch needs whole tensors, without a graph."""
+        if torch.is_grad_enabled() or may_write(func) or kwargs.get("out") is not None or name in _ON_ROWS:
+            return False
+        known = self.engine() is not None and any(isinstance(each, DTensor) for each in tensors_among(args, kwargs))
+        by_script = known and not in_backward() and tutti_caller(__name__) is None
+        return by_script and _is_about_shards(func, args, kwargs, error)
+
+    def _of_wholes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a function of whole parameters. Collective over the shard ranks."""
+        self.asked = True
+        engine, wholes = self.engine(), dict[Tensor, tuple[str, Tensor]]()
+
+        def whole(tensor: DTensor) -> Tensor:
+            name = None if engine is None else engine.reads.name_of(tensor)
+            if engine is None or name is None:
+                if engine is not None:
+                    engine.agree_on_call(f"a sharded tensor, which all ranks must read in {script_line()}")
+                return tensor.full_tensor()
+            if tensor not in wholes:
+                wholes[tensor] = name, engine.reads.whole(cast(nn.Parameter, tensor))
+            return wholes[tensor][1]
+
+        given, named = tree_map_only(DTensor, whole, (args, kwargs))
+        return as_views(func, func(*given, **named), wholes)
 
     def _made_alike(self, args: Any, kwargs: Any, *, writes: bool) -> Any:
         """Return the arguments of an elementwise function with whole tensors sharded like the ``DTensor`` they meet.
@@ -301,6 +361,13 @@ class _ShardMode(EditWatch):
         args, kwargs = tree_map_only(StateCopy, StateCopy.clone, (args, kwargs))
         tensors = list(tensors_among(args, kwargs))
         engine, shape = self.engine(), sharded.shape
+        numbers = [each for each in tensors if isinstance(each, DTensor)]
+        by_script = not in_backward() and tutti_caller(__name__) is None
+        if engine and by_script and len(numbers) < len(tensors) and not any(each.dim() for each in numbers):
+            # Such as a penalty of shards that is added to the loss in an evaluation.
+            self.asked = True
+            engine.agree_on_call(f"a figure of a sharded tensor, which all ranks must read in {script_line()}")
+            return tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
         plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.dim()]
         if engine is None or not plain or "out" in kwargs or tutti_caller(__name__) is not None:
             return args, kwargs
@@ -427,6 +494,14 @@ def _indices(args: Any) -> Sequence[Any]:
 
 def _no_engine() -> None:
     """Return None: nothing gathers parameters."""
+
+
+def _shards_all(result: Any) -> bool:
+    """Return whether the views in a function's result are of this rank's rows alone."""
+    return all(
+        isinstance(each, DTensor) and any(placement.is_shard() for placement in each.placements)
+        for each in (result if isinstance(result, tuple | list) else (result,))
+    )
 
 
 def _is_whole(tensor: DTensor) -> bool:

@@ -1,0 +1,60 @@
+"""Copies of whole parameters that stand for views, where a rank has a part of the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.nn.state_copy import SourceValues, StateCopy
+from tutti.nn.written_tensors import read_only, share_memory
+from tutti.torch_compat import TorchFunctionDisabled, local_tensor, tree_map_only
+
+
+class ViewedPart(SourceValues):
+    """A rank's part of a parameter of which the script has taken a view.
+
+    Args:
+        part: the part: a slice, or a ``DTensor`` of rows.
+    """
+
+    def __init__(self, part: Tensor) -> None:
+        self._part, self._before = part, _digest(part)
+
+    def __call__(self) -> bool:
+        """Return whether the part has had the same values since this object was made. Not collective."""
+        return _digest(self._part) == self._before
+
+    def undo(self) -> None:
+        """Do nothing: the script has written no copy."""
+
+
+def as_views(func: Any, result: Any, wholes: Mapping[Tensor, tuple[str, Tensor]]) -> Any:
+    """Return the result of a function of gathered copies: of the parameter itself that, of a view a ``StateCopy``.
+
+    Not collective.
+
+    Args:
+        func: the function, as ``__torch_function__`` is given it.
+        result: what it has returned for the copies.
+        wholes: for each tensor of the script the parameter's name and the gathered copy.
+    """
+
+    def seen(tensor: Tensor) -> Tensor:
+        for part, (name, whole) in wholes.items():
+            if tensor is whole:
+                return part  # such as .cpu() on a CPU
+            if share_memory([tensor], [whole]):
+                return StateCopy.of(tensor, name, ViewedPart(part))
+        return tensor
+
+    with TorchFunctionDisabled():
+        return tree_map_only(Tensor, seen, read_only(func, result))
+
+
+def _digest(part: Tensor) -> int:
+    with TorchFunctionDisabled(), torch.no_grad():
+        return int(tensor_digest(local_tensor(part).detach()))
