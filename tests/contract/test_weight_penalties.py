@@ -18,7 +18,7 @@ from tests.covering import in_turn
 from tutti.errors import MismatchError, UsageError
 
 SIZE, BATCH = 25, 7
-STRATEGIES = (("sharded:stage=2", 2), ("sharded:units=Linear", 3))
+STRATEGIES = (("sharded:stage=2", 2), ("sharded:units=Linear", 3), ("tensor:least=1", 2))
 FORMS = ("before", "after", "loop", "loop, before")
 Penalty = Callable[[nn.Module, list[Tensor]], Any]
 

@@ -21,6 +21,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.partial_gradient import PartGradient, agree_on_operand
 from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import (
+    DRAWS,
     SIZES,
     acts_by_element,
     asked_by_script,
@@ -38,6 +39,7 @@ from tutti.nn.written_tensors import DATA, METADATA, may_write
 from tutti.parallel.split_optimizer import SliceRegions, SplitMatrixGatherer
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
+from tutti.parallel.viewed_part import as_views
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     TorchFunctionDisabled,
@@ -50,6 +52,9 @@ from tutti.types.shard_spec import ShardSpec
 
 _SAMPLES = 2
 """Samples of the trial of the forward."""
+
+_ON_SLICES = DRAWS | {"__repr__", "__deepcopy__", "__reduce_ex__", "backward", "data_ptr", "storage", "untyped_storage"}
+"""Names of functions that are not called with a gathered copy of a parameter."""
 
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
@@ -79,7 +84,8 @@ class SplitReads(EditWatch):
     whole operand of such a function is cut to the slice, after all ranks that hold slices of the model have compared
     it; a whole tensor that the function writes gets the whole parameter, by an all-reduce over the tensor ranks. Shape
     and number of elements are those of the whole parameter where the script asks. A norm, a sum, a product with a
-    matrix or a write of some rows raises ``UsageError``. A column-parallel layer that the script calls by itself, not
+    matrix and other reads get the whole tensor, which the tensor ranks gather; a write of some rows or a random draw
+    raises ``UsageError``. A column-parallel layer that the script calls by itself, not
     through the block around it, returns its slice of the outputs as a ``SplitTensor``.
 
     Args:
@@ -91,6 +97,7 @@ class SplitReads(EditWatch):
 
     Attributes:
         edits: records of the script's edits of the parameters that ``edits.cover`` is given, for ranks to compare.
+        gathers: whether reads get gathered tensors; False where further ranks have other rows, or other stages.
     """
 
     def __init__(
@@ -102,7 +109,7 @@ class SplitReads(EditWatch):
         holders: Communicator,
     ) -> None:
         super().__init__()
-        self._comm, self._holders = comm, holders
+        self._comm, self._holders, self.gathers = comm, holders, True
         regions = {name: SliceRegions.of(specs[name], p.shape) for name, p in split.items()}
         self._regions = {name: each for name, each in regions.items() if each is not None}
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
@@ -119,14 +126,16 @@ class SplitReads(EditWatch):
 
         The mode calls this method for each function of PyTorch that the script calls on tensors. Allowed are
         elementwise functions, whose result on the slice is the slice of their result on the whole parameter; the result
-        counts as a slice, too. Others, such as a norm or a matrix product, would give a wrong number and are refused.
+        counts as a slice, too. Other reads, such as a norm or a matrix product, get the gathered tensor; other
+        writes are refused.
         What the script assigns to ``.grad`` is written into its placeholder. For the size of such a parameter, or of
         its gradient, the script gets that of the whole one. Calls by layers and optimizers, and calls without such
         parameters, pass unchanged.
 
-        Collective only where a whole tensor meets a slice: all ranks that hold slices of the model compare the tensor
-        (in a hook on a gradient, the tensor ranks), and a whole tensor that the function writes gets the whole
-        parameter by an all-reduce over the tensor ranks.
+        Collective only in reads that gather the whole tensor (an all-reduce over the tensor ranks), and where a whole
+        tensor meets a slice: all ranks that hold slices of the model compare the tensor (the tensor ranks alone in a
+        hook on a gradient, and in a read with gradients enabled), and a whole tensor that the function writes gets the
+        whole parameter by an all-reduce over the tensor ranks.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -136,8 +145,8 @@ class SplitReads(EditWatch):
             The function's result; a ``SplitTensor`` where the script itself calls a column-parallel layer.
 
         Raises:
-            UsageError: the function is not elementwise, an operand has no slice like the parameter's, or the script
-                itself calls a layer that is split by heads.
+            UsageError: the function writes and is not elementwise, an operand has no slice like the parameter's, or the
+                script itself calls a layer that is split by heads.
             MismatchError: an operand is another one on each rank.
         """
         return super().see(func, args, kwargs)
@@ -171,7 +180,7 @@ class SplitReads(EditWatch):
         if not elementwise and allowed:
             return func(*args, **kwargs)
         if not elementwise:
-            _refuse(name, func)
+            return self._of_wholes(name, func, args, kwargs)
         if not allowed:
             if is_of_lists(func):
                 return self._of_lists(func, args, kwargs)
@@ -182,6 +191,31 @@ class SplitReads(EditWatch):
         for tensor in result if isinstance(result, tuple | list) else (result,):
             self._note(tensor, name)
         return result
+
+    def _of_wholes(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the result of a read of whole parameters, which are gathered. Collective over the tensor ranks.
+
+        All tensor ranks compute the same loss of the whole parameter; the gradient of each one's slice is its own.
+        Raises UsageError for other functions than reads.
+        """
+        called = getattr(func, "__name__", "")
+        writes = may_write(func) or kwargs.get("out") is not None
+        if writes or called in _ON_SLICES or in_backward() or not self.gathers:
+            _refuse(name, func)
+        wholes: dict[Tensor, tuple[str, Tensor]] = {}
+
+        def whole(tensor: Tensor) -> Tensor:
+            if (own := self._names.get(tensor)) is None:
+                return tensor
+            if tuple(tensor.shape) != self._shapes[own][0]:
+                _refuse(own, func)
+            if tensor not in wholes:
+                self._comm.all_gather(torch.zeros(1), f"values of {own}, which all ranks must read in {script_line()}")
+                wholes[tensor] = own, _Whole.apply(tensor, self.gatherer(own, tensor))  # type: ignore[no-untyped-call]
+            return wholes[tensor][1]
+
+        given, named = tree_map_only(Tensor, whole, (args, kwargs))
+        return as_views(func, func(*given, **named), wholes)
 
     def _gradients_of(self, args: Any, kwargs: Any) -> tuple[Tensor | None, ...]:
         """Call ``torch.autograd.grad``: the gradient of a slice is a slice like it."""
@@ -235,6 +269,7 @@ class SplitReads(EditWatch):
                 stands for; parameters that are not split are left out.
         """
         self._distributed = self._distributed or any(isinstance(tensor, DTensor) for tensor in objects)
+        self.gathers = False
         for tensor, parameter in objects.items():
             if (name := self.name_of(parameter)) is not None:
                 self._note(tensor, name)
@@ -338,7 +373,12 @@ class SplitReads(EditWatch):
         alike = len(sizes) <= len(whole) and all(n in (1, m) for n, m in zip(sizes, whole[::-1], strict=False))
         if not alike or func in _DATA or (tensor.requires_grad and torch.is_grad_enabled()):
             _refuse(name, func, f" together with a tensor of {tuple(tensor.shape)}")
-        self.compare(tensor, f"the script computes with {name} and a tensor")
+        what = f"the script computes with {name} and a tensor"
+        if torch.is_grad_enabled() and not may_write(func):
+            # In a loss other replicas have other samples, and may have fewer micro-batches.
+            agree_on_operand(self._comm, tensor, what)
+        else:
+            self.compare(tensor, what)
         part = self.gatherer(name, tensor).mine(tensor, tensor.detach().expand(whole))
         self._note(part, name)
         return part
@@ -398,6 +438,20 @@ class SplitReads(EditWatch):
                 remedy=f"call the module around it, or leave the layer whole: strategy='tensor:whole={place.name}'",
             )
         return SplitTensor.of(result, -1, place)
+
+
+class _Whole(torch.autograd.Function):
+    """The whole tensor of which each tensor rank has a slice."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, gatherer: SplitMatrixGatherer) -> Tensor:
+        ctx.gatherer, ctx.part = gatherer, part
+        [whole] = gatherer.gather(part, [part])
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.gatherer.mine(ctx.part, gradient), None
 
 
 class _ForwardReads(TorchFunctionMode):
@@ -521,16 +575,12 @@ def _refuse_in_optimizer(name: str, method: str) -> NoReturn:
 def _refuse(name: str, func: Callable[..., Any], operand: str = "") -> NoReturn:
     called: str = getattr(func, "__name__", "")
     written = called in ("__setitem__", "__set__") or (called.endswith("_") and not called.startswith("__"))
-    verb, why = "reads", "outside of its layer a penalty, norm or product of a slice is not that of the whole parameter"
-    if written or operand:
-        verb = "writes" if written else "reads"
-        why = "positions, norms and draws of a slice are not those of the whole parameter"
+    verb = "writes" if written else "reads"
     raise UsageError(
         f"the script {verb} {name}, of which each tensor rank has a slice{operand}",
         where=script_line(),
-        why=why,
+        why="positions, norms and draws of a slice are not those of the whole parameter",
         remedy="write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank; take"
-        " weight_decay of the optimizer for a penalty on weights and run.state() for figures of whole"
-        f" weights, leave the layer whole by tensor:whole={name.rpartition('.')[0]}, or take strategy='mirrored' or"
-        " 'sharded:stage=2'",
+        f" run.state() for figures of whole weights, leave the layer whole by tensor:whole={name.rpartition('.')[0]},"
+        " or take strategy='mirrored' or 'sharded:stage=2'",
     )

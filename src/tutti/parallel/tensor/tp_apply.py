@@ -167,6 +167,7 @@ class TensorParallelizer:
         split = self.split_parameters()
         specs = {name: self._specs[name] for name in split}
         mode = SplitReads(split, specs, _blocks(self._plain, self.plan), self._comm, self._holders)
+        mode.gathers = not self._staged
         reads = ScriptMode(mode)
         if not self._staged:
             # Stages have different parameters, and so different edits.
