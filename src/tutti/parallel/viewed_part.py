@@ -24,7 +24,7 @@ class ViewedPart(SourceValues):
     def __init__(self, part: Tensor) -> None:
         self._part, self._before = part, _digest(part)
 
-    def __call__(self) -> bool:
+    def unchanged(self) -> bool:
         """Return whether the part has had the same values since this object was made. Not collective."""
         return _digest(self._part) == self._before
 
