@@ -210,8 +210,8 @@ class GivenState:
 
         Args:
             group: ``model`` or ``optim``.
-            name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``. It must be
-                one of ``names(group)``, or tied to one, which is not checked.
+            name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``. The caller
+                makes sure that it is one of ``names(group)``, or tied to one.
         """
         if group == "optim":
             return self._optim[name]

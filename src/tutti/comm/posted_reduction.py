@@ -247,7 +247,8 @@ class PostedReductions:
         ranks exchange messages (a broadcast and all-reduces) and block; otherwise nothing is sent.
 
         Args:
-            call: description of an all-reduce for which ``posted_bytes`` is not 0.
+            call: description of an all-reduce that shared memory serves, as the function ``posted_bytes`` tells: a sum
+                or average over all ranks of dense CPU tensors of one dtype, with at most 64 MiB over all ranks.
 
         Returns:
             A ``PostedReduction``, the buffers and counters of this all-reduce in shared memory, with the methods that

@@ -50,9 +50,9 @@ class FittedLaw:
 
         Returns:
             A pair of arrays of shape (n,), one element for each measurement: the predicted seconds, and the standard
-            deviation of the natural logarithm of a measurement, which has two parts: that of the seconds over the
-            random draws of the law's constants from the posterior, and ``misfit``, what the law with the best
-            constants leaves.
+            deviation of the natural logarithm of a measurement. The latter is the root of a sum of two squares: the
+            standard deviation over random draws of the law's constants from their posterior, and ``misfit``, that of
+            the residuals of the fit.
         """
         centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
         normal = np.random.default_rng(0).standard_normal((DRAWS, len(self.log_constants)))

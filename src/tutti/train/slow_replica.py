@@ -22,7 +22,9 @@ def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: Wor
 
     Args:
         replica: this rank's part of the model; its methods are replaced.
-        slow: ranks or logical workers and their delays, also as text (``rank=1,factor=3``).
+        slow: which ranks or logical workers are delayed, and by how much: ``rank=1,factor=3`` (forward and backward
+            take 3 times as long) or ``worker=1+2,ms=20`` (20 ms more for each worker and step), several separated by
+            ``;``; or the same as ``Slowness`` objects. An empty text delays nothing.
         world: all ranks.
         workers: number of logical data-parallel workers (fixed shares of the global batch); a rank may compute several
             one after another.
@@ -31,7 +33,8 @@ def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: Wor
         ``replica`` itself.
 
     Raises:
-        UsageError: a rank or worker that does not exist, or a delay that the device does not allow.
+        UsageError: the text is malformed, a rank or worker does not exist, or ``factor``, which multiplies CPU time, is
+            given for accelerators.
     """
     if isinstance(slow, str):
         slow = Slowness.parse(slow, "slow") if slow else ()

@@ -273,14 +273,18 @@ class Client:
             text: names the request in the messages of the errors below.
             ranks: global ranks on whose requests the replies depend, this rank among them. With several, the wait is
                 watched as a collective: ranks that do not wait with the same ``text`` are reported as missing.
-            more: further arguments of ``send``, by name: ``flags``, ``extras``, ``seen``, ``blobs`` and ``servers``.
+            more: further arguments of ``send``, by name. ``extras``: floats, whose meaning depends on ``kind``.
+                ``flags``: bits of ``server_wire``, such as SKIP. ``seen``: for each server, the number of updates in
+                the parameters that the worker has. ``blobs``: for LOAD, each server's saved state. ``servers``: indices
+                of the servers to ask; None, the default, asks all. The gradients of a PUSH are no argument: they are in
+                the client's send buffer.
 
         Returns:
             One ``Reply`` for each server that was asked, in the servers' order: message header (``header``), floats
             (``extras``), and for SAVE and FACTS the saved state or statistics (``frames``, a list of bytes).
 
         Raises:
-            PeerError: no reply came in time, or a server has ended and is not started again.
+            PeerError: no reply came within the job's timeout, or a server has ended and is not started again.
             MismatchError: ranks wait in different calls.
             AuthenticationError: a server does not accept this rank's key.
         """

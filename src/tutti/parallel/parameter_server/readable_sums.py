@@ -164,9 +164,11 @@ class ReadableServerSync(SynchronousServerSync):
         self._is_by_script = True
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
-        """Return the L2 norm of the gradients of ``members`` together, equal on all ranks. Not collective.
+        """Return the L2 norm of the summed gradients of ``members`` together. Not collective.
 
-        Computed by the servers where the script has changed none of them, and otherwise here.
+        Called between a backward and the update. Where the script has edited none of these gradients, the servers have
+        computed the norm, and the call waits for their replies; otherwise it is computed here, from ``.grad``. Equal on
+        all ranks whose scripts have made the same edits.
 
         Args:
             members: some of the trained parameters; those without a gradient count as 0.

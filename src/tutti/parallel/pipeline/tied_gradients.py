@@ -36,10 +36,12 @@ class SharedGradients:
         self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
 
     def look(self) -> None:
-        """Update ``parameters`` and ``copies``: the shared parameters whose ``requires_grad`` is now True.
+        """Find which shared parameters are trained now: read ``requires_grad`` of each anew. Not collective.
 
-        Shared parameters are those that several pipeline stages use, such as tied weights. This object sums gradients
-        over the stages only for the parameters in ``parameters``.
+        Shared parameters are those that several pipeline stages use, such as tied weights. Called before each step, as
+        scripts freeze and unfreeze parameters; each rank that has a parameter must have the same ``requires_grad``.
+        Sets ``parameters``, the set of shared parameters that are trained, whose gradients this object sums, and
+        ``copies``, pairs of a communicator and those of them of which its ranks have a copy each.
         """
         self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
         self.parameters = {p for _, p in self._groups}

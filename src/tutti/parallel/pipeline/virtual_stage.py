@@ -99,7 +99,7 @@ def tensors_of(nodes: Iterable[fx.Node], plain: nn.Module) -> set[int]:
 
     Args:
         nodes: nodes of the graph of the model's forward.
-        plain: the whole model.
+        plain: the whole model, whose modules and tensors the nodes name.
     """
     nodes = list(nodes)
     called = [module for _, module in modules_of(nodes, plain)]

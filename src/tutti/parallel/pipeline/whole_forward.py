@@ -36,12 +36,15 @@ class WholeForward:
         return graph
 
     def stage(self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]) -> WholeStage:
-        """Return the module of a virtual stage, which computes the whole model or nothing.
+        """Make the module of one virtual pipeline stage of a model that is not cut: all of it, or nothing. Local.
+
+        A module of all of it takes the model's inputs and returns its output; one of nothing has no parameters and
+        returns an empty tuple. ``ForwardRecord.stage``, for models that are cut, takes the same arguments.
 
         Args:
-            nodes: nodes of ``graph()``: the only one, or none.
-            incoming: unused; an empty stage sends nothing to the next one.
-            outgoing: unused, like ``incoming``.
+            nodes: the only node of ``graph()``, for the stage that computes the model; empty for all others.
+            incoming: unused; no stage receives activations.
+            outgoing: unused; no stage sends activations.
         """
         return WholeStage(self._plain if nodes else None)
 
