@@ -84,9 +84,9 @@ class SplitReads(EditWatch):
     whole operand of such a function is cut to the slice, after all ranks that hold slices of the model have compared
     it; a whole tensor that the function writes gets the whole parameter, by an all-reduce over the tensor ranks. Shape
     and number of elements are those of the whole parameter where the script asks. A norm, a sum, a product with a
-    matrix and other reads get the whole tensor, which the tensor ranks gather; a write of some rows or a random draw
-    raises ``UsageError``. A column-parallel layer that the script calls by itself, not
-    through the block around it, returns its slice of the outputs as a ``SplitTensor``.
+    matrix and other reads outside of the model's forward get the whole tensor, which the tensor ranks gather; such a
+    read in the forward, a write of some rows or a random draw raises ``UsageError``. A column-parallel layer that the
+    script calls by itself, not through the block around it, returns its slice of the outputs as a ``SplitTensor``.
 
     Args:
         split: parameters of which this rank has a slice, by name.
@@ -145,8 +145,8 @@ class SplitReads(EditWatch):
             The function's result; a ``SplitTensor`` where the script itself calls a column-parallel layer.
 
         Raises:
-            UsageError: the function writes and is not elementwise, an operand has no slice like the parameter's, or the
-                script itself calls a layer that is split by heads.
+            UsageError: the function is not elementwise and writes, or reads in the model's forward; an operand has no
+                slice like the parameter's; or the script itself calls a layer that is split by heads.
             MismatchError: an operand is another one on each rank.
         """
         return super().see(func, args, kwargs)
@@ -192,6 +192,11 @@ class SplitReads(EditWatch):
             self._note(tensor, name)
         return result
 
+    def _in_forward(self) -> bool:
+        """Return whether the forward of a module calls that has split parameters, whose ranks compute apart."""
+        modules = (self_of(each) for each in _frames() if each.f_code.co_name == "forward")
+        return any(isinstance(each, nn.Module) and any(p in self._names for p in each.parameters()) for each in modules)
+
     def _of_wholes(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the result of a read of whole parameters, which are gathered. Collective over the tensor ranks.
 
@@ -200,7 +205,7 @@ class SplitReads(EditWatch):
         """
         called = getattr(func, "__name__", "")
         writes = may_write(func) or kwargs.get("out") is not None
-        if writes or called in _ON_SLICES or in_backward() or not self.gathers:
+        if writes or called in _ON_SLICES or in_backward() or not self.gathers or self._in_forward():
             _refuse(name, func)
         wholes: dict[Tensor, tuple[str, Tensor]] = {}
 
