@@ -188,11 +188,11 @@ def run(
         seconds that processes may take to find each other;
         default: 300, in an elastic job 20
     start_timeout:
-        seconds without progress that end a process, at the start and in a step;
-        0: never; default: 1800, timeout of tutti.init
+        seconds without progress that end a process at the start, in an evaluation
+        or at the end; 0: never; default: 1800
     step_timeout:
-        seconds without progress that end a process, at the start and in a step;
-        0: never; default: 1800, timeout of tutti.init
+        seconds without progress that end a process in a step;
+        0: never; default: timeout of tutti.init
     max_restarts:
         times to restart the script after a failure
     show_all:

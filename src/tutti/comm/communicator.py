@@ -613,8 +613,8 @@ class Communicator:
     def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
         """Check that a text is the same on all ranks; otherwise raise on every rank.
 
-        Collective over the ranks of this communicator; blocks. All-gathers digests of the lines, and the lines' keys
-        only where digests differ.
+        Collective over the ranks of this communicator; blocks. All-gathers digests of the lines, and only where these
+        differ a hash of each line.
 
         Args:
             lines: the text to compare, line by line.

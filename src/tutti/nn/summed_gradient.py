@@ -95,7 +95,13 @@ class SummedGradient(IncompleteGradient):
         return not torch.equal(self._own.nan_to_num(), self._sums.values()[self._index].nan_to_num())
 
     def belongs_to(self, sums: GradientSums | None) -> bool:
-        """Return whether this is a gradient of ``sums``."""
+        """Return whether this placeholder stands for a gradient of the present sums. Not collective.
+
+        A script may have kept a placeholder of an earlier step, whose gradient the servers have dropped.
+
+        Args:
+            sums: the gradients that the servers hold now, summed over the ranks; None if they hold none.
+        """
         return self._sums is sums
 
     def compared(self) -> Tensor:

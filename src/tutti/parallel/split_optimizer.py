@@ -163,15 +163,18 @@ class SplitMatrixGatherer:
         return list(whole.unbind())
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return this tensor-parallel rank's slice of a whole tensor, the inverse of ``gather``. Not collective.
+        """Return this rank's part of a whole tensor, the inverse of ``gather``. Not collective.
+
+        It is the slice of this tensor-parallel rank; of a parameter that data ranks shard by rows, too, this rank's
+        rows of the slice.
 
         Args:
             parameter: the parameter that the tensor belongs to (its value, gradient or optimizer state).
             whole: the whole tensor, in the parameter's global shape.
 
         Returns:
-            The slice, in the parameter's local shape: a copy where the parameter is split over tensor ranks, a view of
-            ``whole`` where it is split by rows alone, and ``whole`` itself where it is not split.
+            The part, in the parameter's local shape: a copy where the parameter is split over tensor ranks, a view of
+            ``whole`` where it is only sharded by rows, and ``whole`` itself where it is neither.
         """
         split = self._split.get(parameter)
         if split is not None:

@@ -123,13 +123,14 @@ def is_elementwise(optimizer: str) -> bool:
 
 @lru_cache(maxsize=64)
 def server_hyperparameters(optimizer: str, named: Shapes) -> int:
-    """Return the number of hyperparameter values that a rank sends to parameter servers in a step; cached.
+    """Return the number of hyperparameter values that a rank sends to each parameter server in a step; cached.
 
-    Hyperparameters are options of the optimizer such as the learning rate.
+    Hyperparameters are numbers in the optimizer's parameter groups, such as the learning rate and both betas of Adam;
+    each parameter group has its own.
 
     Args:
         optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
-        named: names and shapes of the parameters.
+        named: names and shapes of the parameters, by which some optimizers make several groups.
 
     Raises:
         UsageError: there is no parameter, or the text names no optimizer.

@@ -57,8 +57,9 @@ class TrainabilityWatch:
     def changed(self) -> bool:
         """Whether the script has changed ``requires_grad`` of a parameter since this object was last called.
 
-        Not collective. Reading the property does not take note of the change; calling the object does. A read first
-        copies a flag that the script has set on one of the objects of a sharded parameter to the others.
+        Not collective. Changes of optimizers' groups do not count. Reading the property does not take note of a change;
+        calling the object does. A sharded parameter has several ``nn.Parameter`` objects, such as the gathered one and
+        this rank's rows: where the script has set the flag of one, a read sets it on the others, too.
         """
         self._replica.unify_flags()
         return [p.requires_grad for _, p in self._named] != self._flags

@@ -318,8 +318,9 @@ class AllReduceSync:
         """Return the tensors that this rank writes into a checkpoint. Collective over the data ranks.
 
         The data ranks all-gather the buffers of all logical workers (the N fixed shares of the global batch, each with
-        buffers of its own) and merge them; for N = 1 nothing is sent, unless ranks share the worker and the last step
-        ended without a backward.
+        buffers of its own) and merge them: batch-norm statistics into those of all samples, other floating-point
+        buffers into their mean, integers into the largest. For N = 1 nothing is sent, unless ranks share the worker and
+        the last step ended without a backward.
 
         Returns:
             Three groups, each a mapping from names to tensors: ``model`` has parameters and merged buffers by their
