@@ -207,17 +207,12 @@ def test_values_of_which_no_gradient_depends_are_right_with_split_layers_and_sta
             assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
 @pytest.mark.parametrize("compiled", ["script", "tutti"])
-def test_a_loss_around_a_compiled_model_is_followed(compiled: str, form: str) -> None:
-    for kind in CARRYING:
-        for said in worlds.run(2, train, strategy="mirrored", kind=kind, form=form, workers=4, compiled=compiled):
-            assert "depends on samples of another one" in said and "test_carried_values.py:" in said
+def test_a_loss_around_a_compiled_model_is_right(compiled: str) -> None:
     for kind in HARMLESS:
-        want = worlds.alone(train, strategy="single", kind=kind, form=form, workers=4)
-        for strategy in ("mirrored", "sharded"):
-            for got in worlds.run(2, train, strategy=strategy, kind=kind, form=form, workers=4, compiled=compiled):
-                assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+        want = worlds.alone(train, strategy="single", kind=kind, form="loop", workers=4)
+        for got in worlds.run(2, train, strategy="mirrored", kind=kind, form="loop", workers=4, compiled=compiled):
+            assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
 def test_they_are_refused_on_several_ranks() -> None:

@@ -13,18 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tutti.comm.single_call import single_call
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import buffers
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import (
     functorch_level,
     is_compiled,
-    replace_call,
     tensor_version,
     tree_leaves,
     tree_map,
-    uncompiled_call,
     view_base,
 )
 from tutti.train.followed_numbers import FollowedFloat, FollowedInt, FollowedNumbers
@@ -185,9 +182,9 @@ class CarriedValues(TorchFunctionMode):
     running mean in an attribute that is no buffer belongs to the samples of one worker. On a rank that computes several
     workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
     global batches through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist`` through
-    arithmetic (``FollowedFloat``). It changes no call and is not collective. A model in stages, a compiled model and a
-    collective of split layers are one call each (``single_call``), whose results depend on what its arguments depend
-    on. What passes through ``float()``, ``math`` or NumPy is not followed, nor what a compiled module keeps.
+    arithmetic (``FollowedFloat``). It changes no call and is not collective. A model in stages and a collective of
+    split layers are one call each (``single_call``), whose results depend on what its arguments depend on. What passes
+    through ``float()``, ``math`` or NumPy is not followed; compiled models are not watched.
 
     Args:
         run: the run.
@@ -199,9 +196,6 @@ class CarriedValues(TorchFunctionMode):
         self._here: _Place | None = None
         mode = ref(self)  # a script that keeps a number keeps no run
         self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._here is not None)
-        # The outermost compiled modules, and what the present micro-batch has replaced by single calls of them.
-        self._compiled: list[nn.Module] = []
-        self._calls: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._leaves: dict[int, tuple[ref[Tensor], _Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found: dict[StorageWeakRef, _Origins] = {}
@@ -210,8 +204,8 @@ class CarriedValues(TorchFunctionMode):
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether this mode is to watch its micro-batches.
 
-        Only the first global batches of a run are watched, where this rank has several micro-batches; not those of
-        compiled models that are split over ranks. Not collective.
+        Only the first global batches of a run are watched, where this rank has several micro-batches of an uncompiled
+        model. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
@@ -224,11 +218,7 @@ class CarriedValues(TorchFunctionMode):
             self._leaves, self._given, self._found = {}, set(), {}
             self._numbers.make_plain()
             return False
-        self._compiled = list(run.replica.parts) if run.context.compile is not None else []
-        for part in run.replica.parts if run.context.compile is None else ():
-            self._compiled += _outermost_compiled(part)
-        # Compiled code of split layers computes under function modes, which a single call would end.
-        return not self._compiled or run.context.comms.model.size == 1
+        return run.context.compile is None and not any(map(is_compiled, run.model.modules()))
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return the loss function of ``run.step`` with this check around it, or ``loss`` itself if nothing is checked.
@@ -284,10 +274,6 @@ class CarriedValues(TorchFunctionMode):
                     self._found.pop(memory, None)
                     own.add(memory)
         self._moved.begin(own)
-        for module in self._compiled:
-            before = replace_call(module, None)
-            self._calls.append((module, before))
-            replace_call(module, single_call(before or uncompiled_call(module)))
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
@@ -295,9 +281,6 @@ class CarriedValues(TorchFunctionMode):
         if self._here is not None:
             self._here = None
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            for module, before in self._calls:
-                replace_call(module, before)
-            self._calls.clear()
             self._left -= 1
             if self._batches == _WATCHED and self._left <= 0:
                 self._numbers.make_plain()
@@ -413,13 +396,6 @@ class CarriedValues(TorchFunctionMode):
             self._leaves[id(tensor)] = ref(tensor), self._here
         else:
             self._found[memory] = self._found.get(memory, {}) | origins
-
-
-def _outermost_compiled(module: nn.Module) -> list[nn.Module]:
-    """Return the compiled modules among a module and those in it, without those in another compiled one."""
-    if is_compiled(module):
-        return [module]
-    return [found for child in module.children() for found in _outermost_compiled(child)]
 
 
 def _own(tensor: Tensor) -> Tensor:

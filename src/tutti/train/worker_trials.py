@@ -15,6 +15,7 @@ from tutti.data.batches import map_tensors
 from tutti.data.global_generators import own_generators
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import ParameterWriteError, parameters_unwritten
+from tutti.torch_compat import is_compiled
 from tutti.train.carried_state import refuse_carried, worker_place
 from tutti.train.metric_objects import metric_objects
 from tutti.train.python_state import PythonState
@@ -39,8 +40,8 @@ class WorkerTrials:
     ``PythonState`` holds, in buffers or in RNG streams. Values on which the loss does not depend, such as means for a
     log, are allowed.
 
-    Losses are not tried if the model is split or sharded over ranks, whose forwards are collective, nor with
-    ``TUTTI_DIAGNOSTICS=off``.
+    Losses are not tried if the model is compiled, or split or sharded over ranks, whose forwards are collective, nor
+    with ``TUTTI_DIAGNOSTICS=off``.
 
     Args:
         run: the run.
@@ -66,10 +67,9 @@ class WorkerTrials:
             return guarded
         left = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         places = [worker_place(each, run) for each in left]
-        compiled = run.context.compile
-        graphs = compiled is not None and compiled.records_graphs
+        compiled = run.context.compile is not None or any(map(is_compiled, run.model.modules()))
         collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.together
-        if len(set(places)) < 2 or collective or graphs or metric_objects(loss):
+        if len(set(places)) < 2 or collective or compiled or metric_objects(loss):
             return guarded
         begun = PythonState(run.replica.parts, loss)
         tried = {places[0]}
