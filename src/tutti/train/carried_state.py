@@ -218,7 +218,9 @@ class CarriedValues(TorchFunctionMode):
             self._leaves, self._given, self._found = {}, set(), {}
             self._numbers.make_plain()
             return False
-        return run.context.compile is None and not any(map(is_compiled, run.model.modules()))
+        # The script's object of a split model has a call of tutti's own in the place of a compiled one.
+        parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
+        return run.context.compile is None and not any(is_compiled(each) for part in parts for each in part.modules())
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return the loss function of ``run.step`` with this check around it, or ``loss`` itself if nothing is checked.
