@@ -7,7 +7,7 @@
 
 The plans of ``gpt`` were known while the prices were made, those of ``images`` when Python work was measured anew.
 The plans of ``deep`` prompted no change of the prices; those of ``mlp`` were fixed before the last change and run after
-it. Results of 2026-11-27 but for ``mlp`` are older than this change.
+it. The other results of 2026-11-27 are older than this change.
 
 ``tutti bench`` measures the machine, every plan is predicted from its file alone, as ``tutti plan`` does before it has
 measured steps, and then all plans are trained in turn, several rounds of them. A plan's measured step is the median
@@ -145,8 +145,7 @@ CASES = {
 }
 BENCH = ("device", "links", "collectives", "optimizer", "strategies")
 _SKIPPED = 24
-"""First steps of a run: with 4, those of the CNN took up to a quarter longer than later ones, until its first epoch had
-ended, whose last batch is smaller."""
+"""First steps of a run, which take longer: they allocate memory, and an epoch's last batch is smaller than the others."""
 
 
 def label(plan: Plan) -> str:

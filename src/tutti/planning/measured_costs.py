@@ -15,6 +15,7 @@ from tutti.planning.collective_laws import ring_passes, ring_seconds
 from tutti.planning.measured_curves import curve_seconds, ring_scaled_seconds
 from tutti.planning.monte_carlo import DRAWS, GUESSED_JITTER, slowest_factor
 from tutti.planning.scaling_laws import Array
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.strategy_work import StrategyWork
 from tutti.workload.machine_file import Curve, Machine, peak_name
 from tutti.workload.workload_file import PassWork
@@ -26,7 +27,7 @@ _IQR_RATIO = 1.35
 
 
 @dataclass
-class MeasuredCosts:
+class MeasuredCosts(StepCosts):
     """Predicts how long computing, messages and optimizer updates take on a machine that ``tutti bench`` has measured.
 
     Args:
@@ -406,15 +407,6 @@ class MeasuredCosts:
             seed = sum(map(ord, name))
             self._drawn[name] = np.exp(sigma * np.random.default_rng(seed).standard_normal(DRAWS))
         return self._drawn[name]
-
-    def note(self, text: str) -> None:
-        """Append a line to ``guesses``, the list of guessed numbers about the machine, unless it is there already.
-
-        Args:
-            text: the line, which names a guessed number.
-        """
-        if text not in self.guesses:
-            self.guesses.append(text)
 
     def _lacks(self, what: str, part: str) -> UsageError:
         return UsageError(

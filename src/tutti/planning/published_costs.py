@@ -22,6 +22,7 @@ from tutti.planning.hardware_anchor import (
 )
 from tutti.planning.monte_carlo import DRAWS, GUESSED_JITTER, slowest_factor
 from tutti.planning.scaling_laws import Array
+from tutti.planning.step_costs import StepCosts
 from tutti.planning.strategy_work import StrategyWork
 from tutti.workload.workload_file import PassWork
 
@@ -32,7 +33,7 @@ _LAUNCH = 5e-6
 
 
 @dataclass
-class PublishedCosts:
+class PublishedCosts(StepCosts):
     """Predicts how long computing and messages take on hardware that published training jobs ran on.
 
     One FLOP/s rate, reached by these jobs, holds for all computing; links are guessed.
@@ -149,7 +150,7 @@ class PublishedCosts:
         if ranks < 2:
             return np.zeros(DRAWS)
         here, nodes = self.network.spread(ranks, apart)
-        found = ring_seconds(kind, here, size, self._within())
+        found = ring_seconds(kind, here, size, self.within())
         if nodes > 1:
             found += ring_seconds(
                 kind, nodes, size * self.network.sharing(apart, together), self._between(self.network.per_node)
@@ -163,7 +164,9 @@ class PublishedCosts:
             A ``LinkCost``: ``alpha``, seconds of latency of a transfer, and ``beta``, the chip's usual bytes a second:
             n bytes take alpha + n / beta seconds.
         """
-        return self._within()
+        local, _ = usual_links(self.hardware)
+        self.note(f"links within a node: {_HOST_HOP * 1e6:g} µs and {local / 1e9:g} GB/s")
+        return LinkCost(_HOST_HOP, local)
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
         """Return the seconds of one message over the slowest link among a run's devices: latency + size ÷ bandwidth.
@@ -175,7 +178,7 @@ class PublishedCosts:
                 nodes if the cost of this link was stated; if the cost is guessed, each device has a link of its own.
         """
         if self.network.nodes(ranks) == 1:
-            cost, together = self._within(), 1
+            cost, together = self.within(), 1
         else:
             cost = self._between()
             together = 1 if self.network.between is None else together
@@ -214,11 +217,6 @@ class PublishedCosts:
         )
         return slowest_factor(ranks, GUESSED_JITTER)
 
-    def _within(self) -> LinkCost:
-        local, _ = usual_links(self.hardware)
-        self.note(f"links within a node: {_HOST_HOP * 1e6:g} µs and {local / 1e9:g} GB/s")
-        return LinkCost(_HOST_HOP, local)
-
     def _between(self, adapters: int = 1) -> LinkCost:
         """Return the link between nodes over which some adapters send together: one message, or a node's ring."""
         if self.network.between is not None:
@@ -229,15 +227,6 @@ class PublishedCosts:
             "--network alpha=…,beta=…"
         )
         return LinkCost(_NODE_HOP, wire * adapters)
-
-    def note(self, text: str) -> None:
-        """Append a line to ``guesses``, the list of guessed numbers about the machine, unless it is there already.
-
-        Args:
-            text: the line, which names a guessed number.
-        """
-        if text not in self.guesses:
-            self.guesses.append(text)
 
 
 def published_chips() -> list[str]:

@@ -77,17 +77,19 @@ def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, 
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        exchange: options of gradient synchronisation; read are the algorithm and what excludes shared memory.
+        exchange: options of gradient synchronisation; read are the algorithm, and wire and buckets, with either of
+            which gradients are not summed in shared memory.
         ranks: number of data ranks.
         size: bytes of the vector.
         apart: stride in devices from one data rank to the next, which is the number of devices of a replica.
 
     Returns:
         Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
-        constants; all equal for an algorithm other than the backend's own.
+        constants; all equal for an algorithm with a schedule.
 
     Raises:
-        UsageError: the machine's data lack the collective or the cost of a link.
+        UsageError: the machine's data lack the collective or the cost of a link; or the options ask for shared memory,
+            which the devices do not have.
     """
     if ranks > 1 and sums_in_memory(costs, exchange, ranks * apart):
         costs.note(BARRIERS)

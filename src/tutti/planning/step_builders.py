@@ -64,9 +64,9 @@ def _micro_batches_of_rank(batch: int, workers: int, ranks: int, micro: int | No
 def check_buildable(config: PlannedRun) -> None:
     """Raise UsageError if the simulator cannot build the training step of a run with its strategy and options.
 
-    Refused are ``offload`` and ``param_dtype`` of sharding; ``backup``
-    workers of parameter servers; ``post`` of local SGD; ``--reproducible``; a ``--batch-norm`` other than ``worker``;
-    and what ``check_split`` (layers split over tensor ranks) and ``check_delays`` (``--slow``) refuse.
+    Refused are ``offload`` and ``param_dtype`` of sharding; ``backup`` workers of parameter servers; ``post`` of local
+    SGD; ``--reproducible``; a ``--batch-norm`` other than ``worker``; and options that ``check_split`` (layers split
+    over tensor ranks) or ``check_delays`` (``--slow``) refuses.
 
     Args:
         config: configuration of the run, with a number of devices.

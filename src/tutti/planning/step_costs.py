@@ -20,7 +20,7 @@ class StepCosts(Protocol):
     """Predicts how long computing, messages and optimizer updates take on a machine.
 
     Most methods return seconds, an array of shape (256,): one value for each of the ``DRAWS`` Monte Carlo draws of the
-    machine's uncertain constants. Nothing is computed or sent on a device. Implemented by ``MeasuredCosts``, from
+    machine's uncertain constants. Nothing is computed or sent on a device. Subclasses are ``MeasuredCosts``, from
     ``machine.json`` of ``tutti bench``, and ``PublishedCosts``, from published jobs. A method raises UsageError where
     the machine's data lack what the prediction needs, such as the cost of a link between nodes.
 
@@ -49,6 +49,8 @@ class StepCosts(Protocol):
         Args:
             text: the line, which names a guessed number.
         """
+        if text not in self.guesses:
+            self.guesses.append(text)
 
     def share_node(self, devices: int) -> None:
         """Set the number of devices of the run, on which all durations that are asked for later depend.
