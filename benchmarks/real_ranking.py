@@ -145,7 +145,7 @@ CASES = {
 }
 BENCH = ("device", "links", "collectives", "optimizer", "strategies")
 _SKIPPED = 24
-"""First steps of a run, which take longer: they allocate memory, and an epoch's last batch is smaller than the others."""
+"""First steps of a run, which take longer: they allocate memory, and the last batch of an epoch is smaller."""
 
 
 def label(plan: Plan) -> str:
