@@ -17,8 +17,7 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
-from tests.train.test_carried_values import dataset, network
-from tutti.errors import PeerError, UsageError
+from tests.train.test_carried_values import dataset, network, trained_with
 
 WORKERS = 4
 
@@ -152,34 +151,8 @@ KINDS = FOLLOWED | UNFOLLOWED | HARMLESS
 Arrays = dict[str, Any]
 
 
-def train(strategy: str, kind: str, form: str, workers: int = WORKERS, micro_batch: int | None = None) -> Any:
-    torch.manual_seed(0)
-    model: Any = network()
-    criterion = KINDS[kind]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss(model: Any, batch: Any) -> Tensor:
-        found: Tensor = criterion(model(batch[0]), batch[1])
-        return found
-
-    before = model[0].weight.detach().clone()
-    run = tutti.prepare(
-        *(model, optimizer, dataset(), loss if form == "step" else None),
-        strategy=strategy, workers=workers, batch_size=12, seed=0, micro_batch=micro_batch,
-    )  # fmt: skip
-    try:
-        if form == "step":
-            for batch in run.epoch(0):
-                run.step(batch)
-        else:
-            for inputs, targets in run.microbatches(0):
-                optimizer.zero_grad()
-                run.backward(criterion(model(inputs), targets))
-                optimizer.step()
-    except (UsageError, PeerError) as error:
-        assert torch.equal(model[0].weight, before)
-        return str(error)
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+def train(strategy: str, kind: str, form: str, workers: int = WORKERS) -> Any:
+    return trained_with(KINDS[kind](), strategy, form, workers)
 
 
 def equal(got: Arrays, want: Arrays) -> bool:

@@ -127,8 +127,13 @@ HARMLESS: dict[str, Callable[[], Any]] = {"a log": Logged, "a teacher": Taught, 
 
 
 def train(strategy: str, kind: str, form: str, workers: int = WORKERS, compiled: str = "") -> Any:
+    return trained_with((CARRYING | HARMLESS)[kind](), strategy, form, workers, compiled)
+
+
+def trained_with(criterion: Any, strategy: str, form: str, workers: int, compiled: str = "") -> Any:
+    """Return the state after an epoch, or the error that has ended it before the first update."""
     torch.manual_seed(0)
-    model, criterion = network(), (CARRYING | HARMLESS)[kind]()
+    model = network()
     if compiled == "script":
         model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

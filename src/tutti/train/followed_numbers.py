@@ -14,34 +14,33 @@ _FEW = 200
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
 
-class FollowedFloat(float):
-    """A float whose results of arithmetic have its origins; ``FollowedNumbers`` makes it. A copy or pickle is a float.
+class FollowedNumber:
+    """A number whose results of arithmetic have its origins; ``FollowedNumbers`` makes it. A copy or pickle is plain.
 
     Attributes:
         origins: for each place (worker, micro-batch) of whose samples the number was computed, a line of the script.
         group: the object that made the number.
+        plain_type: type of the number without origins.
     """
 
     origins: Mapping[Any, str]
     group: FollowedNumbers
+    plain_type: Any
 
     def __reduce__(self) -> Any:
-        return float, (float(self),)
+        return self.plain_type, (self.plain_type(self),)
 
 
-class FollowedInt(int):
-    """An int whose results of arithmetic have its origins; ``FollowedNumbers`` makes it. A copy or pickle is an int.
+class FollowedFloat(FollowedNumber, float):
+    """A float whose results of arithmetic have its origins."""
 
-    Attributes:
-        origins: for each place (worker, micro-batch) of whose samples the number was computed, a line of the script.
-        group: the object that made the number.
-    """
+    plain_type = float
 
-    origins: Mapping[Any, str]
-    group: FollowedNumbers
 
-    def __reduce__(self) -> Any:
-        return int, (int(self),)
+class FollowedInt(FollowedNumber, int):
+    """An int whose results of arithmetic have its origins."""
+
+    plain_type = int
 
 
 class FollowedNumbers:
@@ -54,7 +53,7 @@ class FollowedNumbers:
 
     def __init__(self, is_followed: Callable[[], bool]) -> None:
         self.is_followed = is_followed
-        self._made: list[FollowedFloat | FollowedInt] = []
+        self._made: list[FollowedNumber] = []
 
     def follow(self, value: Any, origins: Mapping[Any, str]) -> Any:
         """Return a number that has the given origins, and gives them to each result of arithmetic with it.
@@ -64,7 +63,7 @@ class FollowedNumbers:
             origins: for each place (worker, micro-batch) of whose samples the number was computed, a line of the
                 script.
         """
-        kinds: dict[type, type[FollowedFloat] | type[FollowedInt]] = {float: FollowedFloat, int: FollowedInt}
+        kinds: dict[type, Callable[[Any], FollowedNumber]] = {float: FollowedFloat, int: FollowedInt}
         kind = kinds.get(type(value))
         if kind is None:
             return value
@@ -85,7 +84,7 @@ class FollowedNumbers:
 
 
 def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, FollowedFloat) else int(value) if isinstance(value, FollowedInt) else value
+    return value.plain_type(value) if isinstance(value, FollowedNumber) else value
 
 
 def _replace(old: Sequence[Any], new: Sequence[Any], depth: int) -> None:
@@ -122,7 +121,7 @@ def _replace(old: Sequence[Any], new: Sequence[Any], depth: int) -> None:
 
 
 def _joined(result: Any, *numbers: Any) -> Any:
-    some = [each for each in numbers if isinstance(each, FollowedFloat | FollowedInt) and each.group.is_followed()]
+    some = [each for each in numbers if isinstance(each, FollowedNumber) and each.group.is_followed()]
     origins: dict[Any, str] = {}
     for each in some:
         origins |= each.origins
@@ -143,10 +142,9 @@ def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *more: _joined(function(_plain(self), *more), self)
 
 
-for _kind in (FollowedFloat, FollowedInt):
-    for _name in _BINARY:
-        setattr(_kind, f"__{_name}__", _binary(getattr(operator, _name), swap=False))
-        setattr(_kind, f"__r{_name}__", _binary(getattr(operator, _name), swap=True))
-    _unaries: dict[str, Callable[..., Any]] = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "round": round}
-    for _name, _function in _unaries.items():
-        setattr(_kind, f"__{_name}__", _unary(_function))
+for _name in _BINARY:
+    setattr(FollowedNumber, f"__{_name}__", _binary(getattr(operator, _name), swap=False))
+    setattr(FollowedNumber, f"__r{_name}__", _binary(getattr(operator, _name), swap=True))
+_unaries: dict[str, Callable[..., Any]] = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "round": round}
+for _name, _function in _unaries.items():
+    setattr(FollowedNumber, f"__{_name}__", _unary(_function))
