@@ -10,12 +10,11 @@ from weakref import WeakSet, ref
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.errors import UsageError
 from tutti.nn.absent_tensor import is_absent
 from tutti.nn.state_copy import SourceValues, StateCopy
+from tutti.parallel.viewed_part import ViewedPart
 from tutti.python_compat import live_objects
-from tutti.torch_compat import local_tensor
 from tutti.types.run_context import RunContext
 
 if TYPE_CHECKING:
@@ -144,20 +143,16 @@ class _Values(SourceValues):
     """
 
     def __init__(self, run: Run, part: Tensor) -> None:
-        self._run, self._part = ref(run), part
-        self._before = self._now(run)
+        self._run, self._before = ref(run), (run.clock, run.updates)
+        self._part = None if is_absent(part) else ViewedPart(part)
 
     def unchanged(self) -> bool:
         run = self._run()
-        return run is not None and self._now(run) == self._before
+        same = run is not None and (run.clock, run.updates) == self._before
+        return same and (self._part is None or self._part.unchanged())
 
     def undo(self) -> None:
         """Do nothing: writes to the model that ranks have made alike may stay."""
-
-    def _now(self, run: Run) -> tuple[int, ...]:
-        # Writes through ``.data`` increment no version counter.
-        values = 0 if is_absent(self._part) else int(tensor_digest(local_tensor(self._part)).item())
-        return run.clock, run.updates, values
 
 
 def _give_back(module: nn.Module) -> None:
