@@ -8,7 +8,7 @@ of both.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,20 @@ from tutti.nn.rng_streams import RngStreams
 from tutti.nn.rng_streams import module_draws as draws_by_itself
 from tutti.nn.swap import buffers, describe_tensors, registered_children
 from tutti.nn.sync import SyncBatchNorm
-from tutti.torch_compat import has_forward_hook, inductor_lacks, inductor_mode_options, tree_map
+from tutti.torch_compat import has_forward_hook, inductor_lacks, inductor_mode_options, is_compiled, tree_map
 from tutti.types.run_context import RunContext
+
+
+def has_compiled_code(parts: Iterable[nn.Module], run_context: RunContext) -> bool:
+    """Return whether tutti compiles the model of a run, or the script has compiled a module of it.
+
+    Function modes do not see the calls of PyTorch in compiled code.
+
+    Args:
+        parts: the model, or this rank's parts of it; submodules are included.
+        run_context: holds the option ``compile``.
+    """
+    return run_context.compile is not None or any(is_compiled(module) for part in parts for module in part.modules())
 
 
 def restore_forwards(part: nn.Module) -> None:

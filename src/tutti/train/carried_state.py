@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, script_line
+from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import (
     functorch_level,
-    is_compiled,
     tensor_version,
     tree_leaves,
     tree_map,
@@ -218,9 +218,9 @@ class CarriedValues(TorchFunctionMode):
             self._leaves, self._given, self._found = {}, set(), {}
             self._numbers.make_plain()
             return False
-        # The script's object of a split model has a call of tutti's own in the place of a compiled one.
+        # The script's object of a split model has a call of tutti's own, which counts as compiled.
         parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
-        return run.context.compile is None and not any(is_compiled(each) for part in parts for each in part.modules())
+        return not has_compiled_code(parts, run.context)
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return the loss function of ``run.step`` with this check around it, or ``loss`` itself if nothing is checked.

@@ -29,11 +29,11 @@ from tutti.data.stream import Stream
 from tutti.errors import UsageError, counted
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
+from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers, training_mode
 from tutti.nn.written_tensors import parameters_unwritten
 from tutti.optim.several import members_of
 from tutti.python_compat import live_objects
-from tutti.torch_compat import is_compiled
 from tutti.train.metric_objects import metric_objects
 from tutti.train.python_state import numbers, python_state
 from tutti.train.sample_mixing import MixingProbe
@@ -295,9 +295,9 @@ class Checks:
     def _probes(self, model: nn.Module, samples: int) -> MixingProbe | None:
         """Return a probe of the loss of the first step; None where none is due, or code is compiled."""
         run = self._run
-        compiled = run.context.compile is not None or any(map(is_compiled, model.modules()))
         split = run.context.comms.model.size > 1
-        return None if split or compiled or samples < 2 else MixingProbe(model, samples)
+        none_due = split or samples < 2 or has_compiled_code([model], run.context)
+        return None if none_due else MixingProbe(model, samples)
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
         """Begin to find out, for one micro-batch of a custom training loop, whether its loss mixes samples.

@@ -13,9 +13,9 @@ from torch import Tensor
 from tutti.config.variables import is_off
 from tutti.data.batches import map_tensors
 from tutti.data.global_generators import own_generators
+from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import ParameterWriteError, parameters_unwritten
-from tutti.torch_compat import is_compiled
 from tutti.train.carried_state import refuse_carried, worker_place
 from tutti.train.metric_objects import metric_objects
 from tutti.train.python_state import PythonState
@@ -67,9 +67,8 @@ class WorkerTrials:
             return guarded
         left = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         places = [worker_place(each, run) for each in left]
-        compiled = run.context.compile is not None or any(map(is_compiled, run.model.modules()))
         collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.together
-        if len(set(places)) < 2 or collective or compiled or metric_objects(loss):
+        if len(set(places)) < 2 or collective or metric_objects(loss) or has_compiled_code([run.model], run.context):
             return guarded
         begun = PythonState(run.replica.parts, loss)
         tried = {places[0]}

@@ -30,6 +30,7 @@ from tutti.config.sync_config import AllReduceConfig, CentralConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError, script_line
 from tutti.launcher.malloc_tuning import give_back
+from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import ScriptMode
 from tutti.nn.sparse_layers import sparse_parameters
@@ -43,7 +44,6 @@ from tutti.parallel.ddp.sync_module_states import agree_on_state
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.parameter_average import ParameterAverage, wide_type
 from tutti.parallel.whole_tensors import WholeTensors, agreed_mixing, refuse_parts
-from tutti.torch_compat import is_compiled
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
@@ -105,10 +105,7 @@ class CentralStorageSync(AllReduceSync):
         grad_hook = super().attach(replica, make)
         self.shares_parameters = self._host is None and self._run_context.comms.replica.size > 1
         self._guard.note(self._guarded)
-        compiled = self._run_context.compile is not None or any(
-            is_compiled(m) for p in replica.parts for m in p.modules()
-        )
-        if self.shares_parameters and not compiled:
+        if self.shares_parameters and not has_compiled_code(replica.parts, self._run_context):
             # Writes of several ranks to the one copy may undo each other, and leave no trace in it.
             mode = ScriptMode(watch := EditWatch())
             mode.leave_forwards(replica.parts)

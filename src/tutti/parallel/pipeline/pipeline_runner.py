@@ -24,7 +24,7 @@ from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.errors import TuttiError, UsageError, counted, script_line_of
 from tutti.nn import ac_policy
 from tutti.nn.absent_tensor import put_attributes_away, put_away
-from tutti.nn.ac_and_compile import restore_forwards
+from tutti.nn.ac_and_compile import has_compiled_code, restore_forwards
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.script_mode import ScriptMode
 from tutti.nn.swap import describe_tensors, parameters, training_mode
@@ -44,7 +44,7 @@ from tutti.parallel.pipeline.stage_passes import MicroBatchState, StagePasses, S
 from tutti.parallel.pipeline.staged_call import StagedModel
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import compiled_module, is_compiled, is_fake, replace_call, tree_leaves, uncompiled_call
+from tutti.torch_compat import compiled_module, is_fake, replace_call, tree_leaves, uncompiled_call
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
 from tutti.types.replica_runner import GradientReadyHook
 from tutti.types.run_context import RunContext
@@ -297,8 +297,8 @@ class PipelineRunner(ReplicaPart):
         owners = {p: (name, holding.stages[name][0] % self._ranks) for name, p in parameters([plain])}
         whole = run_context.grid.tensor == 1 and not run_context.rows
         self.script_parameters = StageParameters(owners, self._comm if whole else None)
-        inner = [module for each in self.passes for stage in each.virtual_stages for module in stage.holder.modules()]
-        if run_context.compile is None and not any(map(is_compiled, inner)):
+        held = [stage.holder for each in self.passes for stage in each.virtual_stages]
+        if not has_compiled_code(held, run_context):
             # Compiled code takes no function mode.
             script = ScriptMode(self.script_parameters)
             self.script_code, self.model_code = script.script_code, script.model_code
