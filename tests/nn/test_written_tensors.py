@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "detached": lambda p: p.detach().fill_(0),
     "out": lambda p: torch.ones(2, out=p.view(-1)[1:3]),
     "list": lambda p: torch._foreach_zero_([p]),
+    "quotient": lambda p: operator.ifloordiv(p, 2),
+    "remainder": lambda p: operator.imod(p, 0.1),
 }
 
 

@@ -8,12 +8,11 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from tutti.errors import UsageError, script_line
+from tutti.nn.written_tensors import ASSIGN_DATA
 from tutti.torch_compat import TorchFunctionDisabled, in_backward, make_wrapper_subclass
 
 CLEARING = ("zero_", "detach_", "detach", "requires_grad_")
 """Functions of PyTorch that a script may call on any placeholder of a gradient."""
-_ASSIGN_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-"""The function that ``gradient.data = other`` calls."""
 
 
 class IncompleteGradient(Tensor):
@@ -63,7 +62,7 @@ class IncompleteGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _ASSIGN_DATA and isinstance(args[0], IncompleteGradient):
+        if func == ASSIGN_DATA and isinstance(args[0], IncompleteGradient):
             # A placeholder has no memory to be exchanged.
             args[0].copy_(args[1])
             return None

@@ -14,12 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tutti.comm.random_keys import mix, name_key
 from tutti.device import widest_float
 from tutti.nn.script_mode import QuietMode, self_of, tensors_among
-from tutti.nn.written_tensors import DATA, METADATA, may_write
+from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled, local_tensor, storage_key
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
-_ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _VALUES_STAY = frozenset(("requires_grad_", "detach_", "share_memory_", "rename_"))
 _PLAIN = (bool, int, float, complex, str, slice, torch.dtype, torch.device, type(None), type(...))
 
@@ -204,7 +203,7 @@ class EditWatch(QuietMode):
 
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors whose values a call writes."""
-    writes = may_write(func) and name not in _VALUES_STAY and (name != "__set__" or func == _ASSIGN)
+    writes = may_write(func) and name not in _VALUES_STAY and (name != "__set__" or func == ASSIGN_DATA)
     yield from tensors_among((*(args[:1] if writes else ()), kwargs.get("out")), {})
 
 

@@ -50,6 +50,9 @@ METADATA = _metadata()
 DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 """The function that a read of ``tensor.data`` calls; its result shares the tensor's memory and not its version."""
 
+ASSIGN_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+"""The function that an assignment ``tensor.data = other`` calls."""
+
 VIEWS = frozenset(
     (
         *("getitem", "chunk", "data", "detach", "diagonal", "flatten", "narrow", "permute", "ravel", "reshape"),
@@ -59,7 +62,8 @@ VIEWS = frozenset(
 )
 """Names of functions, without the underscores around them, whose result shares the memory of a plain tensor."""
 
-_NAMES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))))
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_NAMES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS)))
 
 
 def may_write(func: Any) -> bool:

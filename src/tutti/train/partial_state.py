@@ -15,14 +15,12 @@ from tutti.checkpoint.gather import GatheredParts
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError, script_line
 from tutti.nn.script_mode import SIZES, acts_by_element, self_of, size_of_whole, tensors_among
-from tutti.nn.written_tensors import METADATA
+from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled
 from tutti.types.shard_spec import ShardSpec, TensorSlice
 
 _PASSED_BY = frozenset((__name__, "collections.abc", "contextlib"))
-_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-_DATA_SET: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -227,9 +225,9 @@ class StateSlice(Tensor):
             with TorchFunctionDisabled():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if func == _DATA:
+        if func == DATA:
             return cls.of(_without(func, args, kwargs), key, part)
-        if func == _DATA_SET and not isinstance(args[0], StateSlice):
+        if func == ASSIGN_DATA and not isinstance(args[0], StateSlice):
             return func(args[0], _plain(args[1], key, part))
         if not acts_by_element(func):
             _refuse(f"{key} of {part.name} in optimizer.state", name.strip("_"))

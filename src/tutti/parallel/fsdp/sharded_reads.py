@@ -29,7 +29,7 @@ from tutti.nn.script_mode import (
     tutti_caller,
 )
 from tutti.nn.state_copy import StateCopy
-from tutti.nn.written_tensors import DATA, METADATA, VIEWS, may_write, read_only
+from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, VIEWS, may_write, read_only
 from tutti.parallel.fsdp.fsdp_refusals import refuse_gathered_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
@@ -39,7 +39,6 @@ from tutti.torch_compat import in_backward, is_compiled, replace_call, tree_map_
 _WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
 _FIGURES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"))
-_ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 """The function that ``tensor.data = other`` calls."""
 _DESCRIBED = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__"))
 _ON_ROWS = (
@@ -437,7 +436,7 @@ class _ShardMode(EditWatch):
     def _elementwise(self, func: Any, args: Any, kwargs: Any, rows: Tensor) -> Any:
         """Call a function of rows that acts element by element, and record a write; raise UsageError for others."""
         name = getattr(func, "__name__", "")
-        name = "data" if func in (DATA, _ASSIGN) else name
+        name = "data" if func in (DATA, ASSIGN_DATA) else name
         if name in _DESCRIBED:
             return func(*args, **kwargs)
         tensors = list(tensors_among(args, kwargs))
@@ -456,7 +455,7 @@ class _ShardMode(EditWatch):
                 " element (mul_, add_ of a number), or take strategy='mirrored'",
             )
         self.asked = True
-        if func == _ASSIGN:
+        if func == ASSIGN_DATA:
             # The model has the rows at their present place.
             self.written = True
             DATA(rows).copy_(args[1])

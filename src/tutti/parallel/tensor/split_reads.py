@@ -35,7 +35,7 @@ from tutti.nn.script_mode import (
 from tutti.nn.state_copy import StateCopy
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
-from tutti.nn.written_tensors import DATA, METADATA, may_write
+from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write
 from tutti.parallel.split_optimizer import SliceRegions, SplitMatrixGatherer
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
@@ -56,7 +56,7 @@ _SAMPLES = 2
 _ON_SLICES = DRAWS | {"__repr__", "__deepcopy__", "__reduce_ex__", "backward", "data_ptr", "storage", "untyped_storage"}
 """Names of functions that are not called with a gathered copy of a parameter."""
 
-_DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
+_DATA = {DATA, ASSIGN_DATA}
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _ASSIGN_GRADIENT: Any = Tensor.grad.__set__  # type: ignore[union-attr]
