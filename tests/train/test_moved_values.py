@@ -44,8 +44,12 @@ class Script:
                     own.data = 0.9 * own.data + 0.1 * new.detach()
                 elif self.kind == "copied":
                     own.copy_(0.9 * own + 0.1 * new.detach())
+                elif self.kind == "set":
+                    own[:] = 0.9 * own + 0.1 * new.detach()
                 elif self.kind == "target":
                     own.data.copy_(new.detach())
+                elif self.kind == "target set":
+                    own[:] = new.detach()
             if self.kind == "several":
                 owns = [own for own, _ in pairs]
                 torch._foreach_lerp_(owns, [new.detach() for _, new in pairs], 0.1)
@@ -62,8 +66,8 @@ class Script:
         return functional.cross_entropy(outputs, batch[1]) + self.factor.detach() * towards
 
 
-MOVING = ("in place", "lerp", "assigned", "copied", "several", "factor")
-STAYING = ("target", "clamp", "noise")
+MOVING = ("in place", "lerp", "assigned", "copied", "set", "several", "factor")
+STAYING = ("target", "target set", "clamp", "noise")
 
 
 def train(strategy: str, kind: str, form: str, workers: int) -> Any:

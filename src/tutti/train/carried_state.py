@@ -25,7 +25,7 @@ from tutti.torch_compat import (
     view_base,
 )
 from tutti.train.followed_numbers import FollowedFloat, FollowedInt, FollowedNumbers
-from tutti.train.moved_values import MovedValues
+from tutti.train.moved_values import MovedValues, Place
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -41,26 +41,20 @@ _WITH_INTS = frozenset(
     for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
 )
 """Functions whose ints are values; those of other functions are sizes and indices."""
-_MOVED = 1
-"""Third number of a place, where the micro-batch has moved values and not given its samples."""
-_Place: TypeAlias = tuple[int, ...]
-_Origins: TypeAlias = dict[_Place, str]
-"""Worker and micro-batch of the samples from which a tensor was computed, and the line where they met another's."""
+_Origins: TypeAlias = dict[Place, str]
+"""Micro-batches on which a tensor depends, each with the line where its values met those of another one."""
 
 
-def worker_place(micro_batch: MicroBatch, run: Run) -> tuple[int, int]:
-    """Return the logical worker of a micro-batch; with its number where several ranks share the workers.
+def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
+    """Return the place of a micro-batch: its logical worker, and its number where several ranks share the workers.
 
     Values may pass between micro-batches of one place. Micro-batches of a worker on several ranks have no order.
 
     Args:
         micro_batch: the micro-batch.
         run: the run.
-
-    Returns:
-        (worker, micro-batch), where the second number is 0 for workers of one rank.
     """
-    return micro_batch.worker, micro_batch.micro if run.feed.contract.shared else 0
+    return Place(micro_batch.worker, micro_batch.micro if run.feed.contract.shared else 0)
 
 
 def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
@@ -193,10 +187,10 @@ class CarriedValues(TorchFunctionMode):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run, self._batches, self._left = run, 0, 0
-        self._here: _Place | None = None
+        self._here: Place | None = None
         mode = ref(self)  # a script that keeps a number keeps no run
         self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._here is not None)
-        self._leaves: dict[int, tuple[ref[Tensor], _Place]] = {}
+        self._leaves: dict[int, tuple[ref[Tensor], Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found: dict[StorageWeakRef, _Origins] = {}
         self._moved = MovedValues(_memory)
@@ -315,11 +309,12 @@ class CarriedValues(TorchFunctionMode):
         total = loss[0] if isinstance(loss, tuple | list) and loss else loss
         if self._here is None or not isinstance(total, Tensor):
             return
-        others = [(place, line) for place, line in self._origins([total]).items() if place[:2] != self._here]
+        origins = self._origins([total]).items()
+        others = [(place, line) for place, line in origins if place._replace(moved=False) != self._here]
         if not others:
             return
-        place, line = min(others, key=lambda other: len(other[0]))
-        if place[2:]:
+        place, line = min(others, key=lambda other: other[0].moved)
+        if place.moved:
             raise UsageError(
                 "the loss of a micro-batch depends on values that the code for another one has moved",
                 where=f"step {self._run.clock + 1}, {line}",
@@ -355,7 +350,7 @@ class CarriedValues(TorchFunctionMode):
                 origins |= self._with_line(leaf.origins)
         before = [tensor_version(leaf) for leaf in given]
         # FSDP2 gathers weights into memory that the forwards of all micro-batches use.
-        former = [] if self._run.replica.sharded else self._moved.former(func, name, args)
+        former = [] if self._run.replica.sharded else self._moved.former(func, args)
         result = func(*args, **kwargs)
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
         if func in (Tensor.item, Tensor.tolist) and origins:
@@ -380,10 +375,10 @@ class CarriedValues(TorchFunctionMode):
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
                 found |= self._found.get(memory, own)
                 if (mover := self._moved.mover(tensor)) is not None and mover[0] != self._here:
-                    found[(*mover[0], _MOVED)] = mover[1]
+                    found[mover[0]._replace(moved=True)] = mover[1]
         return self._with_line(found)
 
-    def _with_line(self, found: Mapping[_Place, str]) -> _Origins:
+    def _with_line(self, found: Mapping[Place, str]) -> _Origins:
         """Return origins in which each other micro-batch has a line of the script: the present one if it had none."""
         if self._here is None or all(place == self._here or line for place, line in found.items()):
             return dict(found)

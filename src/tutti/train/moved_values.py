@@ -10,19 +10,30 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tutti.errors import script_line
-from tutti.nn.written_tensors import METADATA
+from tutti.nn.script_mode import DRAWS
+from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write
 
-_ASSIGN: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-_REPLACING = frozenset(
-    (
-        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"),
-        *("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "geometric_", "log_normal_"),
-    )
-)
-"""Functions in place whose result does not depend on the former values."""
+_REPLACING = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "__setitem__")) | {
+    name for name in DRAWS if name.endswith("_")
+}
+"""Functions in place that write values which do not depend on the former ones."""
 _REPEATABLE = frozenset(("clamp_", "clamp_min_", "clamp_max_", "clip_", "hardtanh_", "relu_"))
 """Functions in place that change nothing when they are called again."""
 _Memory: TypeAlias = StorageWeakRef | None
+
+
+class Place(NamedTuple):
+    """The micro-batch on which a value depends.
+
+    Attributes:
+        worker: logical worker.
+        micro: number of the micro-batch where several ranks share the workers, else 0.
+        moved: whether the code for the micro-batch has moved the value, and not computed it from the samples.
+    """
+
+    worker: int
+    micro: int
+    moved: bool = False
 
 
 class _Former(NamedTuple):
@@ -46,7 +57,7 @@ class MovedValues:
 
     def __init__(self, memory_of: Callable[[Tensor], _Memory]) -> None:
         self._memory_of = memory_of
-        self._moved: dict[StorageWeakRef, tuple[tuple[int, ...], str]] = {}
+        self._moved: dict[StorageWeakRef, tuple[Place, str]] = {}
         # Memory of tensors that the present micro-batch's code has made, and the older memory they are computed from.
         self._sources: dict[StorageWeakRef, frozenset[StorageWeakRef]] = {}
         self._own: set[StorageWeakRef] = set()
@@ -54,7 +65,7 @@ class MovedValues:
         self._read: set[StorageWeakRef] = set()
 
     def begin_batch(self) -> None:
-        """Forget what has moved: what a script writes after an update is for the next global batch."""
+        """Forget the moved tensors: values that a script writes after an update are for the next global batch."""
         self._moved, self._sources, self._own = {}, {}, set()
 
     def begin(self, own: set[StorageWeakRef]) -> None:
@@ -65,7 +76,7 @@ class MovedValues:
         """
         self._sources, self._own, self._read = {}, own, set()
 
-    def mover(self, tensor: Tensor) -> tuple[tuple[int, ...], str] | None:
+    def mover(self, tensor: Tensor) -> tuple[Place, str] | None:
         """Return the micro-batch of this global batch that has moved a tensor last, with the script's line; or None.
 
         Args:
@@ -74,15 +85,14 @@ class MovedValues:
         memory = self._memory_of(tensor) if self._moved else None
         return None if memory is None else self._moved.get(memory)
 
-    def former(self, func: Any, name: str, args: Sequence[Any]) -> list[_Former]:
+    def former(self, func: Any, args: Sequence[Any]) -> list[_Former]:
         """Return the tensors that a call may move, as they are before it.
 
         Args:
-            func, name: the function of PyTorch, and its name.
+            func: the function of PyTorch.
             args: its arguments.
         """
-        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or func == _ASSIGN
-        if not in_place or not args:
+        if not may_write(func) or func == DATA or not args:
             return []
         first = args[0] if isinstance(args[0], list | tuple) else args[:1]
         pairs = [(each, self._memory_of(each)) for each in first if isinstance(each, Tensor)]
@@ -94,14 +104,14 @@ class MovedValues:
 
     def note(
         self,
-        place: tuple[int, ...],
+        place: Place,
         func: Any,
         name: str,
         args: Sequence[Any],
         made: Sequence[Tensor],
         former: Sequence[_Former],
     ) -> None:
-        """Record what a call has made and moved.
+        """Record the tensors that a call has made and moved.
 
         Args:
             place: the micro-batch.
@@ -110,7 +120,7 @@ class MovedValues:
             made: the tensors among its results.
             former: result of ``former`` before the call.
         """
-        replaces = name in _REPLACING or name in _REPEATABLE or func == _ASSIGN
+        replaces = name in _REPLACING or name in _REPEATABLE or func == ASSIGN_DATA
         read = {m for each in _tensors(args[1:] if replaces else args) if (m := self._memory_of(each)) is not None}
         sources = frozenset[StorageWeakRef]().union(
             *(self._sources.get(memory, frozenset(() if memory in self._own else (memory,))) for memory in read)
@@ -126,11 +136,16 @@ class MovedValues:
             depends = each.memory in sources or each.memory in self._read
             if depends and not _is_close(each.values, each.tensor.detach()):
                 self._moved[now] = place, script_line()
-            elif not depends and each.tensor.nbytes == each.tensor.untyped_storage().nbytes():
+            elif not depends and _fills(name, args) and each.tensor.nbytes == each.tensor.untyped_storage().nbytes():
                 self._moved.pop(now, None)
         if func not in METADATA:
             # A view reads no values.
             self._read |= read - {self._memory_of(each) for each in made}
+
+
+def _fills(name: str, args: Sequence[Any]) -> bool:
+    """Return whether a function that replaces values writes all elements of its tensor: not so ``t[0] = 1``."""
+    return name != "__setitem__" or args[1] is ... or (isinstance(args[1], slice) and args[1] == slice(None))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
