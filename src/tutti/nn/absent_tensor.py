@@ -170,8 +170,8 @@ def _found(values: Any) -> Any:
 
 
 def _refuse(tensor: _Absent | type[_Absent]) -> NoReturn:
-    # Dynamo traces a module's forward, and not what replaces its call: the graph ends before the call, which is then
-    # made as in eager mode.
+    # Dynamo traces a module's forward, and not the function that ``replace_call`` has set: the graph ends before the
+    # call, which is then made as in eager mode.
     end_traced_graph(f"{tensor.called} is on another rank")
     if tensor.undo is not None:
         tensor.undo()

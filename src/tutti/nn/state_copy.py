@@ -108,6 +108,6 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _seen(given: Sequence[StateCopy], result: Tensor) -> Tensor:
-    """Return what the script gets of a function's result: a view of a copy is such a copy, too."""
+    """Return a ``StateCopy`` for a result that is a view of a copy; any other result as it is."""
     found = next((each for each in given if share_memory([each], [result])), None)
     return result if found is None else StateCopy.of(result, found.called, found.source)

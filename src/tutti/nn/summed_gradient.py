@@ -36,7 +36,7 @@ class GradientSums:
         """Return the summed gradients, read by the first call. Not collective; do not write to the tensors.
 
         Raises:
-            UsageError: the update has been made, and nobody had read the gradients before.
+            UsageError: the update has been made, and this rank had not read the gradients before.
         """
         if self._values is None:
             if self._read is None:
@@ -50,7 +50,7 @@ class GradientSums:
         return self._values
 
     def close(self) -> None:
-        """Note that the other processes no longer hold the sums: what has not been read cannot be read any more."""
+        """Note that the other processes no longer hold the sums: gradients that were not read are lost."""
         self._read = None
 
 

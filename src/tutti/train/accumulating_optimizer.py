@@ -52,7 +52,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         UsageError: the script has set a function as ``step``, and other objects or ranks make a part of the updates.
     """
     kind, replaced = type(optimizer), own_step(optimizer)
-    own = [] if not choice.row.custom_loop else _methods_of_script(kind)
+    own = _methods_of_script(kind) if choice.row.custom_loop else []
     before = {name: vars(optimizer).get(name) for name in (*_METHODS, *own)}
     if replaced and not keeps_state(choice, run.context):
         raise UsageError(

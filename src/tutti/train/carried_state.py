@@ -1,4 +1,9 @@
-"""Refuse a recurrent state, and other values, that pass between logical workers on a rank that plays several."""
+"""Refuse a recurrent state, and other values, that pass between logical workers on a rank that plays several.
+
+``CarriedState`` looks for outputs of the model among its inputs. ``CarriedValues`` follows values from batches to
+losses: tensors, tensors that the code for a micro-batch moves (``MovedValues``), and Python numbers
+(``FollowedNumbers``). For other Python objects ``WorkerTrials`` computes losses twice.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +63,17 @@ def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
 
 
 def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
-    """Raise UsageError for a loss that depends on what the script has kept from another logical worker's samples.
+    """Raise UsageError for a loss that depends on values kept from another logical worker's samples.
 
     Args:
         run: the run.
         what: the error message's first sentence.
-        where: the script's line, or the function, that has kept it.
+        where: the script's line, or the function, that has kept the values.
     """
     raise UsageError(
         what,
         where=f"step {run.clock + 1}, {where}",
-        why="this rank computes several logical workers in turn, and each would get the values of the one before",
+        why="this rank computes several logical workers in turn, and each would get the values of the worker before",
         remedy="keep the values in a buffer of the model, of which each worker has its own (of a loss module, too, by"
         f" tutti.prepare([model, loss], …)); or take as many workers as data ranks ({run.context.grid.data_ranks}), no"
         " micro_batch",
@@ -177,8 +182,8 @@ class CarriedValues(TorchFunctionMode):
     workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
     global batches through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist`` through
     arithmetic (``FollowedFloat``). It changes no call and is not collective. A model in stages and a collective of
-    split layers are one call each (``single_call``), whose results depend on what its arguments depend on. What passes
-    through ``float()``, ``math`` or NumPy is not followed; compiled models are not watched.
+    split layers are one call each (``single_call``), whose results depend on the samples of its arguments. Values that
+    pass through ``float()``, ``math`` or NumPy are not followed; compiled models are not watched.
 
     Args:
         run: the run.

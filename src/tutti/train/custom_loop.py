@@ -48,8 +48,11 @@ if TYPE_CHECKING:
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 
 
+_NOT_COMBINED = "cannot be combined with parameter servers that do not wait for all workers"
+_ALL_WAIT = "take strategy='parameter_server' with mode=sync and no backup"
 _OF_PARTS = ("rows", "shards", "sliced_rows")
-"""Places of gradients where each rank updates a part of the parameters, which has a gradient in its last body alone."""
+"""Places of gradients where each rank updates a part of the parameters; optimizers see its gradient in the rank's last
+body alone."""
 
 
 class _NothingWritten(Exception):
@@ -128,7 +131,7 @@ class CustomLoop:
         self._alone = self._averaged = False
         self._ending: StepContext | None = None
         self._void: VoidBody | None = None
-        # Closures: whether this evaluation is not the first of its step; by optimizer why its step takes none.
+        # Closures: whether this evaluation is not the first of its step; by optimizer why closures are refused, if so.
         self._evaluated_again = False
         self._closures: dict[int, str | None] = {}
 
@@ -363,10 +366,10 @@ class CustomLoop:
         if not self._counted and self._in_batch and self._is_last_body:
             if self._sync.gradient_at == "servers":
                 raise UsageError(
-                    "a global batch without an update cannot be combined with parameter servers",
+                    f"a global batch without an update {_NOT_COMBINED}",
                     where=f"step {self._run.clock + 1}",
-                    why="servers wait for a gradient of every rank in every step",
-                    remedy="call run.backward and optimizer.step() for each, or take mode=sync without backup",
+                    why="the servers take one gradient of each rank in every step",
+                    remedy=f"call run.backward and optimizer.step() for each, or {_ALL_WAIT}",
                 )
             self._counted = True
             self._lifecycle.count_batch(None, None)
@@ -569,18 +572,18 @@ class CustomLoop:
         """Raise UsageError for a second gradient of a global batch on parameter servers, which take one push."""
         if self._sync.gradient_at == "servers" and self._counted:
             raise UsageError(
-                "a second update of one global batch cannot be combined with parameter servers",
+                f"a second update of one global batch {_NOT_COMBINED}",
                 where=f"step {self._run.clock}, {script_line()}",
-                why="servers wait for one gradient of every rank in every step, and have updated with this step's",
+                why="the servers take one gradient of each rank in every step, and have updated with this step's",
                 remedy="call run.backward and optimizer.step() once for each batch of run.microbatches(), train more"
-                " epochs in place of several passes over a batch, or take mode=sync without backup",
+                f" epochs in place of several passes over a batch, or {_ALL_WAIT}",
             )
         if self._sync.gradient_at == "servers" and self._is_pushed:
             raise UsageError(
-                "a second gradient before optimizer.step() cannot be combined with parameter servers",
+                f"a second gradient before optimizer.step() {_NOT_COMBINED}",
                 where=f"step {self._run.clock + 1}",
                 why="the first one is on the servers, where a script cannot add to it",
-                remedy="add the losses up and call run.backward once, or take mode=sync without backup",
+                remedy=f"add the losses up and call run.backward once, or {_ALL_WAIT}",
             )
 
     def _check_carried(self) -> None:

@@ -1,4 +1,4 @@
-"""Restore what a forward changes in Python's objects: a model's counters, and those that a loss function keeps."""
+"""Restore the Python objects that a forward changes: counters of a model, and values that a loss function keeps."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
 
 
 class PythonState:
-    """What Python's objects hold now that a model's forward and a loss function may change.
+    """Snapshot of the Python objects that a model's forward and a loss function may change.
 
-    Held are the Python attributes and hooks of the modules, and the variables that their forwards and ``function`` read
-    with the objects in them. ``restore`` binds each attribute or variable again to the object that it had, and gives
-    lists, dicts, sets, small tensors and arrays the elements that they had, and random generators their states. Modules
-    that ``function`` reads get their buffers back.
+    Recorded are the Python attributes and hooks of the modules, and the variables that their forwards and ``function``
+    read, with the objects in them. ``restore`` binds each attribute or variable again to the object that it had, and
+    gives lists, dicts, sets, small tensors and arrays their former elements, and random generators their states.
+    Modules that ``function`` reads get their buffers back.
 
     Args:
         parts: modules, whose submodules are included.
@@ -92,7 +92,7 @@ class PythonState:
         self._function(function, _DEPTH)
 
     def restore(self, generators: bool = True) -> None:
-        """Give all objects what they held when this object was made.
+        """Restore the values that all objects had when this snapshot was made.
 
         Args:
             generators: whether random generators in the objects get back their states, too.
@@ -105,7 +105,7 @@ class PythonState:
         return list(dict.fromkeys(name for change in self._changes if (name := change())))
 
     def _attributes_and_hooks(self, module: nn.Module) -> None:
-        """Keep the attributes and hooks of a module, and what its forward reads, without those of its submodules."""
+        """Record the attributes and hooks of a module, and the variables its forward reads; not its submodules'."""
         self._attributes(module, _DEPTH, _OF_MODULES)
         if _is_scripts(type(module)):
             self._function(type(module).forward, _DEPTH)
@@ -177,7 +177,7 @@ class PythonState:
         self._contents(value, depth, name)
 
     def _module(self, value: nn.Module) -> None:
-        """Keep a module that the function reads, such as a loss with a centre that its forward moves."""
+        """Record a module that the function reads, such as a loss with a centre that its forward moves."""
         if id(value) in self._seen:
             return
         for slot in buffers([value], persistent=False):

@@ -1,4 +1,4 @@
-"""Refuse a loss that depends on what another logical worker's micro-batch has left in Python's objects."""
+"""Refuse a loss that depends on values which another logical worker's micro-batch has left in Python objects."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ class WorkerTrials:
 
     A running mean, a counter or an array that the loss function or the model keeps would have other values if each
     worker had a device of its own. In the first eight steps, the 16th, 32nd and so on, if the micro-batches of the
-    rank's earlier workers have changed such objects, the loss of the next worker's first micro-batch is computed twice
-    without gradients: with the values before the step, and with the present ones. Neither call leaves a trace in what
-    ``PythonState`` holds, in buffers or in RNG streams. Values on which the loss does not depend, such as means for a
-    log, are allowed.
+    rank's earlier workers have changed such objects, the loss of the next worker's first micro-batch is computed
+    without gradients: with the values before the step, with the present ones, and where the two differ once more with
+    those before the step, to leave out losses that draw by themselves. No call leaves a trace in the objects of a
+    ``PythonState``, in buffers or in RNG streams. Values on which the loss does not depend, such as means for a log,
+    are allowed. ``CarriedValues`` finds such values by the script's calls of PyTorch and arithmetic, and names the
+    line; the trials find values that pass through ``float()``, ``math``, NumPy or a condition.
 
     Losses are not tried if the model is compiled, or split or sharded over ranks, whose forwards are collective, nor
     with ``TUTTI_DIAGNOSTICS=off``.
@@ -89,7 +91,7 @@ class WorkerTrials:
         return watch
 
     def _depends(self, loss: LossFn, model: Any, micro_batch: MicroBatch, begun: PythonState) -> bool:
-        """Return whether a micro-batch's loss is another one with the values of Python's objects before the step."""
+        """Return whether a micro-batch's loss differs with the values that Python objects had before the step."""
         run = self._run
         now = PythonState(run.replica.parts, loss)
         replica = cast(CustomLoopRunner, run.replica)
@@ -121,7 +123,7 @@ class WorkerTrials:
 
         try:
             before, after = value(begun), value(now)
-            # The second value of the same state tells of a loss that draws by itself.
+            # A loss that draws by itself has another value for the same state.
             return not _equal(before, after) and _equal(before, value(begun))
         except Exception:
             # The loss may need gradients, or write parameters.
