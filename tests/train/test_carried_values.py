@@ -233,32 +233,6 @@ def test_values_of_which_no_gradient_depends_are_right(kind: str, form: str) -> 
         assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
-def followed(strategy: str) -> Any:
-    """Train towards a teacher that follows the updated parameters, as in mean teacher (arXiv 1703.01780)."""
-    torch.manual_seed(0)
-    model, teacher = network(), network().requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = tutti.prepare(model, optimizer, dataset(), strategy=strategy, workers=4, batch_size=12, seed=0)
-    for inputs, targets in run.microbatches(0):
-        outputs = model(inputs)
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(outputs, targets) + functional.mse_loss(outputs, teacher(inputs))
-        run.backward(loss)
-        optimizer.step()
-        if run.stepped:
-            with torch.no_grad():
-                for own, new in zip(teacher.parameters(), model.parameters(), strict=True):
-                    own.lerp_(new, 0.5)
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
-
-
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1"])
-def test_a_teacher_may_follow_the_updated_parameters(strategy: str) -> None:
-    [want] = worlds.run(1, followed, strategy="single")
-    for got in worlds.run(2, followed, strategy=strategy):
-        assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
-
-
 def together(strategy: str, kind: type[Centred]) -> Any:
     """The way out: the loss module is prepared with the model."""
     torch.manual_seed(0)
