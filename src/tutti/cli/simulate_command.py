@@ -36,11 +36,11 @@ _DEFAULTS: Mapping[str, Any] = {
     "activation_checkpointing": "none",
 }
 """Options that neither the command line nor a script states."""
-_ABOVE_ALL = (
-    "efficiency above 100 %: the one device takes the micro-batches of all devices in turn; where devices are CPUs, "
+_ABOVE_ONE = (
+    "efficiency above 100 %: the single device takes the micro-batches of all devices in turn; where devices are CPUs, "
     "it has the threads of all, from which small operators gain less than from several processes"
 )
-"""What is printed where several devices are predicted to be more than so many times as fast as one."""
+"""Note beside a prediction whose efficiency is above 1."""
 
 
 def simulate_step(
@@ -300,7 +300,7 @@ def _show(found: Sequence[StepPrediction], costs: StepCosts) -> None:
     for text in costs.guesses:
         print(f"GUESSED   {text}")
     if any(round(each.efficiency, 2) > 1 for each in found):
-        print(f"note      {_ABOVE_ALL}")
+        print(f"note      {_ABOVE_ONE}")
 
 
 def _time(seconds: float) -> str:

@@ -296,7 +296,7 @@ def _report(rank: int, stall: Stall, tools: Dumps, parent: int, launched: bool) 
     stacks = tools.stacks(parent)
     frames = dumps.lines_of(stacks, stall.seen.thread)
     if frames and "/torch/distributed/" in frames[0]:
-        # It waits for a rank in a collective that does not beat: that rank's watchdog shall end the job before.
+        # The rank waits for another one in a collective without heartbeats: the watchdog there names the cause first.
         time.sleep(_LOOKING_AROUND)
     directory, log = heartbeat.process.directory(), _log(rank)
     if directory is not None:
