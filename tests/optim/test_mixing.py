@@ -161,6 +161,37 @@ def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 2
 
 
+def test_a_class_of_the_same_name_is_tried_anew() -> None:
+    """As where a notebook's cell is run again after a change."""
+
+    def made(normalized: bool) -> torch.optim.Optimizer:
+        class Descent(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                for p in self.param_groups[0]["params"]:
+                    p.sub_(p.grad / p.grad.norm() if normalized else p.grad)
+
+        return Descent(mixers.model().parameters(), lr=0.1)
+
+    assert mixing_of(made(normalized=False)) == ALONE
+    assert mixing_of(made(normalized=True)) == MIXED
+
+
+def test_options_in_a_dict_are_told_apart() -> None:
+    class Descent(torch.optim.Optimizer):
+        def __init__(self, rate: float, *members: nn.Parameter, normalized: bool) -> None:
+            super().__init__(members, {"lr": rate})
+            self.options = {"normalized": normalized}
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad / p.grad.norm() if self.options["normalized"] else p.grad)
+
+    for normalized, want in ((False, ALONE), (True, MIXED)):
+        assert mixing_of(Descent(0.1, *mixers.model().parameters(), normalized=normalized)) == want
+
+
 def test_a_rank_with_empty_slices_alone_mixes_nothing() -> None:
     empty = [nn.Parameter(torch.zeros(0, 6)), nn.Parameter(torch.zeros(0))]
     assert mixing.mixing_of(torch.optim.SGD(empty, lr=0.1)) == mixing.Mixing()

@@ -119,6 +119,19 @@ def set_closure(optimizer: Any, net: nn.Module) -> None:
     optimizer.gradients = lambda: [p.grad for p in net.parameters()]
 
 
+def set_default(optimizer: Any, net: nn.Module) -> None:
+    every = tuple(net.parameters())
+
+    def gradients(*, members: tuple[nn.Parameter, ...] = every) -> Any:
+        return [p.grad for p in members]
+
+    optimizer.gradients = gradients
+
+
+def set_method(optimizer: Any, net: nn.Module) -> None:
+    optimizer.scale = net[0].weight.detach().mul_  # type: ignore[index]
+
+
 def set_groups(optimizer: Any, net: nn.Module) -> None:
     optimizer.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -133,6 +146,8 @@ def set_hook(optimizer: Any, net: nn.Module) -> None:
         (set_tensors, "its attribute slow_weights has tensors, which are not in its state"),
         (set_entries, "its attribute rates may have an entry for each parameter"),
         (set_closure, "its attribute gradients is a function, which may refer to its parameters"),
+        (set_default, "its attribute gradients is a function, which may refer to its parameters"),
+        (set_method, "its attribute scale is a builtin_function_or_method, which may refer to its parameters"),
         (set_groups, "the optimizer in its attribute optimizer has parameter groups of its own"),
         (set_hook, "the optimizer in its attribute optimizer has hooks"),
     ],
@@ -144,6 +159,29 @@ def test_what_a_copy_would_share_with_the_original_is_refused(change: Any, words
     with pytest.raises(UsageError, match="Lookahead cannot be constructed again for other parameters") as caught:
         from_instance(optimizer)(list(net.named_parameters())[2:])
     assert words in str(caught.value)
+
+
+def test_functions_of_plain_values_are_kept() -> None:
+    def halved(times: int, *, by: float = 0.5) -> float:
+        return by * halved(times - 1) if times else 1.0
+
+    net = model()
+    optimizer: Any = Lookahead(sgd(net))
+    optimizer.rate, optimizer.norm = halved, torch.linalg.vector_norm
+    built: Any = from_instance(optimizer)(list(net.named_parameters())[2:])
+    assert built.rate is halved and built.norm is torch.linalg.vector_norm
+
+
+def test_a_loaded_state_replaces_that_of_the_outer_optimizer() -> None:
+    """As of a checkpoint from before the first slow weights."""
+    net = model()
+    optimizer: Any = Lookahead(sgd(net))
+    three_steps(net, optimizer)
+    weight, state = net[0].weight, NestedState(optimizer)
+    inner = {key: value for key, value in state.of(weight).items() if key.startswith("optimizer.")}
+    assert inner.keys() != state.of(weight).keys()
+    state.put(weight, inner)
+    assert state.of(weight).keys() == inner.keys()
 
 
 def test_a_state_that_both_share_occurs_once() -> None:

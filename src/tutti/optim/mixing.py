@@ -97,7 +97,8 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
         # that slice tensors take no sparse gradients.
         return Mixing()
     groups = _groups(optimizer)
-    key = repr((type(optimizer), _attributes(optimizer), [(sorted(g.settings.items()), g.shapes) for g in groups]))
+    shapes = repr([(sorted(group.settings.items()), group.shapes) for group in groups])
+    key = type(optimizer), _attributes(optimizer), shapes
     if key not in _found:
         threads = torch.get_num_threads()
         # With several threads, waiting for cores that other ranks use takes a hundred times as long as computing.
@@ -111,17 +112,27 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
     return _found[key]
 
 
-_found: dict[str, Mixing] = {}
+_found: dict[Any, Mixing] = {}
 
 
-def _attributes(optimizer: Optimizer) -> list[tuple[str, type[Optimizer], str, Any]]:
-    """Return what tells two optimizers of a class apart, of those inside of it too, but for parameter groups."""
-    return [
-        (path, type(each), name, value)
+def _attributes(optimizer: Optimizer) -> tuple[tuple[str, type[Optimizer], str, Any], ...]:
+    """Return an optimizer's plain attributes, which distinguish it from others of its class, and its inner ones'.
+
+    Values are texts, but classes and functions themselves: others may have the same name.
+    """
+    return tuple(
+        (path, type(each), name, value if isinstance(value, type | FunctionType) else repr(value))
         for path, each in {"": optimizer, **inner_optimizers(optimizer)}.items()
         for name, value in sorted(vars(each).items())
-        if is_plain(value) or isinstance(value, type | FunctionType)
-    ]
+        if _is_plain_data(value) or isinstance(value, type | FunctionType)
+    )
+
+
+def _is_plain_data(value: Any) -> bool:
+    """Return whether a value is plain, or a list, set or dict of such values."""
+    if isinstance(value, dict):
+        return all(map(_is_plain_data, (*value, *value.values())))
+    return all(map(_is_plain_data, value)) if isinstance(value, list | set) else is_plain(value)
 
 
 class _Group(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import nullcontext, suppress
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class NestedState:
     def put(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
         """Replace the state of one parameter by ``values``, with keys as ``of`` returns them."""
         rest = dict(values)
+        self._outer.pop(parameter, None)
         for prefix, state, members in self._inner:
             if id(parameter) in members:
                 inside = [key for key in rest if key.startswith(prefix)]
@@ -133,9 +134,9 @@ def copied_for(optimizer: Optimizer, groups: Mapping[int, Mapping[str, Any]], ch
 class _Copier:
     def __init__(self, outer: Optimizer, groups: Mapping[int, Mapping[str, Any]], changes: Mapping[str, Any]) -> None:
         self._outer, self._changes, self._memo = outer, changes, dict[int, Any]()
-        # By parameter of the copy the parameter of the original whose state it gets.
+        # For each parameter of the copy the original's parameter whose state it gets.
         self._sources: dict[Tensor, Tensor] = {}
-        # By id of a parameter of the original the copy's in its place: itself, none, or all new ones of its group.
+        # The copy's parameters in place of each of the original's, by its id: itself, none, or the group's new ones.
         self._members: dict[int, list[Tensor]] = {id(p): [] for group in outer.param_groups for p in group["params"]}
         self._counts = {len(self._members), *(len(group["params"]) for group in outer.param_groups)} - {1}
         for number, group in enumerate(outer.param_groups):
@@ -180,9 +181,7 @@ class _Copier:
         """Copy the value of an attribute; ``where`` names it in errors."""
         if id(value) in self._memo:
             return self._memo[id(value)]
-        if isinstance(value, (*_ATOMS, type, BuiltinFunctionType)) or (
-            isinstance(value, FunctionType) and _is_free(value)
-        ):
+        if isinstance(value, (*_ATOMS, type)) or _is_free(value):
             return value
         if isinstance(value, Optimizer):
             return self.optimizer(value, f"the optimizer in its {where}")
@@ -207,7 +206,7 @@ class _Copier:
         return made
 
     def _entries(self, value: Any, where: str) -> list[Any]:
-        """Return what takes the place of an entry of a list: of a parameter the copy's parameters, of a group its."""
+        """Return the copy's entries for one entry of a list: several for a parameter, none for a group it lacks."""
         if id(value) in self._members:
             return self._members[id(value)]
         made = self.value(value, where)
@@ -230,7 +229,7 @@ class _Copier:
                     if source not in state:
                         continue
                     given = dict(state[source])
-                    # What a new parameter cannot get is of earlier steps, and its first step makes it.
+                    # A state that cannot be made for a new parameter dates from steps; its own first step makes it.
                     with suppress(UncopiedError) if parameter is not source else nullcontext():
                         made[parameter] = {key: _fitted(value, key, parameter, source) for key, value in given.items()}
             self._memo[id(state)] = made
@@ -256,16 +255,24 @@ def _fitted(value: Any, key: str, parameter: Tensor, source: Tensor) -> Any:
     raise UncopiedError(f"its state {key} has not the shape {tuple(parameter.shape)} of its parameter")
 
 
-def _is_free(function: FunctionType) -> bool:
-    """Return whether a function refers to no object of its surroundings but plain values and such functions."""
-    return all(isinstance(value, (*_ATOMS, type)) or _is_free_function(value) for value in _captured(function))
+def _is_free(value: Any, callers: tuple[FunctionType, ...] = ()) -> bool:
+    """Return whether a value is a function that refers to no object but plain values, classes and such functions.
 
-
-def _is_free_function(value: Any) -> bool:
-    return isinstance(value, BuiltinFunctionType) or (isinstance(value, FunctionType) and _is_free(value))
+    Args:
+        value: the value.
+        callers: functions that refer to it, whose own check is under way.
+    """
+    if isinstance(value, BuiltinFunctionType):
+        # Methods of built-in objects, such as a list's append, have the object.
+        return value.__self__ is None or isinstance(value.__self__, type | ModuleType)
+    if not isinstance(value, FunctionType):
+        return False
+    inside = (*callers, value)
+    return value in callers or all(isinstance(v, (*_ATOMS, type)) or _is_free(v, inside) for v in _captured(value))
 
 
 def _captured(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         yield cell.cell_contents
     yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()

@@ -33,14 +33,17 @@ class ViewedPart(SourceValues):
 
 
 def as_views(func: Any, result: Any, wholes: Mapping[Tensor, tuple[str, Tensor]]) -> Any:
-    """Return the result of a function of gathered copies: of the parameter itself that, of a view a ``StateCopy``.
+    """Replace gathered copies of parameters, and views of them, in a function's result by what the script may keep.
 
-    Not collective.
+    In place of a copy stands the script's own parameter, in place of a view of a copy a ``StateCopy``. Not collective.
 
     Args:
         func: the function, as ``__torch_function__`` is given it.
-        result: what it has returned for the copies.
-        wholes: for each tensor of the script the parameter's name and the gathered copy.
+        result: the function's result, computed with the copies in place of the parameters.
+        wholes: for each parameter that the script gave the function its name and the gathered copy.
+
+    Returns:
+        The result for the script, in the same structure.
     """
 
     def seen(tensor: Tensor) -> Tensor:

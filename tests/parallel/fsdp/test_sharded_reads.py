@@ -88,6 +88,26 @@ def test_layers_that_the_script_calls_by_hand_equal_mirrored_ones() -> None:
             assert largest_difference(got, want) <= 1e-10
 
 
+def noise_of_a_penalty() -> str:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", torch.randn(12, 4),
+        lambda called, batch: called(batch).square().mean() + model.weight.square().sum(),
+        strategy="sharded", batch_size=6, workers=2, precision="fp64", noise_every=1,
+    )  # fmt: skip
+    with pytest.raises(UsageError) as caught:
+        for batch in run.epoch(0):
+            run.step(batch)
+    return str(caught.value)
+
+
+def test_the_noise_of_a_gradient_of_which_fsdp2_reduces_a_part_is_refused() -> None:
+    for said in worlds.run(2, noise_of_a_penalty):
+        assert "noise_every cannot be combined with a loss that reads weight outside" in said
+    worlds.forget(2)
+
+
 def drawn_between_epochs(model: nn.Sequential) -> None:
     model[0].reset_parameters()
 

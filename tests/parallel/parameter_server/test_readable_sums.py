@@ -165,6 +165,27 @@ def test_a_rank_may_read_while_another_waits_in_its_update() -> None:
     assert len(found) == 3 and max(found) <= 1e-10
 
 
+def stepped_first(strategy: str) -> dict[str, Any]:
+    """A loop whose update is ahead of its backward, so that the first one has no gradient; rank 0 comes last."""
+    model, optimizer = built()
+    run = tutti.prepare(
+        model, optimizer, DATA, strategy=strategy, workers=tutti.size(), batch_size=5, shuffle=False, precision="fp64"
+    )
+    for [inputs] in run.microbatches(0):
+        if tutti.rank() == 0:
+            time.sleep(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.backward(loss_of(model, inputs))
+    return {key: value.numpy().copy() for key, value in run.state().items()}
+
+
+def test_an_update_before_the_first_gradient_changes_nothing() -> None:
+    [want] = worlds.run(1, stepped_first, strategy="single")
+    for got in worlds.run(2, stepped_first, strategy="parameter_server"):
+        assert largest_difference(got, want) <= 1e-10
+
+
 def server_killed() -> str:
     model, optimizer = built()
     run = tutti.prepare(model, optimizer, DATA, strategy="parameter_server", workers=2, batch_size=8)

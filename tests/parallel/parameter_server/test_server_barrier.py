@@ -12,7 +12,18 @@ from tutti.parallel.ddp.buckets import METRICS
 from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.parallel.parameter_server.request_handlers import NONE, Answer, Request, SyncHandler
 from tutti.parallel.parameter_server.server_barrier import MOST_BEHIND, ServerBarrier
-from tutti.parallel.parameter_server.server_wire import APPLY, LATE, OK, PULL, PUSH, REFUSED, SUM, MessageHeader
+from tutti.parallel.parameter_server.server_wire import (
+    APPLY,
+    EDITED,
+    LATE,
+    OK,
+    PULL,
+    PUSH,
+    REFUSED,
+    SUM,
+    WAIT,
+    MessageHeader,
+)
 
 
 def pushed(leaf: int) -> list[torch.Tensor]:
@@ -77,6 +88,24 @@ def test_a_request_of_an_asynchronous_server_is_refused_and_changes_nothing() ->
     handler = SyncHandler(SimpleNamespace(pieces=[]), ServerBarrier(2), {0: 0, 1: 1}, 0, 2)  # type: ignore[arg-type]
     answer = handler.handle(Request(MessageHeader(PULL, 0, 1, 1, 0, 0, 1, 0, 0), [], []))
     assert answer is not None and answer.status == REFUSED and handler.version == 0
+
+
+def test_an_update_by_gradients_of_the_script_waits_for_all_ranks_before_any_sum() -> None:
+    """A rank that pushes no edited gradients asks for the update before those of the other rank have come."""
+    updates: list[Any] = []
+    shard: Any = SimpleNamespace(
+        pieces=[], views=lambda vectors: [], update=lambda *settings, optimizer: updates.append(settings)
+    )
+    handler = SyncHandler(shard, ServerBarrier(2), {0: 0, 1: 1}, 0, 2)
+
+    def ask(kind: int, rank: int, flags: int, *extras: float) -> Answer | None:
+        return handler.handle(Request(MessageHeader(kind, flags, 1, 1, rank, rank, 1, 0, 0), extras, []))
+
+    apply = 1.0, 0.0, NONE
+    assert ask(APPLY, 1, EDITED | WAIT, *apply) is None
+    assert ask(PUSH, 0, EDITED, *[0.0] * (DIGESTS + 3 + METRICS)) and not updates
+    assert ask(APPLY, 0, EDITED | WAIT, *apply) and len(updates) == 1
+    assert ask(APPLY, 1, EDITED | WAIT, *apply) and len(updates) == 1
 
 
 def test_ranks_wait_for_one_that_has_not_asked_yet_before_its_results_are_dropped() -> None:

@@ -59,10 +59,11 @@ class ShardedReads(ScriptMode):
     """Function mode that refuses what the script computes wrongly from FSDP2's sharded parameters, and explains errors.
 
     Random draws into a ``DTensor`` raise ``UsageError``, and so do errors of PyTorch about a ``DTensor`` that meets
-    plain tensors. Two kinds of calls are collective over the shard ranks, which compare them. A number read from a
-    ``DTensor``, such as a norm of gradients, is that of the whole tensor, whose shards are all-gathered. A whole tensor
-    that meets a ``DTensor`` in an elementwise function is cut to this rank's shard; where the function writes the whole
-    tensor, the ``DTensor`` is all-gathered.
+    plain tensors. Three kinds of calls are collective over the shard ranks, which compare them. A number read from a
+    ``DTensor``, such as a norm of gradients, is that of the whole tensor, whose shards are all-gathered. A parameter
+    that is read with gradients enabled, as in a penalty on the weights, or by a function that combines elements is
+    all-gathered; see ``WholeReads``. A whole tensor that meets a ``DTensor`` in an elementwise function is cut to this
+    rank's shard; where the function writes the whole tensor, the ``DTensor`` is all-gathered.
 
     An optimizer's groups hold this rank's rows of a parameter as a plain tensor. Where the script asks, the rows have
     the sizes of the whole parameter. Norms, draws and other functions of rows that mix elements raise ``UsageError``,
@@ -303,29 +304,25 @@ class _ShardMode(EditWatch):
         by_rows = not torch.is_grad_enabled() and (acts_by_element(func) or name.strip("_") in VIEWS)
         if by_rows or func in METADATA or may_write(func) or name in _ON_ROWS or kwargs.get("out") is not None:
             return False
-        engine = self.engine()
-        if engine is None or not any(
-            isinstance(each, DTensor) and engine.reads.name_of(each) for each in tensors_among(args, kwargs)
-        ):
-            return False
-        # In a hook on a gradient each rank has its own micro-batch.
-        return not in_backward() and tutti_caller(__name__) is None
+        return any(self._name_of(each) for each in tensors_among(args, kwargs)) and _by_script()
 
     def _is_view(self, name: str, source: Any) -> bool:
         """Return whether the script takes a view of a parameter of the model, which PyTorch may have to gather."""
         if name.strip("_") not in VIEWS - {"data", "detach"} or not isinstance(source, DTensor):
             return False
-        engine = self.engine()
-        known = engine is not None and engine.reads.name_of(source) is not None
-        return known and not in_backward() and tutti_caller(__name__) is None
+        return self._name_of(source) is not None and _by_script()
 
     def _reads_shards(self, func: Any, name: str, args: Any, kwargs: Any, error: Exception) -> bool:
         """Return whether the script reads values for which PyTorch needs whole tensors, without a graph."""
         if torch.is_grad_enabled() or may_write(func) or kwargs.get("out") is not None or name in _ON_ROWS:
             return False
         known = self.engine() is not None and any(isinstance(each, DTensor) for each in tensors_among(args, kwargs))
-        by_script = known and not in_backward() and tutti_caller(__name__) is None
-        return by_script and _is_about_shards(func, args, kwargs, error)
+        return known and _by_script() and _is_about_shards(func, args, kwargs, error)
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter of the model that a ``DTensor`` is; None for other tensors."""
+        engine = self.engine()
+        return engine.reads.name_of(tensor) if engine is not None and isinstance(tensor, DTensor) else None
 
     def _of_wholes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a function of whole parameters. Collective over the shard ranks."""
@@ -333,7 +330,7 @@ class _ShardMode(EditWatch):
         engine, wholes = self.engine(), dict[Tensor, tuple[str, Tensor]]()
 
         def whole(tensor: DTensor) -> Tensor:
-            name = None if engine is None else engine.reads.name_of(tensor)
+            name = self._name_of(tensor)
             if engine is None or name is None:
                 if engine is not None:
                     engine.agree_on_call(f"a sharded tensor, which all ranks must read in {script_line()}")
@@ -361,17 +358,14 @@ class _ShardMode(EditWatch):
         tensors = list(tensors_among(args, kwargs))
         engine, shape = self.engine(), sharded.shape
         numbers = [each for each in tensors if isinstance(each, DTensor)]
-        by_script = not in_backward() and tutti_caller(__name__) is None
+        by_script = _by_script()
         if engine and by_script and len(numbers) < len(tensors) and not any(each.dim() for each in numbers):
             # Such as a penalty of shards that is added to the loss in an evaluation.
             self.asked = True
             engine.agree_on_call(f"a figure of a sharded tensor, which all ranks must read in {script_line()}")
             return tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
         plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.dim()]
-        if engine is None or not plain or "out" in kwargs or tutti_caller(__name__) is not None:
-            return args, kwargs
-        # In a hook on a gradient each rank has a tensor of its own samples.
-        if in_backward():
+        if engine is None or not plain or "out" in kwargs or not by_script:
             return args, kwargs
         if not all(_broadcasts(each.shape, shape) for each in plain):
             return args, kwargs
@@ -468,6 +462,11 @@ class _ShardMode(EditWatch):
             if isinstance(new, Tensor) and old in self.wholes:
                 self.wholes[new] = self.wholes[old]
         return result
+
+
+def _by_script() -> bool:
+    """Return whether the script calls, on all ranks alike: in a hook on a gradient each has its own micro-batch."""
+    return not in_backward() and tutti_caller(__name__) is None
 
 
 def _refuse_part(verb: str, how: str) -> NoReturn:

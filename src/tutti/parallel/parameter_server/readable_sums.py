@@ -3,7 +3,7 @@
 A loop that does not look at ``.grad`` sends and receives what ``run.step`` does. ``.grad`` is a placeholder: the first
 operation on it reads the summed gradients from the servers, on the rank that asks alone. Gradients that the script has
 edited alike on all ranks are pushed again with the update, to each server by one rank. The servers make an update once
-all ranks have asked for it, so that no rank still reads, and none has edited gradients that the others have not.
+all ranks have asked for it. Until then ranks may read the sums, and a rank that alone has edited gradients is found.
 """
 
 from __future__ import annotations

@@ -205,6 +205,9 @@ class SyncHandler:
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         handle = kinds.get(request.header.kind)
+        if request.header.flags & EDITED and self._rounds.clock is None:
+            # No gradient has been summed yet, and another rank's APPLY may come before the PUSH of edited gradients.
+            self._rounds.clock = request.header.clock
         return Answer(REFUSED) if handle is None else handle(request)
 
     def _push(self, request: Request) -> Answer:
@@ -213,7 +216,6 @@ class SyncHandler:
             # The vectors stay as they are until all ranks have their replies to the APPLY that follows.
             used = read_sums(request.extras[DIGESTS:]).used
             self._gradients = self._used(request.vectors, used)
-            self._rounds.clock = header.clock if self._rounds.clock is None else self._rounds.clock
             return Answer()
         totals = torch.tensor(request.extras, dtype=torch.float64)
         taken = self._rounds.push(self._leaf[header.worker], header.clock, request.vectors, totals)

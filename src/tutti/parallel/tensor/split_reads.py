@@ -193,15 +193,18 @@ class SplitReads(EditWatch):
         return result
 
     def _in_forward(self) -> bool:
-        """Return whether the forward of a module calls that has split parameters, whose ranks compute apart."""
+        """Return whether the call is within the forward of a module with split parameters.
+
+        There each tensor rank computes with its own slice, and has other activations than the others.
+        """
         modules = (self_of(each) for each in _frames() if each.f_code.co_name == "forward")
         return any(isinstance(each, nn.Module) and any(p in self._names for p in each.parameters()) for each in modules)
 
     def _of_wholes(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the result of a read of whole parameters, which are gathered. Collective over the tensor ranks.
 
-        All tensor ranks compute the same loss of the whole parameter; the gradient of each one's slice is its own.
-        Raises UsageError for other functions than reads.
+        All tensor ranks compute the same term of the loss; the backward, which is not collective, cuts its gradient to
+        this rank's slice. Raises UsageError for functions that write, and for reads in the model's forward.
         """
         called = getattr(func, "__name__", "")
         writes = may_write(func) or kwargs.get("out") is not None
