@@ -154,7 +154,7 @@ class ElasticDriver:
     def _fill(self, now: float) -> None:
         """Start ranks in free slots; mark those without a slot."""
         if self._finished:
-            # What is left to do needs no slot.
+            # The rest of the work needs no slot.
             for member in self._alive:
                 member.leaving = member.dismissed
             return

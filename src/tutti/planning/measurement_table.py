@@ -148,7 +148,7 @@ _MISSING = frozenset(
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row of a table of measurements; numbers are in SI units, and what is missing is absent.
+    """One row of a table of measurements; numbers are in SI units, and missing values are absent.
 
     Attributes:
         text: text of each cell by the role of its column, such as ``hardware``.

@@ -472,7 +472,7 @@ class ReplicaBuilder:
         groups = {group.name: group for group in self.facts.workload.groups}
         samples = [count for worker in parts for count in worker]
         *earlier, after = self.delays(parts) if delays is None else delays
-        # What overlaps the last worker's backward cannot overlap the delays of the workers before it.
+        # Messages that overlap the last worker's backward cannot overlap the delays of the workers before it.
         self.delay(program, earlier)
         order = self._backward_order()
         earliest, later = (
@@ -663,7 +663,7 @@ class ReplicaBuilder:
     def _backward_order(self) -> list[str]:
         """Return the groups in the order in which backward reaches them: the loss, then by complete gradients.
 
-        What no module group holds, such as the head, is computed where its first gradient becomes complete.
+        Work outside of the module groups, such as the head's, is done where its first gradient becomes complete.
         """
         order = {name: place for place, name in enumerate(self.facts.workload.gradient_order)}
         places: dict[str, float] = {LOSS: -1.0}

@@ -180,7 +180,7 @@ class ScriptLoopLoss:
             batch: the only micro-batch that the script's loop gets.
 
         Returns:
-            What the script gives to ``run.backward``: a tensor or a tuple.
+            The argument of the script's ``run.backward``: a tensor or a tuple.
 
         Raises:
             UsageError: the script raises or ends before, or gives something else.
