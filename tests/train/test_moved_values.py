@@ -35,7 +35,7 @@ class Script:
     def move(self, model: Any) -> None:
         pairs = list(zip(self.teacher.parameters(), model.parameters(), strict=True))
         with torch.no_grad():
-            for own, new in pairs if self.kind not in ("factor", "trained", "clamp", "noise") else ():
+            for own, new in pairs if self.kind not in ("factor", "trained", "clamp", "noise", "noise set") else ():
                 if self.kind == "in place":
                     own.mul_(0.9).add_(new.detach(), alpha=0.1)
                 elif self.kind == "lerp":
@@ -48,8 +48,6 @@ class Script:
                     own[:] = 0.9 * own + 0.1 * new.detach()
                 elif self.kind == "target":
                     own.data.copy_(new.detach())
-                elif self.kind == "target set":
-                    own[:] = new.detach()
             if self.kind == "several":
                 owns = [own for own, _ in pairs]
                 torch._foreach_lerp_(owns, [new.detach() for _, new in pairs], 0.1)
@@ -59,6 +57,8 @@ class Script:
                 self.factor.data.clamp_(max=0.5)
             if self.kind == "noise":
                 self.noise.fill_(0.5)
+            if self.kind == "noise set":
+                self.noise[:] = 0.5
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         outputs = model(batch[0])
@@ -67,7 +67,7 @@ class Script:
 
 
 MOVING = ("in place", "lerp", "assigned", "copied", "set", "several", "factor")
-STAYING = ("target", "target set", "clamp", "noise")
+STAYING = ("target", "clamp", "noise", "noise set")
 
 
 def train(strategy: str, kind: str, form: str, workers: int) -> Any:
@@ -107,8 +107,9 @@ def train(strategy: str, kind: str, form: str, workers: int) -> Any:
 def test_what_each_body_moves_is_refused_on_a_rank_with_several(kind: str, form: str) -> None:
     for size, strategy in ((1, "single"), (2, "mirrored"), (2, "tensor:least=1")):
         for said in worlds.run(size, train, strategy=strategy, kind=kind, form=form, workers=4):
-            # Split parameters are of another shape where the script computes with their data.
-            refused = "moved (step 1", *(["of which each tensor rank has a slice"] if kind == "assigned" else [])
+            # Split parameters are of another shape where the script computes with their data or sets elements.
+            slices = ["of which each tensor rank has a slice"] if kind in ("assigned", "set") else []
+            refused = "moved (step 1", *slices
             assert any(words in said for words in refused) and "test_moved_values.py:" in said, said
         worlds.forget(size)
 

@@ -39,7 +39,6 @@ from tutti.torch_compat import in_backward, is_compiled, replace_call, tree_map_
 _WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
 _FIGURES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"))
-"""The function that ``tensor.data = other`` calls."""
 _DESCRIBED = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__"))
 _ON_ROWS = (
     DRAWS
