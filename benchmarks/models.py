@@ -1,4 +1,4 @@
-"""The four workloads of the benchmarks: plain PyTorch models, batches in memory, one loss, a fused optimizer."""
+"""The workloads of the benchmarks: plain PyTorch models, batches in memory, one loss, a fused optimizer."""
 
 from __future__ import annotations
 
@@ -57,15 +57,28 @@ class Bottleneck(nn.Module):
         return functional.relu(self.expand(y) + self.shortcut(x))
 
 
+class Patches(nn.Module):
+    """Embeddings of an image's 4 x 4 patches: [samples, 3, 32, 32] to [samples, 64, width] (2010.11929)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, width, 4, stride=4)
+        self.positions = nn.Parameter(0.02 * torch.randn(64, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        embedded: Tensor = self.embed(images).flatten(2).transpose(1, 2) + self.positions
+        return embedded
+
+
 class Block(nn.Module):
-    """A pre-norm transformer block: causal attention, then a feed-forward network four times as wide.
+    """A pre-norm transformer block: attention, causal or not, then a feed-forward network four times as wide.
 
     Its attention has no bias: the gradient of a key bias is zero but for rounding, which AdamW would amplify.
     """
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.mix = nn.Linear(width, width)
@@ -75,7 +88,7 @@ class Block(nn.Module):
         samples, length, width = x.shape
         split = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.mix(seen.transpose(1, 2).reshape(samples, length, width))
         x = x + self.feed(self.norm2(x))
         return x
@@ -95,6 +108,20 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions)))
         return logits
+
+
+class Vit(nn.Module):
+    """Embedded patches, a stack of blocks, a head on their mean: [samples, 3, 32, 32] to [samples, 10]."""
+
+    def __init__(self, width: int, heads: int, depth: int) -> None:
+        super().__init__()
+        self.patches = Patches(width)
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.norm(self.blocks(self.patches(images))).mean(1))
+        return scores
 
 
 def course_cnn() -> nn.Module:
@@ -142,7 +169,9 @@ def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
 
 
-def _labelled(shape: tuple[int, ...]) -> Callable[[int, torch.Generator], Batch]:
+def labelled(shape: tuple[int, ...]) -> Callable[[int, torch.Generator], Batch]:
+    """Returns a function that makes a batch of this many random samples of a shape, with one of ten labels each."""
+
     def make(samples: int, generator: torch.Generator) -> Batch:
         labels = torch.randint(10, (samples,), generator=generator)
         return torch.randn(samples, *shape, generator=generator), labels
@@ -150,16 +179,19 @@ def _labelled(shape: tuple[int, ...]) -> Callable[[int, torch.Generator], Batch]
     return make
 
 
-def _text(samples: int, generator: torch.Generator) -> Batch:
+def text(samples: int, generator: torch.Generator) -> Batch:
+    """Returns [samples, 128] random tokens, and for each the token that follows it."""
     tokens = torch.randint(1024, (samples, 129), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns a fused SGD with momentum."""
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True)
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns a fused AdamW."""
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
@@ -168,10 +200,16 @@ def small_gpt() -> nn.Module:
     return Gpt(vocabulary=1024, length=128, width=256, heads=4, depth=4)
 
 
+def small_vit() -> nn.Module:
+    """3.2 M parameters: [samples, 3, 32, 32] images to [samples, 10] logits."""
+    return Vit(width=256, heads=4, depth=4)
+
+
 _TABLE = [
-    Workload("mlp", tiny_mlp, _labelled((32,)), _sgd, samples=32, launches=5, rounds=200, steps=5, lead=1),
-    Workload("gpt", small_gpt, _text, _adamw, samples=8, launches=4, rounds=20, steps=1, lead=0),
-    Workload("deep", many_tensors, _labelled((32,)), _sgd, samples=32, launches=4, rounds=60, steps=2, lead=1),
-    Workload("cnn", course_cnn, _labelled((3, 32, 32)), _sgd, samples=64, launches=4, rounds=30, steps=1, lead=0),
+    Workload("mlp", tiny_mlp, labelled((32,)), sgd, samples=32, launches=5, rounds=200, steps=5, lead=1),
+    Workload("gpt", small_gpt, text, adamw, samples=8, launches=4, rounds=20, steps=1, lead=0),
+    Workload("vit", small_vit, labelled((3, 32, 32)), adamw, samples=16, launches=4, rounds=20, steps=1, lead=0),
+    Workload("deep", many_tensors, labelled((32,)), sgd, samples=32, launches=4, rounds=60, steps=2, lead=1),
+    Workload("cnn", course_cnn, labelled((3, 32, 32)), sgd, samples=64, launches=4, rounds=30, steps=1, lead=0),
 ]
 WORKLOADS = {work.name: work for work in _TABLE}

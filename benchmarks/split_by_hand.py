@@ -1,7 +1,8 @@
-"""Ways to split one model over processes, written by hand on PyTorch's API as its tutorials and torchtitan write them.
+"""Ways to split a GPT and a ViT over processes, written by hand on PyTorch's API as its tutorials and torchtitan do.
 
-Each function builds a contestant of ``split_step.py`` on every rank: a part of the model and a step that trains it on
-the batch of this rank's replica. Ranks are counted as tutti counts them: those of one replica are neighbours.
+Each function builds a contestant of ``split_step.py`` on every rank: a part of a workload's model and a step that
+trains it on the batch of this rank's replica. Ranks are counted as tutti counts them: those of one replica are
+neighbours.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from contestants import Contestant
-from models import Batch, Workload, _adamw, _text, mean_loss
+from models import Batch, Patches, Workload, adamw, labelled, mean_loss, text
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,21 +29,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 MICRO_BATCHES = 4
-SAMPLES = 8
+WIDTH = 256
 
 
 class Attention(nn.Module):
-    """Causal attention that works for any number of heads that its linear layers give."""
+    """Attention that works for any number of heads that its linear layers give."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.head = width // heads
+        self.head, self.causal = width // heads, causal
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.mix = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [m(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for m in (self.query, self.key, self.value)]
-        seen = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        seen = functional.scaled_dot_product_attention(*parts, is_causal=self.causal)
         mixed: Tensor = self.mix(seen.transpose(1, 2).flatten(2))
         return mixed
 
@@ -50,9 +51,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.attention = nn.LayerNorm(width), nn.LayerNorm(width), Attention(width, heads)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal)
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,14 +63,29 @@ class Block(nn.Module):
         return x
 
 
-def build() -> nn.Module:
+class Mean(nn.Module):
+    """Mean over an image's patches: [samples, patches, width] to [samples, width]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def _blocks(causal: bool) -> list[nn.Module]:
+    return [*(Block(WIDTH, 4, causal) for _ in range(4)), nn.LayerNorm(WIDTH)]
+
+
+def build_gpt() -> nn.Module:
     """[samples, 128] tokens to [samples, 128, 1024] logits."""
-    width = 256
-    blocks = (Block(width, heads=4) for _ in range(4))
-    return nn.Sequential(nn.Embedding(1024, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 1024, bias=False))
+    return nn.Sequential(nn.Embedding(1024, WIDTH), *_blocks(causal=True), nn.Linear(WIDTH, 1024, bias=False))
 
 
-WORK = Workload("split gpt", build, _text, _adamw, samples=SAMPLES, launches=4, rounds=20, steps=1, lead=0)
+def build_vit() -> nn.Module:
+    """[samples, 3, 32, 32] images to [samples, 10] logits."""
+    return nn.Sequential(Patches(WIDTH), *_blocks(causal=False), Mean(), nn.Linear(WIDTH, 10))
+
+
+GPT = Workload("split gpt", build_gpt, text, adamw, samples=8, launches=4, rounds=20, steps=1, lead=0)
+VIT = Workload("split vit", build_vit, labelled((3, 32, 32)), adamw, samples=16, launches=4, rounds=20, steps=1, lead=0)
 
 
 @dataclass(frozen=True)
@@ -95,13 +112,14 @@ class Place:
         torch._foreach_copy_(local, [part.view_as(own) for part, own in zip(parts, local, strict=True)])
 
 
-def layers(cut: int) -> Contestant:
+def layers(cut: int, work: Workload) -> Contestant:
     """Two stages in turn: activations are sent on, gradients are sent back."""
     torch.manual_seed(0)
-    children, rank = list(WORK.build().children()), dist.get_rank()
+    children, rank = list(work.build().children()), dist.get_rank()
     part = nn.Sequential(*(children[cut:] if rank else children[:cut]))
-    optimizer = WORK.optimizer(part.parameters())
-    crossing = torch.empty(SAMPLES, 128, 256)
+    optimizer = work.optimizer(part.parameters())
+    with torch.no_grad():
+        crossing = nn.Sequential(*children[:cut])(work.batch(work.samples, torch.Generator())[0])
 
     def first(inputs: Tensor) -> None:
         sent = part(inputs)
@@ -132,10 +150,10 @@ SCHEDULES = {
 }
 
 
-def pipelining(schedule: str, cuts: tuple[int, ...]) -> Contestant:
+def pipelining(schedule: str, cuts: tuple[int, ...], work: Workload) -> Contestant:
     """``torch.distributed.pipelining`` over two processes a replica; replicas average their gradients after it."""
     torch.manual_seed(0)
-    children, place = list(WORK.build().children()), Place.make(2)
+    children, place = list(work.build().children()), Place.make(2)
     group, rank = place.mesh.get_group("inside"), place.mesh.get_local_rank("inside")
     ends = (0, *cuts, len(children))
     # Stages go round the two: interleaved has two each.
@@ -152,7 +170,7 @@ def pipelining(schedule: str, cuts: tuple[int, ...]) -> Contestant:
     single = schedule in ("gpipe", "1f1b")
     engine = SCHEDULES[schedule](stages[0] if single else stages, MICRO_BATCHES, loss_fn=loss)  # type: ignore[arg-type]
     held = nn.ModuleList(parts)
-    optimizer = WORK.optimizer(held.parameters())
+    optimizer = work.optimizer(held.parameters())
 
     def step(batch: Batch) -> None:
         inputs, labels = batch
@@ -175,9 +193,11 @@ def _columns_and_rows(model: nn.Module, mesh: DeviceMesh) -> None:
             parallelize_module(block, mesh, plan)
 
 
-def _trained(model: nn.Module, groups: list[list[nn.Parameter]], average: Callable[[], None]) -> Contestant:
+def _trained(
+    model: nn.Module, work: Workload, groups: list[list[nn.Parameter]], average: Callable[[], None]
+) -> Contestant:
     # A fused optimizer does not take plain and distributed tensors, nor those of two grids, together.
-    optimizers = [WORK.optimizer(group) for group in groups if group]
+    optimizers = [work.optimizer(group) for group in groups if group]
 
     def step(batch: Batch) -> None:
         mean_loss(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -189,19 +209,19 @@ def _trained(model: nn.Module, groups: list[list[nn.Parameter]], average: Callab
     return Contestant(model, step)
 
 
-def dtensor() -> Contestant:
+def dtensor(work: Workload) -> Contestant:
     """DTensor, from PyTorch's tutorial on tensor parallelism; replicas average their gradients after the backward."""
     torch.manual_seed(0)
-    model, place = WORK.build(), Place.make(2)
+    model, place = work.build(), Place.make(2)
     _columns_and_rows(model, place.mesh["inside"])
     groups = [[p for p in model.parameters() if isinstance(p, DTensor) is split] for split in (True, False)]
-    return _trained(model, groups, lambda: place.average(model.parameters()))
+    return _trained(model, work, groups, lambda: place.average(model.parameters()))
 
 
-def shards_of_dtensors() -> Contestant:
+def shards_of_dtensors(work: Workload) -> Contestant:
     """FSDP2 over DTensor, as torchtitan combines them."""
     torch.manual_seed(0)
-    model, place = WORK.build(), Place.make(2)
+    model, place = work.build(), Place.make(2)
     _columns_and_rows(model, place.mesh["inside"])
     for unit in [*(child for child in model.children() if isinstance(child, Block)), model]:
         fully_shard(unit, mesh=place.mesh["data"])
@@ -209,4 +229,4 @@ def shards_of_dtensors() -> Contestant:
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         groups[parameter.device_mesh.ndim].append(parameter)
-    return _trained(model, list(groups.values()), lambda: None)
+    return _trained(model, work, list(groups.values()), lambda: None)

@@ -1,13 +1,13 @@
 """What a step of a split model costs through tutti, against the same split by hand on PyTorch.
 
-    python benchmarks/split_step.py                          # every way, about half an hour
+    python benchmarks/split_step.py                          # every way, about 40 minutes
     python benchmarks/split_step.py --ways pipeline,tensor   # some of them
     python benchmarks/split_step.py --quick                  # does it run? its times mean nothing
 
-The ways written by hand are in ``split_by_hand.py``; tutti is given the same GPT of 3.7 million parameters and the
-same cuts, and finds the split of the layers by itself; embedding and last layer stay whole in both. Where there are
-replicas, four processes train two. Measured as ``step_tax.py`` measures. Exit codes: 0, 9 where tutti's 95 % interval
-lies wholly above ``--limit`` or weights differ.
+The ways written by hand are in ``split_by_hand.py``; tutti is given the same model, a GPT of 3.7 or a ViT of 3.2
+million parameters, and the same cuts, and finds the split of the layers by itself; embedding and last layer stay whole
+in both. Where there are replicas, four processes train two. Measured as ``step_tax.py`` measures. Exit codes: 0, 9
+where tutti's 95 % interval lies wholly above ``--limit`` or weights differ.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 from contestants import Contestant
 from models import Workload, mean_loss
 from paired import order, paired_ratio
-from split_by_hand import MICRO_BATCHES, WORK, dtensor, layers, pipelining, shards_of_dtensors
+from split_by_hand import GPT, MICRO_BATCHES, VIT, dtensor, layers, pipelining, shards_of_dtensors
 from step_tax import TOLERANCE, WARM_UP, hardware, join_group, listed, make_batches, race, table, train
 from torch import distributed as dist
 from torch import nn
@@ -41,12 +42,12 @@ from tutti.errors import ExitCode
 from tutti.torch_compat import FunctionModesDisabled
 
 
-def through_tutti(strategy: str, replicas: int, data: TensorDataset) -> Contestant:
+def through_tutti(strategy: str, work: Workload, replicas: int, data: TensorDataset) -> Contestant:
     """The same split, one call a step."""
     torch.manual_seed(0)
-    model = WORK.build()
-    optimizer = WORK.optimizer(model.parameters())
-    size = replicas * WORK.samples
+    model = work.build()
+    optimizer = work.optimizer(model.parameters())
+    size = replicas * work.samples
     run = tutti.prepare(model, optimizer, data, mean_loss, strategy=strategy, workers=replicas, batch_size=size)
     return Contestant(nn.ModuleList(run.replica.parts), run.step)
 
@@ -55,18 +56,19 @@ class Way(NamedTuple):
     """One way to split a model over two processes a replica: by hand, and tutti's strategy."""
 
     name: str
-    by_hand: Callable[[], Contestant]
+    by_hand: Callable[[Workload], Contestant]
     strategy: str
     replicas: int = 1
+    work: Workload = GPT
 
     def contestants(self) -> dict[str, Callable[[TensorDataset], Contestant]]:
         return {self.name: self._by_hand, f"{self.name}-again": self._by_hand, "tutti": self._tutti}
 
     def _by_hand(self, data: TensorDataset) -> Contestant:
-        return self.by_hand()
+        return self.by_hand(self.work)
 
     def _tutti(self, data: TensorDataset) -> Contestant:
-        return through_tutti(self.strategy, self.replicas, data)
+        return through_tutti(self.strategy, self.work, self.replicas, data)
 
 
 def _pipeline(schedule: str, *cuts: int) -> Way:
@@ -88,6 +90,7 @@ WAYS = {
     "tensor_replicas": Way("dtensor", dtensor, f"tensor:tensor=2,{BLOCKS_ALONE}", 2),
     "tensor_shards": Way("fsdp-dtensor", shards_of_dtensors, f"hybrid:shards=2,stage=3,tensor=2,{BLOCKS_ALONE}", 2),
 }
+WAYS |= {f"vit_{name}": WAYS[name]._replace(work=VIT) for name in ("model_parallel", "gpipe", "1f1b", "tensor")}
 
 
 def distance(contestant: Contestant, first: Contestant) -> float:
@@ -103,7 +106,7 @@ def measure(rank: int, folder: str, way: str, rounds: int, launch: int) -> None:
     """One of the processes: builds the contestants, runs the race; rank 0 writes ``folder/result.json``."""
     join_group(rank, folder, 2 * WAYS[way].replicas)
     # Two ranks are of one replica, and train on the same samples.
-    data, batches = make_batches(WORK, rank // 2)
+    data, batches = make_batches(WAYS[way].work, rank // 2)
     contestants = WAYS[way].contestants()
     names = list(contestants)
     built = {names[i]: contestants[names[i]](data) for i in order(len(names), 0, launch, rounds)}
@@ -112,14 +115,14 @@ def measure(rank: int, folder: str, way: str, rounds: int, launch: int) -> None:
         train(contestant, batches, 0, WARM_UP)
     gc.collect()
     gc.freeze()
-    work = Workload(**{**vars(WORK), "rounds": rounds})
+    work = replace(WAYS[way].work, rounds=rounds)
     times = race(team, batches, work, 0, launch)
     # Outside of the model a script is not to compute with slices, which a function mode of the run refuses.
     with FunctionModesDisabled():
         far = torch.tensor([distance(contestant, team[0]) for contestant in team])
     dist.all_reduce(far, dist.ReduceOp.MAX)
     if rank == 0:
-        size = sum(p.numel() for p in WORK.build().parameters())
+        size = sum(p.numel() for p in WAYS[way].work.build().parameters())
         Path(folder, "result.json").write_text(
             json.dumps({"parameters": size, "times": times.tolist(), "distances": far.tolist()})
         )
@@ -146,8 +149,8 @@ def run_way(way: str, launches: int, rounds: int) -> dict[str, Any]:
         far = max(result["distances"][index] for result in found)
         rows[name] = {"ms": 1e3 * float(np.median(times[:, :, index])), "ratio": ratio.median, "low": ratio.low}
         rows[name] |= {"high": ratio.high, "weight_distance": far}
-    part = {"parameters": found[0]["parameters"], "samples_per_rank": WORK.samples, "launches": launches}
-    part |= {"rounds": rounds, "steps_per_block": WORK.steps, "contestants": rows}
+    part = {"parameters": found[0]["parameters"], "samples_per_rank": WAYS[way].work.samples, "launches": launches}
+    part |= {"rounds": rounds, "steps_per_block": WAYS[way].work.steps, "contestants": rows}
     print(table(way, part).replace("ddp's", f"{WAYS[way].name}'s"), flush=True)
     return part
 
@@ -157,8 +160,8 @@ def main() -> ExitCode:
     parser = argparse.ArgumentParser(description="Paired cost of a step of a split model: tutti and PyTorch by hand.")
     ways = list(WAYS)
     parser.add_argument("--ways", type=lambda text: listed(ways, text), default=ways, help=f"some of {','.join(ways)}")
-    parser.add_argument("--launches", type=int, default=WORK.launches, help=f"pairs of processes ({WORK.launches})")
-    parser.add_argument("--rounds", type=int, default=WORK.rounds, help=f"rounds of a launch ({WORK.rounds})")
+    parser.add_argument("--launches", type=int, default=GPT.launches, help=f"pairs of processes ({GPT.launches})")
+    parser.add_argument("--rounds", type=int, default=GPT.rounds, help=f"rounds of a launch ({GPT.rounds})")
     parser.add_argument("--limit", type=float, default=1.02, help="largest allowed lower end of the interval (1.02)")
     parser.add_argument("--quick", action="store_true", help="one launch, 4 rounds, times are not judged")
     parser.add_argument("--save", action="store_true", help="write it into benchmarks/results/DATE-split-step.json")

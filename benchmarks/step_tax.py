@@ -1,6 +1,6 @@
 """What one training step costs through tutti, against the same step by hand and through others.
 
-    python benchmarks/step_tax.py                          # all workloads, about six minutes
+    python benchmarks/step_tax.py                          # all workloads, about eight minutes
     python benchmarks/step_tax.py --quick                  # does it run? its times mean nothing
     python benchmarks/step_tax.py --workloads mlp --json out.json
     python benchmarks/step_tax.py --device cuda --processes 4
