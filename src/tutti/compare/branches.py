@@ -63,12 +63,14 @@ def branch_point(run: Path, step: int | None = None) -> BranchPoint:
 
     Args:
         run: directory of a run of ``tutti train``.
-        step: steps until the checkpoint; None for the newest at an epoch's end.
+        step: number of training steps after which the checkpoint was saved; None for the newest checkpoint that was
+            saved at an epoch's end.
 
     Returns:
-        A ``BranchPoint``: ``checkpoint`` (its directory), ``config`` of the run, position (``step``, ``epoch``), number
-        of training ``samples`` in an epoch, held-out ``loss`` at the checkpoint, and ``factor`` of the learning-rate
-        schedule.
+        A ``BranchPoint``: ``run`` (its directory), ``task`` (its name), ``checkpoint`` (directory), ``config`` of the
+        run, position (``step``, ``epoch``), number of training ``samples`` in an epoch, held-out ``loss`` at the
+        checkpoint, and ``factor``, by which the learning-rate schedule multiplied the configured rate in the step
+        before the checkpoint.
 
     Raises:
         UsageError: the files of the run cannot be read, there is no such checkpoint, it is not at the end of an epoch,
@@ -140,19 +142,20 @@ def branch_trials(
 ) -> list[Trial]:
     """Return the runs (branches) that continue a checkpoint at multiples of its batch size; nothing is started.
 
-    Micro-batches keep their size, so that batch norm sees as many samples in each branch. The rate is that of the
-    checkpoint's last step, times the rule's factor of the multiple, and constant.
+    Micro-batches keep their size, so that batch norm sees as many samples in each branch. A branch has a constant
+    learning rate: that of the run's step before the checkpoint, times the rule's factor for the multiple.
 
     Args:
-        point: the checkpoint.
-        multiples: multiples of the checkpoint's batch; one times the batch is added.
+        point: the checkpoint, from ``branch_point``.
+        multiples: global batch sizes of the branches, as multiples of the run's; 1 is always added.
         seeds: number of branches of each multiple, each with an order of samples of its own.
-        window: epochs of each branch.
+        window: number of epochs that each branch trains after the checkpoint.
         rule: how the learning rate grows with the batch: ``linear``, ``sqrt`` or ``none``; read only if the run has no
             rule of its own (``--lr-scale``). None: ``linear`` for SGD, else ``sqrt``.
 
     Returns:
-        One trial (configuration, seed and run directory) for each branch, ordered by seed and then by multiple.
+        One trial (configuration, seed and run directory, below ``branches`` in the run's own) for each branch, ordered
+        by seed and then by multiple.
 
     Raises:
         UsageError: a multiple is below 1, or its batch makes fewer than two steps in the window.

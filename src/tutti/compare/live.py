@@ -55,6 +55,8 @@ class Board:
     def show(self, trial: Trial, number: int, rows: Mapping[str, RungResult], metric: Metric | None) -> None:
         """Show that a run of the comparison begins: a redrawn table in a terminal, one printed line elsewhere.
 
+        To be called within this display's ``with`` block, before ``progress`` of the same run.
+
         Args:
             trial: the run, one rung (configuration) with one seed.
             number: index of the run, from 0.

@@ -211,7 +211,7 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
     """Read the results of a finished run from its ``summary.json`` and ``metrics.jsonl``.
 
     Args:
-        trial: the run.
+        trial: the run, of which ``finished`` is True.
         metric: name of the held-out metric to compare.
 
     Returns:

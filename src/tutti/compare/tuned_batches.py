@@ -94,9 +94,10 @@ def tuned_batches(
         watch: called with a run and its progress while the run is trained.
 
     Yields:
-        For each batch size, smallest first, as soon as its runs are finished: ``batch``, the best ``rate``, ``tuned``
-        (samples to the target by rate), ``edge`` (whether the best rate is at an edge of the grid), and ``runs``,
-        directories of the runs with the best rate.
+        A ``TunedBatch`` for each batch size, smallest first, as soon as its runs are finished: ``batch``; ``rate``, the
+        learning rate that needs the fewest samples to the target; ``tuned``, pairs (rate, samples to the target) of the
+        grid; ``edge``, whether the best rate is at an edge of the grid; and ``runs``, the directories of the runs with
+        the best rate, one a seed.
 
     Raises:
         TargetError: no rate reaches the target at a batch size.

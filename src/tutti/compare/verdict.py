@@ -108,7 +108,7 @@ class RungResult:
         """Return the mean over a configuration's seeds of one result of its runs.
 
         Args:
-            name: a field of ``RunOutcome``, such as ``updates`` or ``seconds``.
+            name: a field of ``RunOutcome`` that holds a number, such as ``updates`` or ``seconds``.
         """
         return sum(float(getattr(outcome, name)) for outcome in self.outcomes) / len(self.outcomes)
 
@@ -119,13 +119,13 @@ class RungResult:
         return sum(told) if told else None
 
     def to_target(self, name: str) -> float:
-        """Return the median over a configuration's seeds of what it took to reach the target of ``--until``.
+        """Return the median over a configuration's seeds of the steps, samples or seconds to the target of ``--until``.
 
-        A seed that misses the target counts as infinite, so that the median is infinite if at least half of the seeds
-        miss the target, and so it is without a target.
+        A seed whose run misses the target counts as infinite: the median is infinite if half of the seeds or more miss
+        the target, or if the configuration has no target.
 
         Args:
-            name: ``steps``, ``samples`` or ``seconds``.
+            name: unit of the result: ``steps``, ``samples`` or ``seconds`` of training.
         """
         values = [getattr(outcome, f"{name}_to_target") for outcome in self.outcomes]
         return statistics.median(math.inf if value is None else float(value) for value in values)

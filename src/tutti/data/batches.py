@@ -79,7 +79,7 @@ def shown(batch: Batch) -> Batch:
     """Return a batch in the form that the script's model and loss function get.
 
     A ``CollatedBatch`` (micro-batches made by the script's ``collate_fn``) of one micro-batch becomes what
-    ``collate_fn`` returned for this micro-batch; other batches stay as they are.
+    ``collate_fn`` returned for this micro-batch; any other batch is returned itself. Nothing is copied.
 
     Args:
         batch: tensors, lists of strings, and tuples, lists and dicts of them; or a ``CollatedBatch``.
@@ -116,8 +116,8 @@ def slice_batch(batch: Batch, low: int, high: int) -> Batch:
     Its tensors are views of the batch's tensors; its lists of strings are copies.
 
     Args:
-        batch: tensors, lists of strings, and tuples, lists and dicts of them; or a ``CollatedBatch``, of which only its
-            whole micro-batches can be taken.
+        batch: tensors, lists of strings, and tuples, lists and dicts of them; or a ``CollatedBatch`` (micro-batches
+            made by the script's ``collate_fn``), of which this function returns one whole micro-batch.
         low: first sample, an index in the batch.
         high: index after the last sample.
 
@@ -193,9 +193,10 @@ def _is_column(value: Any) -> bool:
 def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Callable[[Batch], Batch]:
     """Return a function from a batch to the same batch on a device, in the model's dtype and memory format.
 
-    Tensors are copied to an accelerator asynchronously, from pinned memory: copies are queued on the current stream.
-    Tensors that already have the device, dtype and memory format are returned themselves, not copied. Objects with a
-    method ``to``, such as packed sequences and graphs, are moved by it; other objects stay as they are.
+    CPU tensors for an accelerator are cast and copied to pinned memory on the host, which blocks; their copy to the
+    device is then queued on the current stream, which the host does not wait for. Tensors that already have the device,
+    dtype and memory format are returned themselves, not copied. Objects with a method ``to``, such as packed sequences
+    and graphs, are moved by it; other objects stay as they are.
 
     Args:
         device: the device that the batch is moved to.

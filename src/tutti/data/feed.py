@@ -103,9 +103,9 @@ class Feed:
 
         A logical worker is one of N fixed shares of the global batch, of which a data rank computes one or more. For a
         map-style data set without a sampler no collective is performed. With a sampler, or for an iterable data set,
-        the iteration is collective over all ranks: the ranks all-gather digests of the sampler's order when an epoch
-        begins, or of the iterable's samples in some of the batches, and compare them. Where an iterable data set
-        differs between data ranks, every step all-gathers their sample counts.
+        the iteration is collective over all ranks, which must iterate alike: they all-gather and compare digests of the
+        sampler's order when the iteration begins, or of the iterable's samples in batches ``start`` + 0, 1, 2, 4, 8, ….
+        Where an iterable data set differs between data ranks, every step all-gathers their sample counts.
 
         Args:
             epoch: from 0.
@@ -206,11 +206,14 @@ class Feed:
         its loss has weight 0 in backward, and its sample count is 0.
 
         Args:
-            batch: real samples, whose values do not matter.
+            batch: real samples on the rank's device, whose values do not matter.
             clock: the global step, which keys the random draws.
             worker: index of the logical worker (fixed share of the global batch), from 0.
             last: whether the dummy is the worker's last micro-batch in this step, after which its gradients are
                 complete.
+
+        Returns:
+            A ``MicroBatch`` that holds ``batch`` itself, not a copy.
         """
         return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
 

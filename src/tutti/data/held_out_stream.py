@@ -37,21 +37,26 @@ class HeldOutStream:
 
     @property
     def samples(self) -> int:
-        """Number of held-out samples that have been read so far, in all blocks; a block is evaluated as one batch."""
+        """Number of held-out samples in all blocks that the latest iteration of ``micro_batches`` has read so far.
+
+        All ranks' blocks count, each of which is evaluated as one batch; 0 before the first iteration.
+        """
         return sum(self.sizes.values())
 
     @property
     def rows(self) -> int:
-        """Largest index of a block of held-out samples read so far, plus 1; ValueError before the first.
+        """Number of rows of an evaluation's table of loss sums, which has a row for each block of held-out samples.
 
-        It is the number of rows of an evaluation's table of loss sums, which has a row for each block.
+        This is the largest index of a block that the latest iteration of ``micro_batches`` has read so far, plus 1.
+        Raises ValueError before its first block.
         """
         return max(self.sizes) + 1
 
     def shares(self, ranks: int) -> list[list[int]]:
         """Return the indices of the blocks that each data-parallel rank evaluates, among the blocks read so far.
 
-        A block is a batch of held-out samples; block b is for rank b mod ``ranks``.
+        A block is a batch of held-out samples; block b is for rank b mod ``ranks``. Blocks count that the latest
+        iteration of ``micro_batches`` has read.
 
         Args:
             ranks: number of data-parallel ranks.

@@ -225,11 +225,13 @@ class Cursor:
         return taken
 
     def begins(self, epoch: int, key: int) -> bool:
-        """Return whether this reader of one epoch reads the given epoch, and no sample has been taken from it yet.
+        """Return whether this reader is of the given epoch and seed, and is still at the epoch's first sample.
+
+        Samples that ``peek`` or ``more`` has read ahead do not count: ``take`` has yet to return them.
 
         Args:
             epoch: from 0.
-            key: seed of the data set's random draws, which must be this reader's, too.
+            key: seed of the data set's random draws.
         """
         return (self._epoch, self._key, self.number) == (epoch, key, 0)
 
@@ -251,10 +253,11 @@ class Cursor:
         """Read samples of an iterable data set and discard them, up to a position in the epoch or the epoch's end.
 
         Args:
-            count: the position: number of samples of the epoch that have been taken or discarded in all afterwards.
+            count: number of the first sample, from 0 in the epoch, that is not discarded. Nothing is read if this
+                reader is there already, or past it.
 
         Returns:
-            The last sample discarded, in a list; empty if none was.
+            A list of one element, the last sample discarded; empty if none was.
 
         Raises:
             DataError: a sample cannot be read (see ``take``).
