@@ -94,7 +94,8 @@ class Diagnoses:
         """Report a classic training mistake on rank 0, with its cause and remedy, the first time that it is found.
 
         The report is a ``DiagnosisWarning``, or its text passed to the function ``warn`` of the constructor. On every
-        rank ``name`` is appended to the list ``found``; a name that is there already is not reported again.
+        rank that makes the call, ``name`` is appended to the list ``found``; a name that is there already is not
+        reported again. Not collective: findings of other ranks than 0 are recorded there, and not shown.
 
         Args:
             name: a key of ``CLASSICS``, such as ``same-data``.

@@ -12,7 +12,7 @@ from tutti.types.step_records import StepRecord
 
 
 class TensorBoard:
-    """Listener of a run's events that writes TensorBoard event files into a folder.
+    """Listener of a run's events that writes TensorBoard event files into a folder, on rank 0 alone.
 
     Args:
         folder: folder of the event files.

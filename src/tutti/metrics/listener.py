@@ -189,10 +189,10 @@ class Listeners:
         self.members = members
 
     def started(self, header: RunHeader) -> None:
-        """Pass title, settings and length of the run on to every listener, before the first step.
+        """Pass title, settings and number of steps of the run on to every listener, before the first step.
 
         Args:
-            header: title, settings and length of the run.
+            header: title, settings and number of steps of the run.
         """
         for member in self.members:
             member.started(header)

@@ -60,15 +60,16 @@ def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: 
 
 @contextmanager
 def named_as(owner: Any, attribute: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Return a context manager that replaces a function by a wrapper while its block runs.
+    """Return a context manager that sets a wrapper in place of a function or method while its block runs.
 
-    Used by profiles and traces, to record the time that methods of a run take.
+    Profiles and traces use it to record the time that methods of a run take. Every caller in this process gets the
+    wrapper, in any thread. At the end of the block, also after an exception, ``owner`` has its former attribute again.
 
     Args:
-        owner: a module, class or object; its attribute is restored after the block.
-        attribute: name of the function or method.
-        around: the wrapper, called with the original function and the arguments of the call; its result is that of the
-            call.
+        owner: the module, class or object that has the function as an attribute.
+        attribute: name of the attribute.
+        around: called as ``around(original, *arguments, **named)`` in place of each call of the function, with the
+            original function, or bound method, and the arguments of the call; its result is that of the call.
     """
     inner: Callable[..., Any] = getattr(owner, attribute)
     own = attribute in vars(owner)

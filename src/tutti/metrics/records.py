@@ -48,7 +48,7 @@ _ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
 def make_run_directory(config: TrainConfig, task: str) -> Path:
-    """Create this run's directory and return its path.
+    """Create this run's directory and return its path; called in one process of the run, before its ranks train.
 
     The path is ``config.out``; if that is None, ``TASK-YYYYmmdd-HHMMSS`` (time in UTC) in the folder ``config.runs``,
     with a number behind it if this name is taken. Summary, metrics and checkpoints of an earlier run in ``config.out``
@@ -92,10 +92,12 @@ def _never_began(path: Path) -> bool:
 def find_run(config: TrainConfig, task: str) -> Path:
     """Return the directory of the run to resume: the newest with the same task and an equal configuration.
 
-    Searched are the runs below ``config.runs``. Configurations are equal if their ``config_sha256`` is, which leaves
-    out options without an effect on the result; settings that ``config.change`` names may differ, too. If ``config``
-    leaves ``workers`` unset, the number of logical workers (shares of the global batch) of a run that was resumed
-    before is not compared: resuming has written the number of its first start into its ``config.toml``.
+    Searched are the run directories in the folder ``config.runs``; the newest has the ``config.toml`` that was written
+    last. Directories with an unreadable ``config.toml`` are left out. Configurations are equal if their
+    ``config_sha256`` is, which leaves out options without an effect on the result; settings that ``config.change``
+    names may differ, too. If ``config`` leaves ``workers`` unset, the number of logical workers (shares of the global
+    batch) of a run that was resumed before is not compared: resuming has written the number of its first start into its
+    ``config.toml``.
 
     Args:
         config: configuration that the run must have, and the folder of runs (``runs``).
@@ -170,7 +172,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Set ``exit_code`` in ``summary.json`` of a run directory; other entries stay.
+    """Set ``exit_code`` in ``summary.json`` of a run directory; other entries stay, and a missing file is made.
 
     Args:
         path: the run directory.
@@ -186,7 +188,7 @@ def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = (
 
 
 class RunDirectory:
-    """Listener of a run's events that writes the run directory.
+    """Listener of a run's events that writes them into files of the run directory, on rank 0 alone.
 
     The constructor creates the folder if necessary and writes ``config.toml``, ``env.json`` and the initial
     ``metrics.jsonl``, which is empty for a new run. Later lines of ``metrics.jsonl`` are written at once, so that

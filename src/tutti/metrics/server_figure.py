@@ -71,7 +71,7 @@ def update_rates(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS
     """Return the rate of updates over time, as means over at most ``most`` intervals.
 
     Args:
-        points: (seconds, updates so far), in order.
+        points: pairs (seconds, updates so far), in order of time.
         most: largest number of intervals.
 
     Returns:
@@ -94,9 +94,11 @@ def server_figure(servers: Sequence[Mapping[str, Any]], points: Sequence[tuple[f
     """Draw statistics of parameter servers as an SVG file: staleness (if measured), updates a second, and bytes.
 
     Args:
-        servers: the statistics of each server: ``staleness`` (updates by staleness), ``bytes``, ``updates_per_second``.
-        points: (seconds, updates so far) of the run, in order.
-        title: above all panels.
+        servers: the statistics of each server, of which any may be missing: ``staleness`` (number of updates by their
+            staleness, a number as text), ``bytes`` (read from the server and pushed to it, together), and
+            ``updates_per_second``.
+        points: pairs (seconds of training, updates so far) of the run, in order.
+        title: text above all panels.
 
     Returns:
         The file's bytes; equal for equal arguments. For fewer than two points the panel of rates has only a text.

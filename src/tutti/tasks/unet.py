@@ -62,6 +62,8 @@ class Descent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply one level of the U-Net and all levels below it, and join the result with the input (skip connection).
 
+        The upsampled result is concatenated with ``x`` along the channels; two convolutions give ``x``'s channels.
+
         Args:
             x: activations (samples, channels, height, width), height and width even.
 

@@ -34,13 +34,15 @@ _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "__getstate__"
 def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int = 0) -> None:
     """Wrap methods of a script's optimizer, so that its ``step`` makes one update for each global batch.
 
-    In a custom training loop a rank may run the loop's body for several micro-batches of a global batch: ``step()``
-    makes the update in the last of them (collective, as ``CustomLoop.step``), and does nothing in the others.
+    Wrapping is not collective. In a custom training loop a rank may run the loop's body for several micro-batches of a
+    global batch: ``step()`` makes the update in the last of them, where it has the collectives of ``CustomLoop.step``
+    (gradients of a plain ``loss.backward()`` are reduced over the data ranks first), and does nothing in the others.
     ``zero_grad`` clears the gradients that the script sees, too. ``state_dict``, ``load_state_dict`` and copies raise
     UsageError where this rank does not hold all optimizer state, and so does ``state`` where another object or rank
     makes the optimizer's updates. The methods are wrapped on the instance, as PyTorch's schedulers wrap ``step``; the
     optimizer's class stays. A function that the script has set as a method of the instance before is called in place of
-    the class's method. Errors of other methods, such as SAM's ``first_step``, name a gradient that is not there yet.
+    the class's method. Other methods of the script's class, such as SAM's ``first_step``, raise UsageError where they
+    fail for want of a gradient that the rank's last micro-batch alone has (``CustomLoop.explaining``).
 
     Args:
         optimizer: one of the script's optimizers, which gets these methods as attributes.

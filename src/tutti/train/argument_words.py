@@ -19,7 +19,11 @@ _OPTION = re.compile(r"--([a-z][a-z-]*)(?: (\d+\b(?![.:])|[a-z0-9]\S*?(?=[,;)]|\
 
 @contextmanager
 def argument_words() -> Iterator[None]:
-    """Return a context manager around calls of a script, which rewords their refusals by ``as_arguments``."""
+    """Return a context manager that names arguments of ``tutti.prepare`` in the text of each TuttiError in its block.
+
+    The error is raised on with the same type. ``as_arguments`` replaces the options of ``tutti train`` in its text,
+    such as ``--workers 4`` by ``workers=4``, because a script has no command line.
+    """
     try:
         yield
     except TuttiError as error:
@@ -28,9 +32,9 @@ def argument_words() -> Iterator[None]:
 
 
 def as_arguments(text: str) -> str:
-    """Write the options of ``tutti train`` in a message as arguments of ``tutti.prepare``; keep all other options.
+    """Replace the options of ``tutti train`` in a message by arguments of ``tutti.prepare``; keep all other options.
 
-    Checks that the command line and ``tutti.prepare`` share name the options of the command line.
+    An error that both ``tutti train`` and ``tutti.prepare`` can raise is written with the options of the command line.
 
     Args:
         text: part of a message.

@@ -51,13 +51,19 @@ _Origins: TypeAlias = dict[Place, str]
 
 
 def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
-    """Return the place of a micro-batch: its logical worker, and its number where several ranks share the workers.
+    """Return the key of the micro-batches between which a script may keep values, as those of one logical worker are.
 
-    Values may pass between micro-batches of one place. Micro-batches of a worker on several ranks have no order.
+    A logical worker (fixed share of the global batch) computes its micro-batches in order, so that a value may pass
+    from one to the next: all of them have the same key. Where there are more data ranks than workers, the ranks compute
+    the micro-batches of a worker at the same time, and each micro-batch has a key of its own.
 
     Args:
-        micro_batch: the micro-batch.
-        run: the run.
+        micro_batch: a micro-batch of this rank.
+        run: the run, whose division of the batch over ranks is read.
+
+    Returns:
+        A ``Place``: ``worker``, the index of the logical worker, and ``micro``, the micro-batch's index in the worker
+        if ranks share workers, else 0.
     """
     return Place(micro_batch.worker, micro_batch.micro if run.feed.contract.shared else 0)
 
@@ -175,7 +181,7 @@ def _storages(values: Any, computed: bool = False) -> list[StorageWeakRef]:
 
 
 class CarriedValues(TorchFunctionMode):
-    """Function mode that raises UsageError where a micro-batch's loss depends on samples of another logical worker.
+    """Torch-function mode that raises UsageError if a micro-batch's loss depends on another logical worker's samples.
 
     A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
     running mean in an attribute that is no buffer belongs to the samples of one worker. On a rank that computes several
@@ -201,13 +207,17 @@ class CarriedValues(TorchFunctionMode):
         self._moved = MovedValues(_memory)
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
-        """Count a global batch as begun, and return whether this mode is to watch its micro-batches.
+        """Count a global batch as begun, and return whether the losses of its micro-batches are to be checked.
 
-        Only the first global batches of a run are watched, where this rank has several micro-batches of an uncompiled
-        model. Not collective.
+        To be called once for each global batch, before its first forward. If the result is True, the caller surrounds
+        the code of each micro-batch by ``begin`` and ``end``. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
+
+        Returns:
+            True in the first two global batches, if this rank has several micro-batches of the batch and the model is
+            not compiled; else False.
         """
         run = self._run
         self._batches += 1

@@ -990,16 +990,18 @@ class CustomLoop:
 
     @contextmanager
     def explaining(self, call: str) -> Iterator[None]:
-        """Return a context manager around a method of the script's optimizer, which names the cause of some errors.
+        """Return a context manager for a call of an optimizer's method that raises UsageError for missing gradients.
 
-        Where ranks update a part of the parameters each, these have gradients in the body of a rank's last micro-batch
-        alone.
+        Where each rank updates a part of the parameters (shards, ZeRO rows), the optimizer's parameters have gradients
+        only in the loop's body for a rank's last micro-batch of a global batch. A method of the script's optimizer that
+        fails in the body for an earlier micro-batch is taken to have needed them. Not collective.
 
         Args:
             call: the method as a message names it, such as ``SAM.first_step()``.
 
         Raises:
-            UsageError: the method fails in the body of another micro-batch.
+            UsageError: the method fails under such a strategy in the body for an earlier micro-batch. Exceptions
+                elsewhere, and each ``TuttiError``, propagate.
         """
         try:
             yield
@@ -1020,6 +1022,9 @@ class CustomLoop:
 
     def cleared(self, index: int, set_to_none: bool) -> None:
         """Clear the gradients that the script sees in ``.grad``, after its call of an optimizer's ``zero_grad()``.
+
+        These are the gradients of the script's own parameter objects, where the optimizer has other ones, such as
+        shards. Further deletes the record of whether they were reduced over ranks. Not collective.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``.
