@@ -44,8 +44,9 @@ class LossScale:
         """Lower the loss scale after an overflow, or raise it after enough steps in a row without one.
 
         After an overflow ``value`` is multiplied by the option ``backoff_factor``, but not below ``min``; after
-        ``growth_interval`` steps without one by ``growth_factor``, but not above ``max``. ``used`` becomes the former
-        ``value``. A constant scale stays. Not collective: ranks stay equal because ``finite`` is.
+        ``growth_interval`` steps without one by ``growth_factor``, but not above ``max``. The attribute ``used``, the
+        scale of the step that this call ends, becomes the former ``value``. A constant scale stays. Not collective:
+        the scales of all ranks stay equal because ``finite`` is equal.
 
         Args:
             finite: whether the step's gradient, reduced over all ranks, was finite.

@@ -468,9 +468,10 @@ def calls_closure_once(optimizer: Optimizer) -> bool:
 def unlike_one_closure(optimizer: Optimizer) -> str | None:
     """Find out whether ``step(closure)`` does anything but call ``closure`` once and then update as ``step()`` does.
 
-    Called when a script first calls ``step(closure)`` of the optimizer, which a run makes in these two parts. A copy of
-    the optimizer is tried both ways on small tensors. PyTorch's optimizers but LBFGS call the closure once, before the
-    update; sharpness-aware minimisation (SAM) calls it again at other parameters. Not collective.
+    Called when a script first calls ``step(closure)`` of the optimizer: the run then calls the closure itself, reduces
+    the gradients, and calls ``step()`` without it. A copy of the optimizer is tried both ways on small tensors.
+    PyTorch's optimizers but LBFGS call the closure once, before the update; sharpness-aware minimisation (SAM) calls it
+    again at other parameters. Not collective.
 
     Args:
         optimizer: the optimizer, which is not changed.

@@ -54,10 +54,11 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 class NestedState:
-    """The state of an optimizer's parameters, with that of the optimizers inside of it.
+    """The ``state`` of an optimizer and of the optimizers in its attributes (Lookahead), as one dict for a parameter.
 
-    The state of an inner optimizer has keys that begin with its path, such as ``base_optimizer.momentum_buffer``. A
-    state that the inner optimizer shares with the outer one occurs once, without a path.
+    The class reads and writes the optimizers' own ``state``. The state of an inner optimizer has keys that begin with
+    its path, such as ``base_optimizer.momentum_buffer``. A state that the inner optimizer shares with the outer one
+    occurs once, without a path.
 
     Args:
         optimizer: one optimizer, or several combined.
@@ -73,7 +74,16 @@ class NestedState:
                 self._inner.append((f"{path}.", inner.state, members))
 
     def of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of one parameter by key: a new dict of the optimizers' own values; empty without state."""
+        """Return the state of one parameter in the optimizer and the optimizers inside of it, as one dict by state key.
+
+        Keys are such as ``exp_avg``, or ``base_optimizer.momentum_buffer`` for the state of an inner optimizer.
+
+        Args:
+            parameter: a parameter of the optimizer.
+
+        Returns:
+            A new dict, empty without state; its values are not copied, tensors are those that the next step changes.
+        """
         outer = self._outer.get(parameter, {})
         found = dict(outer)
         for prefix, state, members in self._inner:
@@ -83,7 +93,13 @@ class NestedState:
         return found
 
     def put(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
-        """Replace the state of one parameter by ``values``, with keys as ``of`` returns them."""
+        """Replace the state of one parameter in the optimizer and in the optimizers inside of it.
+
+        Args:
+            parameter: a parameter of the optimizer.
+            values: the new state, with keys as ``of`` returns them; values are not copied. State under other keys is
+                removed.
+        """
         rest = dict(values)
         self._outer.pop(parameter, None)
         for prefix, state, members in self._inner:
@@ -96,12 +112,12 @@ class NestedState:
             self._outer[parameter] = rest
 
     def drop(self, parameter: Tensor) -> None:
-        """Remove the state of one parameter."""
+        """Remove all state of one parameter, in the optimizer and in the optimizers inside of it."""
         for state in (self._outer, *(state for _, state, _ in self._inner)):
             state.pop(parameter, None)
 
     def clear(self) -> None:
-        """Remove the state of all parameters."""
+        """Remove the state of all parameters, in the optimizer and in the optimizers inside of it."""
         for state in (self._outer, *(state for _, state, _ in self._inner)):
             state.clear()
 
@@ -122,6 +138,10 @@ def copied_for(optimizer: Optimizer, groups: Mapping[int, Mapping[str, Any]], ch
         groups: the copy's parameter groups, by the index of the original's group whose place each takes; settings that
             are missing are those of the original's group. The copy lacks all other groups.
         changes: options to set to other values than the original's, by name, where ``defaults`` has them.
+
+    Returns:
+        A new optimizer of the same class, with ``groups`` as its ``param_groups``; it shares no state with the
+        original.
 
     Raises:
         UncopiedError: an attribute holds tensors outside of ``state``, a function that refers to other objects, or an

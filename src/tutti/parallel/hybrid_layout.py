@@ -30,8 +30,8 @@ class HybridLayout:
 
         Collective over all ranks of the job with several stages, otherwise over the tensor ranks: the ranks of a
         replica compare their models, the first tensor rank of each stage broadcasts the tensor-parallel plan and all
-        values to the stage's others, and the ranks agree on the cuts. Runs the loss function on a first micro-batch, if
-        the run has one.
+        values to the other tensor ranks of the stage, and all ranks compare the cuts that they have found. On each rank
+        the loss function runs once with the first micro-batch, if the run has a loss function.
 
         Args:
             plain: the whole model, the same on every rank; changed in place: parameters become slices, and placeholders

@@ -26,9 +26,9 @@ def support_split_tensors(
 ) -> None:
     """Let an optimizer that needs whole matrices or their norms compute them from tensor-parallel slices.
 
-    Its attribute ``norms`` (sums of squared norms) or ``wholes`` (gathered matrices) is set to an object that
-    communicates with the other tensor ranks in each step. Collective over ``comm``: an all-gather of one flag a rank;
-    none for a single rank. If no rank has a split parameter, nothing is changed.
+    The optimizer's attribute ``norms`` (sums of squared norms) or ``wholes`` (gathered matrices) is set to an object
+    that communicates with the other tensor ranks in each step. Collective over ``comm``: an all-gather of one flag a
+    rank; none for a single rank. If no rank has a split parameter, nothing is changed.
 
     Args:
         optimizer: the optimizer; one other than LARS, LARC, LAMB, NovoGrad and ``Muon`` of tutti is left as it is.

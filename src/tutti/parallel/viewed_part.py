@@ -15,7 +15,7 @@ from tutti.torch_compat import TorchFunctionDisabled, local_tensor, tree_map_onl
 
 
 class ViewedPart(SourceValues):
-    """A rank's part of a parameter of which the script has taken a view.
+    """This rank's part of a parameter; tells whether a gathered copy, which stands for a view, is still up to date.
 
     Args:
         part: the part: a slice, or a ``DTensor`` of rows.
@@ -25,22 +25,31 @@ class ViewedPart(SourceValues):
         self._part, self._before = part, _digest(part)
 
     def unchanged(self) -> bool:
-        """Return whether the part has had the same values since this object was made. Not collective."""
+        """Return whether this rank's part has the values that it had when this object was made. Not collective.
+
+        Digests are compared; a change of another rank's part is not seen.
+        """
         return _digest(self._part) == self._before
 
     def undo(self) -> None:
-        """Do nothing: the script has written no copy."""
+        """Do nothing: the script's writes to this rank's part stay.
+
+        Called before a ``StateCopy`` refuses a read or write of the script; other sources of copies revert here the
+        script's writes to the model. Not collective.
+        """
 
 
 def as_views(func: Any, result: Any, wholes: Mapping[Tensor, tuple[str, Tensor]]) -> Any:
-    """Replace gathered copies of parameters, and views of them, in a function's result by what the script may keep.
+    """Replace gathered copies of parameters, and views of them, in the result of a function that the script has called.
 
-    In place of a copy stands the script's own parameter, in place of a view of a copy a ``StateCopy``. Not collective.
+    The model's own parameter replaces a copy; a ``StateCopy`` with the same memory replaces a view of a copy, and
+    raises UsageError when the script writes it, or reads it after the parameter has changed. Not collective.
 
     Args:
         func: the function, as ``__torch_function__`` is given it.
         result: the function's result, computed with the copies in place of the parameters.
-        wholes: for each parameter that the script gave the function its name and the gathered copy.
+        wholes: for each parameter (this rank's part) that the script gave the function, its name in the model and the
+            gathered copy.
 
     Returns:
         The result for the script, in the same structure.

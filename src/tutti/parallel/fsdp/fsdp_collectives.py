@@ -98,9 +98,10 @@ class GradientMeter:
             self._square += squares_of([gradients])[0]
 
     def take(self) -> float:
-        """Return the sum of squares since the previous call, and reset it to 0. Not collective.
+        """Return the sum of squares of the gradients that ``add`` got since the previous call, and reset it to 0.
 
-        Gradients count from now on until the end of the step.
+        ``add`` counts gradients from now on, until the reduction at the end of the step sets ``on`` to False. Not
+        collective.
         """
         square, self._square, self.on = self._square, 0.0, True
         return square

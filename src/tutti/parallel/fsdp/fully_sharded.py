@@ -249,13 +249,13 @@ class FullySharded:
         return [gathered for _, gathered in self._training]
 
     def agree_on_call(self, text: str) -> None:
-        """Check that all shard ranks are in the same call. Collective over the shard ranks: an all-gather.
+        """Check that all shard ranks pass the same ``text``. Collective over the shard ranks: an all-gather; blocks.
 
         Args:
-            text: names the call in the error.
+            text: describes the script's call that comes next, which all shard ranks must make; also for the error.
 
         Raises:
-            MismatchError: the ranks are in different calls.
+            MismatchError: the ranks' texts differ, or a rank is in another collective.
         """
         self._comm.all_gather(torch.zeros(1), text)
 
@@ -369,7 +369,7 @@ class FullySharded:
         In that time ``model.parameters()`` are FSDP2's unsharded parameters, and FSDP2 accumulates gradients elsewhere
         than in their ``.grad``. The hooks put a placeholder into each ``.grad``. The placeholder records that the
         script clears it, for ``apply_clearing``, and raises UsageError when the script reads it. A second call does
-        nothing.
+        nothing. Not collective.
         """
         if self._slots:
             return
@@ -395,7 +395,8 @@ class FullySharded:
 
         Between a forward and its backward the script sees FSDP2's unsharded parameters, with placeholders from
         ``show_gradients`` as ``.grad``. If the script set a placeholder to None, the sharded gradient becomes None; if
-        it zeroed the placeholder in place, the sharded gradient becomes zeros. Then the placeholders are removed.
+        it zeroed the placeholder in place, the sharded gradient becomes zeros. Then the placeholders are removed. Not
+        collective.
 
         Args:
             pairs: (``ShardedParameter`` of this rank's rows, DTensor parameter) of the parameters concerned; None for
@@ -425,6 +426,8 @@ class FullySharded:
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
         """Clear the gradients of an optimizer's rows, and of the FSDP2 model's parameters that the rows belong to.
+
+        Called after the optimizer's own ``zero_grad``. Not collective.
 
         Args:
             members: parameters of the optimizer, each this rank's rows of one parameter; parameters that FSDP2 does not

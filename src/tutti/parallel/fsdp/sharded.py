@@ -829,7 +829,7 @@ class ShardedSync:
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the ``.grad`` of the user's model for the parameters whose rows belong to ``optimizer``.
 
-        Called after ``optimizer.zero_grad()``, which has cleared the gradients of the rows.
+        Called after ``optimizer.zero_grad()``, which has cleared the gradients of the rows. Not collective.
 
         Args:
             optimizer: the script's optimizer, whose parameters are this rank's rows.

@@ -101,11 +101,12 @@ class ShardedReads(ScriptMode):
                 self.edits.alias(seen, rows)
 
     def leave_compiled(self, parts: Iterable[nn.Module], blocks: bool) -> None:
-        """Turn the mode off in calls of compiled modules, which take no function mode. Not collective.
+        """Turn this function mode off during calls of compiled modules, which cannot run under one. Not collective.
 
         Args:
-            parts: the modules on this rank.
-            blocks: whether tutti compiles blocks of them; the mode is then off in each forward of the parts.
+            parts: the model on this rank, or its pipeline stages; the calls of modules in them are replaced.
+            blocks: whether tutti compiles blocks inside of ``parts``; the mode is then off in every whole forward of
+                each of ``parts``. Otherwise it is off in the compiled modules only.
         """
         for part in parts:
             compiled = [module for module in part.modules() if is_compiled(module)]

@@ -39,7 +39,11 @@ class WholeReads:
         self._nodes = [_guard(p, each.name) for p, each in rows.items() if p.is_floating_point() or p.is_complex()]
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter of which the model has this ``DTensor``; None for other tensors."""
+        """Return the name in the model of a sharded parameter; None for a tensor that is no parameter of the model.
+
+        Args:
+            tensor: any tensor; it is compared by identity with the ``DTensor`` parameters of the model.
+        """
         each = self._rows.get(tensor) if isinstance(tensor, nn.Parameter) else None
         return None if each is None else each.name
 

@@ -298,6 +298,7 @@ class ZeroSharding:
         """Clear the gradients of an optimizer's rows and of the full parameters that the rows belong to (ZeRO stage 1).
 
         Called after the optimizer's ``zero_grad``, which clears only the optimizer's own parameters: this rank's rows.
+        Not collective.
 
         Args:
             members: parameters of the optimizer, each this rank's rows of one parameter; parameters that are not

@@ -416,9 +416,10 @@ class AsynchronousServerSync(RemoteGradients):
     def load(self, saved: SavedState) -> None:
         """Load a checkpoint into the parameter servers, and start all logical workers from its parameters.
 
-        A logical worker is one of N fixed shares of the global batch. Every rank reads parameters and buffers; rank 0
-        sends to the servers. Collective over the data ranks: rank 0 broadcasts whether it has sent, for which all wait.
-        Gradients that had not been pushed when the checkpoint was saved are lost.
+        A logical worker is one of N fixed shares of the global batch. Every rank reads parameters and buffers from the
+        checkpoint; rank 0 sends parameters and optimizer state to the servers. Collective over the data ranks: rank 0
+        broadcasts whether the servers have loaded them, for which all ranks wait. Gradients that had not been pushed
+        when the checkpoint was saved are lost.
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.

@@ -66,12 +66,13 @@ class ReadableServerSync(SynchronousServerSync):
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Put a logical worker's buffers into the model, before the worker's first micro-batch.
 
-        If the script has left gradients of an earlier batch without an update, read them first, and have the servers
-        drop their sums: collective over the data ranks then.
+        If the servers still hold sums of gradients of an earlier batch that no update has used, the call first reads
+        the sums that the script has not cleared into ``.grad``, and has the servers drop them. It is then collective
+        over the data ranks, and blocks until all of them have asked the servers to drop the sums.
 
         Args:
-            worker: index of the worker, a fixed share of the global batch.
-            step_context: the step under way.
+            worker: index of the logical worker (fixed share of the global batch), one of this rank's.
+            step_context: the step under way; kept until the next call.
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
@@ -81,15 +82,19 @@ class ReadableServerSync(SynchronousServerSync):
         super().begin_worker(worker, step_context)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Push this rank's gradients, and wait for statistics of the servers' sums, as ``SynchronousServerSync`` does.
+        """Push this rank's gradients to the servers, and wait until the servers have summed those of all data ranks.
 
-        In a custom loop ``add_gradients`` makes the sums readable afterwards.
+        All data ranks have to call this: the servers answer once they have the pushes of all of them. The summed
+        gradients stay on the servers, which divide them by the global count; in a custom loop the caller then calls
+        ``add_gradients``, after which the script can read them in ``.grad``.
 
         Args:
-            step_context: the step under way.
+            step_context: the step under way, with its number and the loss scale that the gradients contain.
 
         Returns:
-            A ``StepStats``, equal on all ranks.
+            A ``StepStats``, equal on all ranks: ``loss`` and ``metrics`` (by name), means over the global batch;
+            ``count`` (samples or tokens); ``grad_norm``, the L2 norm of the whole gradient before clipping; ``finite``,
+            whether this gradient is finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
             UsageError: the script has written parameters since the last update.
@@ -103,13 +108,15 @@ class ReadableServerSync(SynchronousServerSync):
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients that earlier reductions left in ``.grad``, and set every ``.grad`` to None.
 
-        Gradients that the script has not cleared, and that no update has used, are read from the servers, which then
-        drop their sums. Collective over the data ranks where the servers hold sums, as after each ``run.backward``
-        without an update.
+        The call reads from the servers the gradients that the script has not cleared and that no update has used; then
+        the servers drop their sums. Where the servers hold sums, as after each ``run.backward`` without an update, the
+        call is collective over the data ranks: it blocks until all have asked the servers to drop the sums.
 
         Returns:
-            The gradients by parameter; placeholders for those that the script has set to zero, and for those that an
-            update has used and nobody has read.
+            A dict from parameters to gradients, tensors on this rank that no later step changes. The value is a
+            placeholder (``SummedGradient``) for a gradient that the script has set to zero, and for a gradient that an
+            update has used before the script read it; the servers no longer have its values. Parameters without
+            gradient have no entry.
 
         Raises:
             PeerError: a server does not reply in time, or has ended.
@@ -126,10 +133,13 @@ class ReadableServerSync(SynchronousServerSync):
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Put the gradients just summed into ``.grad``, as placeholders, and add those of earlier reductions.
+        """Set ``.grad`` to placeholders of the gradients just summed on the servers, and add earlier gradients.
 
-        Nothing is read from the servers unless there is something to add. The placeholder of a gradient that an update
-        has used and nobody has read stays, as the sum with it is not known. Not collective.
+        A placeholder (``SummedGradient``) reads the sums of all parameters from the servers when the script first uses
+        its values. Called after ``reduce_gradients`` or, to restore gradients that were set aside, after
+        ``pop_gradients``. If ``held`` has gradients to add, this call itself reads the sums. A placeholder in ``held``
+        whose values the servers have dropped becomes the ``.grad``, because the sum with it cannot be computed. Not
+        collective.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
@@ -156,7 +166,10 @@ class ReadableServerSync(SynchronousServerSync):
                 parameter.grad = accumulated(before, self._value(parameter))
 
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
-        """Note that the script makes the coming update, with the gradients that it has left in ``.grad``.
+        """Let the next ``optimizer_step`` use the gradients that the script has left in ``.grad``. Not collective.
+
+        Called at the script's ``optimizer.step()``, before ``optimizer_step``. Without this call ``optimizer_step``
+        uses the sums on the servers, as ``run.step`` does.
 
         Args:
             edited: unused; the update compares the gradients with those of the servers.
@@ -199,10 +212,12 @@ class ReadableServerSync(SynchronousServerSync):
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Have the servers make the update, and copy the new parameters into the model.
 
-        In a custom loop collective over the data ranks: the servers wait until all have asked. If the script has
-        changed gradients, or the servers have no sums of theirs, each server is first sent its part of the gradients by
-        one rank. Within ``stepping`` one of several optimizers is stepped; gradients of the others are read first, as
-        the servers then drop their sums.
+        In a custom loop (after ``apply_edits``) collective over the data ranks: the servers wait until all of them have
+        asked for the update. If the script has edited gradients of the update, or the servers no longer hold their
+        sums, one rank for each server first pushes the server's part of the gradients. Within ``stepping`` the servers
+        step one of several optimizers; before that, this rank reads the gradients of the other optimizers into
+        ``.grad``, because the servers drop all sums after an update. In ``run.step`` every rank makes the request, and
+        there is no barrier.
 
         Args:
             stats: results of the reduction, with the norm of the gradients of the update.
@@ -214,8 +229,9 @@ class ReadableServerSync(SynchronousServerSync):
 
         Raises:
             UsageError: the script has written parameters since its backward, or changed an option of the optimizer that
-                servers do not follow; or a gradient of the update was used by an earlier one, and nobody has read it.
-            MismatchError: ranks make different calls, as where one alone has edited gradients.
+                servers do not follow; or an earlier update has used a gradient that this one needs, and the script has
+                neither read nor cleared it.
+            MismatchError: ranks make different calls, or only some of the ranks have edited gradients.
             PeerError: a rank is lost, or a server does not reply in time or has ended.
         """
         self._is_new = False
@@ -250,7 +266,9 @@ class ReadableServerSync(SynchronousServerSync):
     def load(self, saved: SavedState) -> None:
         """Restore parameters and buffers on this rank, and parameters and optimizer state on the parameter servers.
 
-        Collective over the data ranks. Gradients that the script has left without an update are read first.
+        Collective over the data ranks: rank 0 sends parameters and state to the servers, and broadcasts whether the
+        servers have loaded them, for which all ranks wait. Gradients that the script has left without an update are
+        read from the servers into ``.grad`` first, and the servers drop their sums.
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.

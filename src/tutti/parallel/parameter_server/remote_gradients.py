@@ -17,7 +17,7 @@ from tutti.types.step_records import StepContext
 
 
 class RemoteGradients:
-    """Mixin of strategies with parameter servers, for custom loops, whose gradients the servers sum.
+    """Mixin of parameter-server strategies: ``.grad`` in custom training loops, where the servers sum the gradients.
 
     ``SynchronousServerSync`` and ``AsynchronousServerSync`` inherit from it; it implements methods of
     ``CustomLoopSync``, some of which ``ReadableServerSync`` replaces. After ``run.backward`` has pushed the gradients,
@@ -97,9 +97,10 @@ class RemoteGradients:
         return {}
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Replace ``.grad`` of every trained parameter by an object that raises when the script reads it.
+        """Replace ``.grad`` of every trained parameter by a placeholder that raises UsageError when it is read.
 
-        Called after the push to the parameter servers, which alone have the sums of gradients.
+        Called after the push to the parameter servers, which alone have the sums of gradients. The script may clear the
+        placeholder, which ``apply_edits`` then refuses. Not collective.
 
         Args:
             held: always empty here: ``pop_gradients`` returns no gradients of earlier steps.
@@ -192,7 +193,7 @@ class RemoteGradients:
         yield
 
     def clip_gradients(self, norm: float) -> NoReturn:
-        """Raise ValueError: the parameter servers clip the gradients, which are there.
+        """Raise ValueError: the summed gradients are on the parameter servers, which clip them in the update.
 
         Args:
             norm: unused.

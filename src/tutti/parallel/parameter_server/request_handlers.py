@@ -295,10 +295,10 @@ class SyncHandler:
         return Answer(values=not header.flags & SKIP, seen=self.version)
 
     def forget(self) -> None:
-        """Forget this server's number of the step under way and of each rank's latest step, after a restore.
+        """Reset the numbers of the server's current step and of each rank's latest step, after a checkpoint was loaded.
 
-        The next push of gradients sets the number of the step. Called between steps: gradients that were pushed already
-        are not dropped.
+        The next PUSH sets the number of the current step. To be called between steps, when no gradients are summed:
+        gradients that were pushed already are not dropped.
         """
         self._rounds.clock, self._at = None, {}
 

@@ -128,10 +128,10 @@ class Server:
     def run(self) -> None:
         """Receive and answer the requests of all ranks to this parameter server, until no rank needs the server.
 
-        The call returns once the process has received SIGTERM, by which its guard process tells that the rank that
-        started the server has dropped the run, and no rank is connected any more. Otherwise the process is killed, or
-        ends with its parent. A request that must wait for requests of other logical workers (fixed shares of the global
-        batch) is tried again after every message, and every 100 ms.
+        Blocks for the whole run. The call returns once two conditions hold: this process has received SIGTERM (its
+        guard process sends it when the rank that started the server has dropped the run), and no rank is connected any
+        more. Otherwise the process is killed, or ends with its parent. A request that must wait for requests of other
+        logical workers (fixed shares of the global batch) is tried again after every message, and every 100 ms.
         """
         signal.signal(RETIRE, self._retire)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (RETIRE,))

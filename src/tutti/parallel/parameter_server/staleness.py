@@ -140,8 +140,9 @@ class StalenessTracker:
     def may_proceed(self, worker: int) -> bool:
         """Return whether a logical worker may begin a step: it is at most ``bound`` steps ahead of the slowest worker.
 
-        A logical worker is a share of the global batch that steps by itself. Always True without a bound. Workers of
-        lost ranks, which are looked up only here, do not count as the slowest.
+        A logical worker is a share of the global batch that steps by itself. Always True without a bound. Where the
+        worker is too far ahead, the call looks up which ranks are lost; from then on their workers do not count as the
+        slowest.
 
         Args:
             worker: index of the logical worker.

@@ -104,7 +104,7 @@ class ServerReducer:
         """Push a logical worker's gradients to the parameter servers, if the servers sum worker by worker.
 
         A logical worker is one of N fixed shares of the global batch. The call waits for the servers' replies to this
-        rank's push before, copies ``.grad`` of all trained parameters into the send buffer, sets every ``.grad`` to
+        rank's previous push, copies ``.grad`` of all trained parameters into the send buffer, sets every ``.grad`` to
         None, and returns before the servers have replied. Where the servers sum one push from each rank, this call does
         nothing: autograd accumulates the gradients of the rank's workers in ``.grad``, and ``finish`` pushes their sum.
         Not collective.
@@ -115,7 +115,7 @@ class ServerReducer:
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
 
         Raises:
-            PeerError: a server does not reply to the push before in time, or has ended.
+            PeerError: a server does not reply to the previous push in time, or has ended.
         """
         if self._by_worker:
             self._push(step_context, worker, loss_sums)
@@ -215,13 +215,14 @@ class ServerReducer:
         self._link.ask(SUM, "reading the summed gradients", self.number, extras=numbers, flags=BACK)
 
     def send_edited(self, gradients: Sequence[Tensor | None], step_context: StepContext) -> None:
-        """Push the gradients of the coming update, which all ranks have alike, to the servers that this rank serves.
+        """Push gradients that the script has edited, equal on all ranks, to the servers assigned to this rank.
 
-        Data rank r serves the servers r, r + N, …, of N ranks: each server is sent its part once. Not collective;
-        returns when these servers have replied.
+        The servers take them in the coming update in place of their sums. Of N data ranks, rank r pushes to the servers
+        r, r + N, …, so that each server gets its part of the gradients once. Not collective, but all data ranks have to
+        call it; returns when this rank's servers have replied.
 
         Args:
-            gradients: for each trained parameter its gradient, or None.
+            gradients: for each trained parameter, in the model's order, its gradient, or None.
             step_context: the step under way.
 
         Raises:
@@ -239,7 +240,10 @@ class ServerReducer:
         self._link.ask(PUSH, text, self.number, extras=numbers.tolist(), flags=EDITED, servers=mine)
 
     def release(self) -> None:
-        """Do nothing: the summed gradients are on the servers, and a script has none of them."""
+        """Do nothing: the summed gradients are on the parameter servers, in no memory of which a script may have views.
+
+        Other reducers move sums that ranks share out of the memory of ``.grad``.
+        """
 
     def squares(self) -> list[float]:
         """Return the sum of squares of each trained parameter's gradient, as the parameter servers have summed it.
@@ -509,8 +513,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         """Restore parameters and buffers on this rank, and parameters and optimizer state on the parameter servers.
 
         Every rank reads the model and the buffers of its logical workers (shares of the global batch); rank 0 sends
-        parameters and optimizer state to the servers. Collective over the data ranks: rank 0 broadcasts whether it has
-        sent, for which all wait.
+        parameters and optimizer state to the servers. Collective over the data ranks: rank 0 broadcasts whether the
+        servers have loaded them, for which all ranks wait.
 
         Args:
             saved: the checkpoint, whose groups ``model``, ``optim`` and ``workers`` are read.

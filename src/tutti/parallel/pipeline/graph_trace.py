@@ -215,7 +215,7 @@ def openable(module: nn.Module) -> bool:
 
 
 def graph_draws(graph: fx.Graph) -> bool:
-    """Return whether nodes of a model's graph draw random numbers outside of modules.
+    """Return whether function or method nodes of a model's graph draw random numbers; module nodes do not count.
 
     Args:
         graph: graph of the model's forward.

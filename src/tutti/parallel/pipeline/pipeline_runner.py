@@ -68,7 +68,8 @@ class PipelineLayout:
 
         Collective over all ranks of the job: the ranks of a replica compare their models, rank 0 broadcasts the
         modules' times where it measures them, all ranks compare the cuts, and parameters that several stages share are
-        broadcast over the ranks that hold them. Runs the loss function on a first micro-batch, if the run has one.
+        broadcast over the ranks that hold them. If the run has a loss function, each rank runs it with the first
+        micro-batch, as in ``cut_stages``.
 
         Args:
             plain: the whole model, equal on all ranks; changed in place: placeholders replace the tensors that other
@@ -107,8 +108,8 @@ class PipelineLayout:
         Without such names, the cuts balance the modules' measured times or, where no times are taken, such as in a
         reproducible run, their numbers of parameters. Of several models each is cut; one that cannot be cut is whole on
         the last stage. Collective over all ranks of the job: the ranks of a replica compare their models, rank 0
-        broadcasts the times, and all ranks compare the cuts. Runs the loss function on a first micro-batch, if the run
-        has one, on each rank, and on rank 0 three times more to measure times.
+        broadcasts the times, and all ranks compare the cuts. If the run has a loss function, each rank runs it once
+        with the first micro-batch, and rank 0 three times more to measure times.
 
         Args:
             plain: the prepared module, a model or a container of several; it stays as it was, and the stages share its
@@ -342,7 +343,7 @@ class PipelineRunner(ReplicaPart):
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Take over new parameter objects that have replaced former ones in this rank's pipeline stages.
 
-        Afterwards the sum of gradients over stages and the weight backward use the new objects.
+        Afterwards the sum of gradients over stages and the weight backward use the new objects. Not collective.
 
         Args:
             by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
@@ -548,8 +549,9 @@ class PipelineRunner(ReplicaPart):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Seed the model's random number streams (dropout) for one micro-batch, before a custom loop's body.
 
-        What the script has written to parameters and buffers so far counts as permitted. A dummy micro-batch (without
-        samples) gets copies of the buffers, so that its forward leaves the model's own unchanged. Not collective.
+        Called before the script's code for the micro-batch. Accepts the script's writes to parameters so far: a later
+        error no longer reverts them (``StageParameters.forget``). A dummy micro-batch (without samples) gets copies of
+        the buffers, so that its forward leaves the model's own unchanged. Not collective.
 
         Args:
             micro_batch: the micro-batch; its key, a hash of seed, step, logical worker (share of the global batch) and

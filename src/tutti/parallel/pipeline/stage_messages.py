@@ -86,7 +86,8 @@ class StageMessages:
             key: tuple that is equal for batches whose values have the same forms. Its first entry is the index, in the
                 whole model, of the stage that receives the activations or sends the gradients; the others tell batches
                 apart, such as the shapes of a batch's tensors.
-            beside: tensors that later stages may read or write, and whose memory ``values`` may share.
+            beside: further tensors that this stage has; for activations, the returned form's ``shared`` says whether a
+                value shares memory with another of ``values`` or with one of these tensors. They are not sent.
 
         Returns:
             A ``MessageForm`` (shape, dtype, memory format) for each of ``values``, in order, as found in the first call
@@ -158,7 +159,8 @@ class StageMessages:
         """Wait for the next activations or gradients from a neighbouring pipeline stage, and return them.
 
         Where ``expect`` has already started to receive the values, this call waits for those receives. Tensors keep the
-        sender's memory format, because kernels round differently in another format.
+        sender's memory format, because kernels round differently in another format. The neighbour's call is ``send`` or
+        ``send_gradients``; before the first values of a key this call also waits for their shapes and dtypes.
 
         Args:
             kind: ``activations`` (from the previous stage) or ``gradients`` (from the next).
@@ -167,6 +169,10 @@ class StageMessages:
         Returns:
             The values in the sender's order, new tensors on this rank's device, and for each value a ``MessageForm``:
             its shape, dtype and memory format.
+
+        Raises:
+            PeerError: the neighbour's rank is lost, or does not send within the timeout.
+            MismatchError: the neighbour's rank is in another call.
         """
         if not self._ahead[kind]:
             if (kind, *key) not in self._forms:
@@ -214,6 +220,7 @@ class StageMessages:
         Called after the last micro-batch of a run through the stages; afterwards the sent tensors may be written.
 
         Raises:
+            PeerError: a neighbour's rank is lost, or does not receive within the timeout.
             UsageError: since the previous call of ``finish``, no micro-batch's loss depended on one of the received
                 activations, though the loss depended on this activation in the first batch of its key; the stages
                 before would get gradients of zero.
@@ -238,7 +245,8 @@ class StageMessages:
         Sends nothing, but the neighbouring stages' ranks must make the same call between the same messages.
 
         Args:
-            key: begin of the keys of these messages, after the index of the stage with which each key begins.
+            key: a prefix: messages are discarded whose ``key``, without its first entry (the index of a stage), begins
+                with these entries.
         """
         self._forms = {known: forms for known, forms in self._forms.items() if known[2 : 2 + len(key)] != key}
 
@@ -292,7 +300,7 @@ def _with_shared(forms: Sequence[MessageForm], values: Sequence[Any], beside: Se
 
 
 def tuples(value: Any) -> Any:
-    """Return a value with tuples in place of its lists, however deep, as it was before a way through JSON.
+    """Return a value in which tuples replace lists at every depth, to undo that JSON turns tuples into lists.
 
     Args:
         value: a list, a tuple, or any other value, which is returned as it is.

@@ -141,10 +141,17 @@ class StageParameters(QuietMode):
         return StateCopy.of(result, self._places[source][0], _ViewedParameter(self, source))
 
     def state_of(self, parameter: Tensor) -> tuple[int, int]:
-        """Return numbers that change with the values of a parameter, as far as this rank knows them. Not collective.
+        """Return two numbers that differ from those of an earlier call if the parameter may have changed meanwhile.
+
+        Two calls are compared, to find out whether a copy of the parameter is still up to date. Not collective: on a
+        rank that does not hold the parameter, only the first number can differ.
 
         Args:
-            parameter: a parameter of the model.
+            parameter: a parameter of the model, on this or another rank's stages.
+
+        Returns:
+            The number of the script's writes of any parameter and of calls of ``forget``, and a digest of the
+            parameter's values, 0 where another rank holds them.
         """
         with TorchFunctionDisabled(), torch.no_grad():
             return self._changes, 0 if is_absent(parameter) else int(tensor_digest(parameter.detach()))

@@ -75,7 +75,10 @@ class StagePartition:
 
     @property
     def buffers_everywhere(self) -> frozenset[str]:
-        """Names of the buffers that every stage holds, because a recorded forward reads them on each stage."""
+        """Names of the buffers that every stage holds a copy of, because a recorded forward reads them on each stage.
+
+        Empty where the graph comes from ``torch.fx``.
+        """
         return frozenset(() if self.record is None else self.record.buffers)
 
     def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
@@ -293,7 +296,9 @@ class TracedForward:
         return graph
 
     def openable(self, name: str) -> bool:
-        """Return whether the forward of a module can be traced into. The result is cached by the module's name.
+        """Return whether cuts that tutti chooses may lie inside of a module: ``torch.fx`` can trace its own forward.
+
+        The first call for a name traces the module's forward; the result is cached by the name.
 
         Args:
             name: name of the module in the whole model.
@@ -303,7 +308,9 @@ class TracedForward:
         return self._openable[name]
 
     def enterable(self, name: str) -> bool:
-        """Return whether a cut that the user names may lie inside of a module: whether its forward can be traced into.
+        """Return whether a cut that the user names may lie inside of a module: ``torch.fx`` can trace its own forward.
+
+        The result is that of ``openable``: in a traced forward the user may cut inside of the same modules as tutti.
 
         Args:
             name: name of the module in the whole model.

@@ -133,7 +133,7 @@ class StagePasses:
         return tuple(self.learns)
 
     def uses(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter belongs to the model whose calls this object passes (``model``).
+        """Return whether a parameter is one of the model whose calls this object passes, on any of its stages.
 
         Args:
             parameter: a parameter of the prepared module.
@@ -207,8 +207,8 @@ class StagePasses:
             StageReached: on every stage but the last, after the sends of this stage's activations have started. The
                 exception ends the loss function.
             UsageError: a forward hook of the script has kept a tensor with its autograd graph on a stage but the last;
-                the stage has written in place what other stages have a copy of; or activations have another form than
-                for an equal batch before.
+                the stage has written in place a tensor of which other stages have a copy; or activations have another
+                shape, dtype or memory format than for an earlier batch with the same ``flight.key``.
         """
         virtual_stage = self.virtual_stages[stage // self.ranks]
         shared = self._enter(flight, stage) if stage > 0 else []
@@ -447,13 +447,19 @@ class StagePasses:
             )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments of a call of the model as ``compute`` takes them.
+        """Return the arguments of a call of the model by name, as ``compute`` and ``pass_forward`` take them.
 
         Args:
             args, kwargs: positional and keyword arguments of the call.
 
+        Returns:
+            A mapping from names of the arguments of the model's forward to the values given; where the stages follow a
+            recorded forward, ``{"args": args, "kwargs": kwargs}``. Values are not copied.
+
         Raises:
-            UsageError: the script gives an argument with whose default the stages were cut.
+            UsageError: the script gives a value other than the default for an argument that the stages do not take,
+                because the default was used when the model was cut.
+            TypeError: ``kwargs`` do not fit the forward's signature.
         """
         if self.cuts.record is not None:
             return {"args": args, "kwargs": kwargs}

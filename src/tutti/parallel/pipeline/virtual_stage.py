@@ -42,7 +42,10 @@ class VirtualStage:
 
     @property
     def holder(self) -> nn.Module:
-        """The module that has the stage's submodules and tensors under their names in the whole model."""
+        """The module that has the stage's submodules and tensors under their names in the whole model.
+
+        It is ``module`` itself, or the whole model on a stage that computes a model that is not cut.
+        """
         whole = self.module.whole if isinstance(self.module, WholeStage) else None
         return self.module if whole is None else whole
 
@@ -317,11 +320,14 @@ def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None
 
 
 def writes(node: fx.Node, op: str = "get_attr") -> str:
-    """Return the name of the parameter or buffer of the model that a graph node changes in place; "" for none.
+    """Return the name of the tensor that a graph node changes in place, a parameter or buffer by default; "" for none.
+
+    Only a method or function that writes its first argument counts, such as ``add_``.
 
     Args:
         node: a node of the graph of the model's forward.
-        op: ``placeholder`` for the name of the argument of the forward that the node changes.
+        op: kind of the written tensor, the ``op`` of the node that stands for it: ``get_attr`` for a parameter or
+            buffer of the model, ``placeholder`` for an argument of the model's forward.
     """
     if not node.args or not isinstance(node.args[0], fx.Node) or node.args[0].op != op:
         return ""

@@ -29,22 +29,26 @@ class WholeForward:
         self._plain = plain
 
     def graph(self) -> fx.Graph:
-        """Return a graph of one node, a call of the whole model, whose name is ""."""
+        """Return a new graph with one ``call_module`` node, whose target "" is the whole model."""
         graph = fx.Graph()
         inputs = graph.placeholder("inputs")
         graph.output(graph.create_node("call_module", "", (inputs,), name="whole"))
         return graph
 
     def stage(self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]) -> WholeStage:
-        """Make the module of one virtual pipeline stage of a model that is not cut: all of it, or nothing. Local.
+        """Return the module of one virtual pipeline stage of a model that is not cut. Not collective.
 
-        A module of all of it takes the model's inputs and returns its output; one of nothing has no parameters and
-        returns an empty tuple. ``ForwardRecord.stage``, for models that are cut, takes the same arguments.
+        One stage computes the whole model, and all other stages compute nothing. ``ForwardRecord.stage``, for models
+        that are cut, takes the same arguments.
 
         Args:
-            nodes: the only node of ``graph()``, for the stage that computes the model; empty for all others.
+            nodes: the only node of ``graph()``, for the stage that computes the model; empty for all other stages.
             incoming: unused; no stage receives activations.
             outgoing: unused; no stage sends activations.
+
+        Returns:
+            An ``nn.Module`` without parameters of its own. With ``nodes`` its forward calls the model and returns the
+            model's output; without, its forward returns an empty tuple.
         """
         return WholeStage(self._plain if nodes else None)
 
@@ -62,11 +66,13 @@ class WholeStage(nn.Module):
 
     @property
     def whole(self) -> nn.Module | None:
-        """The whole model; None on a stage that computes nothing."""
+        """The model that this stage computes, the object itself, not a copy; None if the stage computes nothing."""
         return self._plain[0]
 
     def hold(self, names: Iterable[str], plain: nn.Module) -> None:
-        """Register tensors of the whole model on a stage that computes nothing; another has all of them already.
+        """Register tensors of the whole model on this module if its stage computes nothing; otherwise do nothing.
+
+        A stage that computes the model has all tensors of the model already.
 
         Args:
             names: names of the tensors in the whole model.
@@ -81,6 +87,6 @@ class WholeStage(nn.Module):
         Args:
             args: positional arguments of the model's call.
             kwargs: keyword arguments of the model's call.
-            values: empty.
+            values: activations from the previous stage; always empty, as only one stage computes the model.
         """
         return () if self.whole is None else uncompiled_call(self.whole)(*args, **kwargs)

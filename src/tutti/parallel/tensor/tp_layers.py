@@ -88,8 +88,8 @@ class RowParallelLinear(TensorParallelLayer):
         parallelism the ranks reduce-scatter instead, the result is a ``SplitTensor``, on each rank the outputs of its
         own positions, and backward all-gathers the gradient. (An input of fewer than two positions a rank, or of two
         dimensions, is all-reduced also then.) A whole input, which the script may have computed, is cut to this rank's
-        slice; its backward all-gathers. An input that is a ``SplitTensor`` gives its slice of the
-        inputs, or is all-gathered and then cut if it is split along another dimension.
+        slice; its backward all-gathers. An input that is a ``SplitTensor`` gives its slice of the inputs, or is
+        all-gathered and then cut if it is split along another dimension.
 
         Raises:
             UsageError: an autograd function of the script has returned the input as a ``SplitTensor``.
