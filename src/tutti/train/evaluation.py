@@ -85,7 +85,8 @@ def evaluate_samples(
 
     Returns:
         An ``Evaluation`` with mean loss, mean of each metric and number of samples; the same on every rank, but for the
-        last bit between ranks of one replica.
+        last bit between ranks of one replica. Means are NaN if the loss function counts nothing, such as where a mask
+        leaves every sample out.
 
     Raises:
         UsageError: neither ``loss`` nor the run gives a loss function; the loss function updates a metric object (with

@@ -59,9 +59,12 @@ class FollowedNumbers:
         """Return a number that has the given origins, and gives them to each result of arithmetic with it.
 
         Args:
-            value: a float or an int; a value of another type is returned as it is.
-            origins: for each place (worker, micro-batch) of whose samples the number was computed, a line of the
-                script.
+            value: a float or an int; a value of another type, also of a subclass such as bool, is returned as it is.
+            origins: the micro-batches (``Place``: worker and index) from whose samples the number was computed, each
+                with the script's line, as text for an error, where their values met those of another micro-batch.
+
+        Returns:
+            A ``FollowedFloat`` or ``FollowedInt``, a subclass of the type of ``value``, with ``origins`` as attribute.
         """
         kinds: dict[type, Callable[[Any], FollowedNumber]] = {float: FollowedFloat, int: FollowedInt}
         kind = kinds.get(type(value))
@@ -73,11 +76,12 @@ class FollowedNumbers:
         return number
 
     def make_plain(self) -> None:
-        """Replace the numbers that a script keeps in lists, dicts, objects and closures by plain numbers.
+        """Replace followed numbers that a script keeps in lists, dicts, objects and closures by plain floats and ints.
 
-        To be called once no number is followed any more: files of ``torch.save`` are to hold floats, which the loading
-        of weights alone accepts. Local variables, and tuples that are not elements of such containers, keep them. Looks
-        at all of Python's containers, which takes tenths of a second; without numbers does nothing.
+        To be called once the origins of numbers are no longer needed, so that files of ``torch.save`` hold floats:
+        ``torch.load(weights_only=True)`` accepts no other class. Local variables, and tuples that are not elements of
+        such containers, keep the followed numbers. Looks at all containers of the process, which takes tenths of a
+        second; does nothing if ``follow`` has made no number since the previous call.
         """
         made, self._made = self._made, []
         _replace(made, [_plain(number) for number in made], depth=3)

@@ -323,7 +323,8 @@ class GradientOrigin:
     def check_edits(self) -> None:
         """Check, after the script has edited reduced gradients in ``.grad``, that all ranks have edited them alike.
 
-        Collective: all these ranks must call it. What they all-gather and compare depends on the strategy:
+        Collective over the data ranks or all ranks: each of them must call it. What they all-gather and compare, and
+        over which ranks, depends on the strategy:
 
         - Each rank has whole gradients, or reads them from synchronous parameter servers: sum and sum of squares of
           each gradient, over the data ranks.

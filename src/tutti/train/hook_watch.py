@@ -104,7 +104,9 @@ class HookWatch:
             alone: whether every gradient of this step is that of a single micro-batch.
 
         Raises:
-            UsageError: the strategy cannot call a hook.
+            UsageError: the script has registered a hook that the strategy cannot call with the gradient that plain
+                PyTorch would pass, such as a post-accumulate hook with several micro-batches (not ``alone``) or on
+                sharded parameters, or a hook on a parameter object that sharding has replaced.
         """
         self._alone = alone
         self._look_at_all()

@@ -45,11 +45,13 @@ class _Former(NamedTuple):
 
 
 class MovedValues:
-    """Finds tensors that a micro-batch's code changes by a function of their own former values, or after it read them.
+    """Finds tensors that a micro-batch's code moves: changes as a function of their former values, or after a read.
 
     An average of weights, a factor that decays or parameters with an optimizer of their own move once for each
     micro-batch of a rank in place of once a step. Values that a call replaces before they are read, such as a copy of
-    the weights, do not count, nor do clamps: to repeat them changes nothing. Not collective.
+    the weights, do not count, nor do clamps: to repeat them changes nothing. ``CarriedValues``, a torch-function mode,
+    calls ``begin_batch`` for each global batch, ``begin`` for each of its micro-batches, and ``former`` and ``note``
+    before and after each call of a PyTorch function in the code for the micro-batch. Not collective.
 
     Args:
         memory_of: returns the storage of a tensor, or None for a tensor that is not followed.
@@ -65,32 +67,51 @@ class MovedValues:
         self._read: set[StorageWeakRef] = set()
 
     def begin_batch(self) -> None:
-        """Forget the moved tensors: values that a script writes after an update are for the next global batch."""
+        """Forget all tensors that the micro-batches of the previous global batch have moved, before the next batch.
+
+        A tensor is moved if the code for a micro-batch changes it as a function of its former values, or after a read.
+        What a script writes between two global batches is the same for every micro-batch.
+        """
         self._moved, self._sources, self._own = {}, {}, set()
 
     def begin(self, own: set[StorageWeakRef]) -> None:
-        """Begin a micro-batch.
+        """Begin a micro-batch of this rank: forget which tensors the code for the one before has made and read.
+
+        Tensors that it has moved (changed as a function of their former values, or after a read) stay recorded until
+        ``begin_batch``.
 
         Args:
-            own: memory of the batches and of the run's model, which other checks look at.
+            own: storages of the batches and of the run's model, which never count as moved: other checks follow them.
         """
         self._sources, self._own, self._read = {}, own, set()
 
     def mover(self, tensor: Tensor) -> tuple[Place, str] | None:
-        """Return the micro-batch of this global batch that has moved a tensor last, with the script's line; or None.
+        """Return the latest micro-batch of this global batch whose code has moved a tensor's storage; None if none has.
+
+        To move is to change as a function of the former values, or after a read.
 
         Args:
             tensor: any tensor.
+
+        Returns:
+            A pair: the micro-batch as a ``Place`` (worker and index), and the script's line that moved the values, as
+            text for an error.
         """
         memory = self._memory_of(tensor) if self._moved else None
         return None if memory is None else self._moved.get(memory)
 
     def former(self, func: Any, args: Sequence[Any]) -> list[_Former]:
-        """Return the tensors that a call may move, as they are before it.
+        """Copy the values of the tensors that a call of a PyTorch function may write in place, before the call is made.
+
+        Tensors in memory that the code for this micro-batch has made, and those of ``begin``'s ``own``, are left out.
 
         Args:
             func: the function of PyTorch.
-            args: its arguments.
+            args: its positional arguments, of which the first may be a list of tensors.
+
+        Returns:
+            One entry for each such tensor: the tensor itself, its storage and a copy of its values; to be passed to
+            ``note`` after the call. Empty for a function that writes none of its arguments.
         """
         if not may_write(func) or func == DATA or not args:
             return []
@@ -111,14 +132,18 @@ class MovedValues:
         made: Sequence[Tensor],
         former: Sequence[_Former],
     ) -> None:
-        """Record the tensors that a call has made and moved.
+        """Record which tensors a call of a PyTorch function has read, made and moved, right after the call.
+
+        A tensor of ``former`` is moved if its values have changed (beyond rounding), and the new ones depend on the
+        former ones, or the code for this micro-batch has read these. A tensor whose values the call has replaced
+        otherwise, all of them, is no longer recorded as moved.
 
         Args:
-            place: the micro-batch.
+            place: the micro-batch (worker and index) whose code makes the call.
             func, name: the function of PyTorch, and its name.
-            args: the arguments from which its result is computed, at any depth.
-            made: the tensors among its results.
-            former: result of ``former`` before the call.
+            args: values of all arguments, positional and named; tensors in nested lists and tuples count.
+            made: the tensors among the results of the call.
+            former: the result of the method ``former`` for this call.
         """
         replaces = name in _REPLACING or name in _REPEATABLE or func == ASSIGN_DATA
         read = {m for each in _tensors(args[1:] if replaces else args) if (m := self._memory_of(each)) is not None}

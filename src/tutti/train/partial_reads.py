@@ -59,12 +59,13 @@ class PartialReads:
         """Replace ``state_dict()``, ``copy.deepcopy`` and pickles of the model and its modules for this run.
 
         If this rank holds only shards, tensor slices or pipeline stages of the model, a copy or pickle, which would
-        consist of these alone, raises UsageError. ``state_dict()`` returns whole parameters and is then collective over
-        all ranks, as ``run.state()``: the values are right until the model changes, and later reads, and writes to
-        them, raise UsageError. Does nothing if this rank holds the whole model.
+        consist of these alone, raises UsageError. ``state_dict()`` then returns whole tensors, and is collective over
+        all ranks, as ``run.state()``. A tensor that it has returned can be read until the run's next step or another
+        change of the model; a later read raises UsageError, and so does every write. Does nothing if this rank holds
+        the whole model. Not collective itself.
 
         Args:
-            run: the run that trains the model.
+            run: the run that trains the model; only weak references to it are kept.
         """
         if not self._partial:
             return

@@ -93,18 +93,19 @@ class PartialState(MutableMapping[Tensor, Any]):
         return len(self._plain)
 
     def get(self, key: Tensor, default: Any = None) -> Any:
-        """Return the state of a parameter, or ``default`` where the optimizer has none: a look adds no entry.
+        """Return the state of a parameter, or ``default`` where the optimizer has none; adds no entry.
 
-        This mapping takes the place of ``optimizer.state`` where parameters are split over ranks. PyTorch, tutti and
-        the optimizer get the plain dict of tensors; the script a mapping whose tensors are ``StateSlice`` objects,
-        which allow only element-wise functions.
+        This mapping takes the place of ``optimizer.state`` where parameters are split over ranks. The result depends on
+        the caller, found from the call stack. Code of PyTorch and tutti, and the optimizer's ``step``, get the plain
+        dict of tensors. The script gets, for a parameter that is split, a mapping in which this rank's part of each
+        tensor is a ``StateSlice``, which shares its memory and allows only element-wise functions. Not collective.
 
         Args:
-            key: the parameter.
+            key: the parameter; in a call of the script, the object that the script's model has.
             default: result for a parameter without state.
 
         Raises:
-            UsageError: the script asks, and the strategy lets it read no state.
+            UsageError: the script makes the call, and the strategy lets it read no state.
         """
         if key not in self:
             return default
@@ -116,7 +117,7 @@ class PartialState(MutableMapping[Tensor, Any]):
         This mapping takes the place of ``optimizer.state`` where parameters are split over ranks.
 
         Raises:
-            UsageError: the script asks, and the strategy does not let it change state.
+            UsageError: the script makes the call, and the strategy does not let it change state.
         """
         self._refuse_script()
         self._plain.clear()

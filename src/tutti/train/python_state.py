@@ -101,7 +101,14 @@ class PythonState:
             restore()
 
     def changed(self) -> list[str]:
-        """Return the names of attributes and variables that have another value now; not of a module's buffers."""
+        """Return the names of attributes and variables that have another value than when this snapshot was made.
+
+        Buffers of modules and the states of random generators are not compared.
+
+        Returns:
+            Each name once: ``{class}.{attribute}`` for an attribute, the variable's name for a variable or a container
+            that it holds; of several changed attributes of one object only the first. Empty if nothing has changed.
+        """
         return list(dict.fromkeys(name for change in self._changes if (name := change())))
 
     def _attributes_and_hooks(self, module: nn.Module) -> None:

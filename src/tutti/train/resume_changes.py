@@ -167,12 +167,12 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 
 
 def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
-    """Set what a resumed run must know of settings that were changed on resuming, now or earlier.
+    """Record in a resumed run the settings that were changed on resuming, now or in earlier resumes.
 
-    If batch size or data were changed, the run's batches get the batch size and the number of samples of the epochs
-    before each change, so that steps and samples of these epochs are counted as they were. ``run.changes`` becomes the
-    checkpoint's list of changes; if ``differences`` has any, ``{"step": …, "changed": {name: [saved, now]}}`` is
-    appended.
+    Called on every rank after the checkpoint has been restored; not collective. If batch size or data were changed,
+    ``run.feed`` gets the batch size and the number of samples of the epochs before each change (``Feed.follow``), so
+    that steps and samples of these epochs are counted as they were. ``run.changes`` becomes the checkpoint's list of
+    changes; if ``differences`` has any, ``{"step": …, "changed": {name: [saved, now]}}`` is appended.
 
     Args:
         manifest: the checkpoint's manifest.

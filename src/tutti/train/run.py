@@ -696,10 +696,11 @@ class Run:
 
     @contextmanager
     def profile(self, folder: str | Path) -> Iterator[None]:
-        """Return a context manager that profiles the steps within its block on every rank with PyTorch's profiler.
+        """Return a context manager that profiles the steps within its block with PyTorch's profiler, on this rank.
 
-        Not collective. At its end every rank writes ``rank{N}.json`` for ui.perfetto.dev, and rank 0
-        ``operations.txt``, a table of operators.
+        Not collective: each rank that is to be profiled enters a block of its own. At its end the rank writes
+        ``rank{N}.json`` for ui.perfetto.dev, and rank 0 ``operations.txt``, too, a table of operators. If an exception
+        leaves the block, nothing is written.
 
         Args:
             folder: directory for the files, which is made.
@@ -714,10 +715,11 @@ class Run:
     def trace(self, folder: str | Path) -> Iterator[None]:
         """Return a context manager that measures the phases of each step within its block on all ranks.
 
-        Collective over all ranks, at its beginning and its end.
+        Collective over all ranks: at its beginning two all-gathers that compare the step number and align the ranks'
+        clocks, at its end one broadcast of the measured times from each rank.
 
         At its end rank 0 writes ``timeline.svg`` (the phases over time), ``trace.json`` (for ui.perfetto.dev) and
-        ``shares.txt`` (time in each phase).
+        ``shares.txt`` (time in each phase). If an exception leaves the block, nothing is sent or written.
 
         Args:
             folder: directory for the files, which is made.

@@ -43,9 +43,10 @@ class StepHookGuard:
     def check(self) -> None:
         """Replace step hooks that the script has registered since the previous call by watched ones. Not collective.
 
-        A watched hook calls the script's hook, and raises UsageError where that mixes elements of parts of parameters
-        or gradients. Hooks for all optimizers of the process are replaced, too; called with an optimizer without a
-        guard, they act as before.
+        The run calls this before each step. A watched hook calls the script's hook, and raises UsageError if the hook
+        calls a function that is not element-wise, such as a norm, on this rank's part of a parameter or gradient. Hooks
+        for all optimizers of the process (``register_optimizer_step_pre_hook``) are replaced, too; called with an
+        optimizer without a guard, they act as before.
 
         Raises:
             UsageError: the script has registered a step hook, and the optimizer's hooks are not called, or not for all
@@ -63,14 +64,17 @@ class StepHookGuard:
                 hooks[key] = _WatchedHook(of_script)
 
     def watching(self, optimizer: Optimizer, hook: Any) -> _PartsWatched | None:
-        """Return a function mode that raises UsageError where a step hook mixes elements of parts.
+        """Return a torch-function mode for a call of a step hook, in which only element-wise functions take parts.
+
+        In the mode, any other function, such as a norm, raises UsageError if an argument is this rank's part of a
+        parameter or gradient, or was computed from one.
 
         Args:
             optimizer: the optimizer that steps.
-            hook: the script's step hook, for the error.
+            hook: the script's step hook, which the error names.
 
         Returns:
-            The mode, not entered; None for an optimizer that is not this guard's.
+            The mode, not entered; None for an optimizer that is not this guard's, or whose hooks are refused.
         """
         if self._is_part is None or self._optimizer() is not optimizer:
             return None

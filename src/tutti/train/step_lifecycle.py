@@ -218,14 +218,18 @@ class StepLifecycle:
     def guarded(self, loss: LossFn, work: WorkerBatches) -> LossFn:
         """Return the loss function of ``run.step`` with the checks of the first steps around it.
 
-        Called once in each step. In the first steps of a run the returned function raises UsageError for a loss that
-        depends on samples of another logical worker (share of the global batch), and for a forward that changes
-        parameters in every micro-batch; it warns of a loss that mixes samples. Later it is ``loss`` itself, but for
-        steps in which Python objects are tried (``WorkerTrials``).
+        Called once in each step, after ``begin``. In the first steps of a run the returned function raises UsageError
+        for a loss that depends on samples of another logical worker (share of the global batch), and for a forward that
+        changes parameters in every micro-batch; it warns of a loss that mixes samples. In steps 1 to 8, 16, 32, 64, …
+        it also raises UsageError for a loss that depends on Python objects which another worker's micro-batch has
+        changed. In other steps it is ``loss`` itself. Not collective.
 
         Args:
             loss: the loss function.
-            work: the micro-batches of the step.
+            work: this rank's micro-batches of the step, in the order in which the runner computes them.
+
+        Returns:
+            A function with the arguments and the result of ``loss``.
         """
         # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
         guarded = self._written.guarded(self.values.watched(self._run.checks.probed(loss), work), work)

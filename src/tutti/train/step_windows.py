@@ -29,6 +29,8 @@ Region: TypeAlias = Callable[[str], AbstractContextManager[Any]]
 def profiled(run: Run, folder: Path) -> Iterator[None]:
     """Return a context manager that profiles this rank with PyTorch's profiler, and writes the files to ``folder``.
 
+    Not collective. The files are written at the end of the block; none if an exception leaves it.
+
     Args:
         run: the run, whose steps are divided into named phases.
         folder: directory for ``rank{N}.json`` and rank 0's ``operations.txt``; made if missing.
@@ -47,7 +49,9 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
 def traced(run: Run, folder: Path) -> Iterator[None]:
     """Return a context manager that measures the phases of every rank's training steps.
 
-    At its end rank 0 writes a timeline to ``folder``. Collective over all ranks at its beginning and its end.
+    At its end rank 0 writes a timeline to ``folder``. Collective over all ranks: at its beginning two all-gathers that
+    compare the step number and align the ranks' clocks, at its end one broadcast of the measured times from each rank.
+    If an exception leaves the block, nothing is sent or written.
 
     Args:
         run: the run, whose steps are divided into named phases.
@@ -133,11 +137,13 @@ class Window:
     def look(self) -> None:
         """Begin the profile or trace before the first training step to record; end it after the last.
 
-        Call the method before the first step of the run and after each step; in other steps it does nothing. For a
-        trace, beginning and end are collective over all ranks.
+        Call the method on every rank before the first step of the run and after each step; where the range of steps
+        neither begins nor ends, it does nothing. Beginning and end of a trace are collective over all ranks
+        (``traced``); those of a profile are not.
 
         Raises:
-            DiskError: the files cannot be written at the end.
+            DiskError: the files cannot be written at the end; of a trace, on rank 0 alone.
+            MismatchError: a trace begins, and ranks have taken different numbers of steps.
         """
         if self._run.taken == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))
@@ -147,10 +153,11 @@ class Window:
     def close(self) -> None:
         """Stop a profile or trace that is running when training ends within the steps to record; write its files.
 
-        Does nothing otherwise. For a running trace it is collective over all ranks.
+        Does nothing otherwise. For a running trace it is collective over all ranks: one broadcast of the measured times
+        from each rank.
 
         Raises:
-            DiskError: the files cannot be written.
+            DiskError: the files cannot be written; of a trace, on rank 0 alone.
         """
         self._open.close()
 

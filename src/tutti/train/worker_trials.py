@@ -54,14 +54,21 @@ class WorkerTrials:
         self._enabled = not is_off("DIAGNOSTICS", os.environ)
 
     def watched(self, loss: LossFn, guarded: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
-        """Return the loss function of ``run.step`` with this check around it, or ``guarded`` if none is due.
+        """Return ``guarded`` with a check for losses that depend on Python objects another worker has changed.
 
-        To be called once in each step. The returned function raises UsageError, after the call of ``guarded``.
+        To be called once in each step. The check is due in steps 1 to 8, 16, 32, 64, …, if this rank computes several
+        logical workers (fixed shares of the global batch) by forwards that are neither compiled nor collective, and the
+        loss function uses no metric object (with ``update``, ``compute`` and ``reset``). Not collective.
 
         Args:
-            loss: the script's loss function.
-            guarded: the same function with other checks around it, which the returned function calls.
+            loss: the script's loss function, of which the check makes further calls without gradients.
+            guarded: the same function with other checks around it, whose result the returned function returns.
             work: the micro-batches of this rank in the step, in the order in which they are computed.
+
+        Returns:
+            A function with the arguments and the result of ``guarded``, to be called once for each micro-batch, in the
+            order of ``work``; it raises UsageError, after its call of ``guarded``, if the loss depends on such objects.
+            ``guarded`` itself if no check is due.
         """
         run = self._run
         self._steps += 1
