@@ -101,9 +101,9 @@ def load_ladder(text: str, variables: Mapping[str, int | float], options: Mappin
         ``rungs``, each with its full configuration.
 
     Raises:
-        UsageError: there is no such ladder, the file is not TOML, a key or placeholder is unknown, there are fewer than
-            two rungs, ``naive`` names no rung, or a rung has no unique name, changes nothing, names as its origin
-            (``from``) a rung that does not precede it, or has options that ``TrainConfig`` refuses.
+        UsageError: there is no such ladder, the file cannot be read or is not TOML, a key or placeholder is unknown,
+            there are fewer than two rungs, ``naive`` names no rung, or a rung has no unique name, changes nothing,
+            names as its origin (``from``) a rung that does not precede it, or has options that ``TrainConfig`` refuses.
     """
     path = _SHIPPED / f"{text}.toml" if text in shipped() else Path(text)
     if not path.is_file():

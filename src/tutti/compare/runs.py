@@ -112,6 +112,7 @@ def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> Non
     Raises:
         Preempted: a signal asked to stop, and the run has ended; the same command resumes it.
         TuttiError: the run failed; the error has its exit code and the last lines of its log.
+        OSError: the log or the run's configuration cannot be written.
     """
     log = trial.directory.with_suffix(".log")
     words = [sys.executable, "-m", "tutti", "train"]

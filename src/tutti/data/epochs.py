@@ -76,7 +76,7 @@ class Epochs:
 
     @cached_property
     def phases(self) -> tuple[EpochPhase, ...]:
-        """The run's epochs in spans with one batch size, as a tuple of ``EpochPhase``; the last has no end.
+        """The run's epochs in spans with one batch size, as a tuple of ``EpochPhase``; the ``end`` of the last is ∞.
 
         There is one span if the batch never changes. Each has its range of epochs (``start``, ``end``), their batch
         contract (global batch size and its division over logical workers, which are fixed shares, and ranks), and the
@@ -105,9 +105,9 @@ class Epochs:
             epoch: from 0.
 
         Returns:
-            The span's first epoch ``start`` and exclusive ``end``, the size of its global batches and their division
-            over logical workers (fixed shares) and ranks (``contract``), and the factor on the learning rate
-            (``rate``).
+            An ``EpochPhase``: the span's first epoch ``start`` and exclusive ``end`` (∞ for the last span), the size of
+            its global batches and their division over logical workers (fixed shares) and ranks (``contract``), and the
+            factor on the learning rate (``rate``).
         """
         return next(phase for phase in self.phases if epoch < phase.end)
 

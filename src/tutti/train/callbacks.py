@@ -92,6 +92,8 @@ class Callbacks:
     def handles(self, event: str) -> bool:
         """Return whether any callback of the run has a method for an event; a plain function has ``on_step_end`` alone.
 
+        Callbacks that are called on rank 0 alone count on every rank, so that all ranks get the same answer.
+
         Args:
             event: name of the event and the method, such as ``on_evaluation``.
         """
@@ -184,7 +186,7 @@ class Callbacks:
         parameters (collective over the data ranks). Each event is collective over all ranks if a callback has the
         method. Does nothing if no loop was left since the previous call of this method. Every rank calls this before
         each collective call of the script: Python swallows exceptions in the end of a generator, and does not tell it a
-        ``break`` from an exception.
+        ``break`` from an exception. An exception of a callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -213,7 +215,8 @@ class Callbacks:
         """Call ``on_evaluation`` of the run's callbacks with the result of an evaluation, the same on every rank.
 
         Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and after
-        the callbacks the ranks all-gather their reasons to stop. Without such a callback nothing happens.
+        the callbacks the ranks all-gather their reasons to stop. Without such a callback nothing happens. An exception
+        of a callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.

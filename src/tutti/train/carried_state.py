@@ -234,12 +234,16 @@ class CarriedValues(TorchFunctionMode):
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return the loss function of ``run.step`` with this check around it, or ``loss`` itself if nothing is checked.
 
-        Begins a global batch (``begin_batch``), and is called once for each. The returned function raises UsageError
-        where the loss of a micro-batch depends on samples of another logical worker.
+        To be called once for each global batch, which it begins (``begin_batch``). Not collective.
 
         Args:
             loss: the loss function.
-            work: the micro-batches of this rank in the step, in the order in which they are computed.
+            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
+
+        Returns:
+            A function with the arguments and the result of ``loss``. Called with the ``batch`` object of one of these
+            micro-batches, it raises UsageError if the loss depends on samples of another logical worker, or on values
+            that the code for another micro-batch has moved (``check``); other batches are not checked.
         """
         if not self.begin_batch(work):
             return loss
@@ -319,7 +323,9 @@ class CarriedValues(TorchFunctionMode):
                 script passed to ``run.backward``.
 
         Raises:
-            UsageError: the loss depends on such samples; the error names the script's line where the values met.
+            UsageError: the loss depends on such samples, or on a tensor that the code for another micro-batch has moved
+                (changed as a function of its former values), such as a teacher's average; the error names the script's
+                line.
         """
         total = loss[0] if isinstance(loss, tuple | list) and loss else loss
         if self._here is None or not isinstance(total, Tensor):

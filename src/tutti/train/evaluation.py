@@ -210,8 +210,9 @@ def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool)
     """Yield the held-out samples that this data rank evaluates, as tuples (block number, micro-batch on the device).
 
     A block is a list of samples that is evaluated as one batch. Blocks are numbered from 0 over all ranks. Not
-    collective for data sets with indices. Of a stream (an iterable of samples), which every rank reads whole, all ranks
-    compare digests of some blocks and the number of samples; they must all exhaust the iterator.
+    collective for data sets with indices. For a stream (an iterable of samples), which every rank reads whole,
+    collective over all ranks, which must all exhaust the iterator: they all-gather and compare digests of the samples
+    of blocks 0, 1, 2, 4, 8, …, and at the end the number of samples.
 
     Args:
         run: the training run whose model is evaluated.
@@ -222,8 +223,9 @@ def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool)
             samples to compute with, and ``samples`` 0, so that the caller leaves their loss out.
 
     Raises:
-        MismatchError: ranks have read different streams.
-        DataError: the stream has no samples.
+        MismatchError: on every rank, if ranks have read different streams.
+        DataError: the stream has no samples, or a sample cannot be read or collated.
+        LoaderError: a loader process ended, or gave no batch within the timeout.
     """
     if isinstance(held_out, HeldOutStream):
         return held_out.micro_batches(ranks, rank, run.feed.place, even, run.context.comms.world)

@@ -64,7 +64,8 @@ class GradientOrigin:
     def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters as the objects of the script's model, whose ``.grad`` the script reads.
 
-        These objects may differ from the parameters that the strategy updates, such as shards.
+        Frozen parameters are left out. The objects may differ from the parameters that the strategy updates, such as
+        shards; with pipeline stages, those of other stages are among them. In the order of the model.
         """
         return self._sync.script_parameters()
 

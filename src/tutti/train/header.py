@@ -35,7 +35,7 @@ def derived(
     """Return the lines of the run's header, such as data, model, devices and learning rate, in the order to print them.
 
     Args:
-        task: the built-in task.
+        task: the task, built-in or the user's.
         config: the resolved configuration.
         run: the prepared run.
         world: ranks and device.

@@ -839,11 +839,12 @@ class Run:
         return {name: t.to(merged[name].dtype) for name, t in within.items()} if as_trained else within
 
     def position(self) -> dict[str, Any]:
-        """Return the run's position in the training data as a JSON value for a checkpoint and ``seek``.
+        """Return the run's position in the training data as a JSON value for a checkpoint and ``seek``. Not collective.
 
         Returns:
             A dict with ``epoch`` (whole epochs consumed), ``batch`` (global batches consumed of the next epoch),
-            ``samples`` (consumed in all), and ``state`` (of the data set's reader, or None).
+            ``samples`` (consumed in all, over all ranks), and ``state`` (of the data set's reader, or None). Rank 0's
+            result is to be saved: where an iterable data set has a state of its own, ``state`` is None on other ranks.
         """
         return {**self.place._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
 
@@ -851,10 +852,12 @@ class Run:
         """Continue at a saved position in the training data, without training: the next ``epoch(number)`` starts there.
 
         Sets the attributes ``at`` (epoch and global batch) and ``samples`` (consumed so far), and the state of the data
-        set's reader.
+        set's reader. To be called on every rank, outside of an iteration over the data; not collective. Weights,
+        optimizer and step number stay as they are.
 
         Args:
-            position: the result of ``position``: ``epoch``, ``batch``, ``samples`` and ``state``.
+            position: the result of ``position`` on rank 0 of the saved run: ``epoch``, ``batch``, ``samples`` and
+                ``state``.
 
         Raises:
             CheckpointError: the data set cannot continue there, such as a sampler of another order.

@@ -11,7 +11,7 @@ _SINGLE = "Expected more than 1 value per channel when training"
 def note_single_sample(error: BaseException, contract: BatchContract) -> None:
     """Add a note to PyTorch's error of a batch norm that has one value a channel: how few samples a micro-batch has.
 
-    Does nothing for other errors, and for an error that has the note.
+    Does nothing for other errors, and for an error that has a note already.
 
     Args:
         error: an exception that ended a step.

@@ -28,7 +28,8 @@ from tutti.types.micro_batch import LossFn
 def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
     """Combine the data set, or ``DataLoader``, with the options into one description of its global batches.
 
-    The batch size is that of the options, else of the loader, else 128.
+    The batch size is that of the options, else of the loader, else 128. The data set is not read; a batch sampler of
+    the script's own is iterated for epoch 0 where the options give no batch size, which is then its longest batch.
 
     Args:
         dataset: the samples, or a ``DataLoader``.
@@ -41,6 +42,7 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
     Raises:
         UsageError: an option differs from that of the ``DataLoader``, or the loader has a feature that tutti cannot
             reproduce.
+        DataError: the batch sampler yields no list, or anything but lists of indices in the data set.
     """
     found = given_sampling(dataset, o.batch_size, o.collate, o.shuffle, o.drop_last, o.data_workers)
     return (
