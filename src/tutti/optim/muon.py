@@ -118,6 +118,9 @@ class Muon(Optimizer):
 
         Returns:
             The result of ``closure``; None without it.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
         """
         loss = None
         if closure is not None:

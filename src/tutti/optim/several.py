@@ -149,9 +149,10 @@ def slots(optimizer: Optimizer | None) -> tuple[Optimizer | None, ...]:
 
 
 def stepping(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that the next ``step`` call updates: the active one, or all if none is active.
+    """Return the optimizers that the next ``step`` of a ``SeveralOptimizers`` steps: all, or only that at ``active``.
 
-    Only optimizers with parameters on this rank are returned.
+    The attribute ``active`` is an index in ``members``, or None for all (see ``acting``). Optimizers without parameters
+    on this rank are left out.
 
     Args:
         optimizer: optimizers combined in a ``SeveralOptimizers``; any other optimizer is returned as a list of one.

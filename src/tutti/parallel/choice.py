@@ -231,7 +231,7 @@ class KeepsAverage(Protocol):
 
         A gradient synchronisation has this method if it keeps the weights, and so their average, in a place of its own,
         such as memory that all ranks of a node share (``CentralStorageSync``). Called once on every rank, after
-        ``attach``; collective over all ranks.
+        ``attach``; collective over the data ranks, which allocate the memory of the average together.
 
         Args:
             averaging: decay and warm-up of the average.

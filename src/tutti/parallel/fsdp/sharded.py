@@ -384,7 +384,7 @@ class ShardedSync:
         """Add the loss sums of a logical worker to this rank's sums of the step, after the worker's last backward.
 
         A logical worker is one of N fixed shares of the global batch. Its gradients need no action: backward has
-        accumulated them.
+        accumulated them. Not collective.
 
         Args:
             worker: unused.

@@ -151,10 +151,10 @@ class ShardedReads(ScriptMode):
         self._shards.written = value
 
     def end(self) -> None:
-        """Stop the checks of sharded parameters in the script's code; called when the first update is being made.
+        """Stop the checks of sharded parameters in the script's code. Called before each update; not collective.
 
         Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of this
-        rank's rows or used their values, or it has a custom training loop.
+        rank's rows or used their values, or it has a custom training loop (``stay``). Later calls change nothing.
         """
         self._over = True
 

@@ -21,7 +21,7 @@ from tutti.torch_compat import local_tensor
 
 
 class WholeReads:
-    """Gathers parameters that a script reads outside of the model's forward, such as in a penalty on the weights.
+    """All-gathers FSDP2-sharded parameters that a script reads outside of the model's forward, as in a weight penalty.
 
     All shard ranks read a parameter in the same line. Each multiplies its loss by the weight of its own micro-batch, so
     that the sum of the ranks' gradients is the gradient of the global batch's loss, as for the model's outputs.

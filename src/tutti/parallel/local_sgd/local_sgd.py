@@ -88,8 +88,9 @@ class LocalSGDSync(LocalGradients):
 
         Args:
             replica: the model on this rank, with its runner.
-            make_optimizer: called once for each worker of this rank with a list of (name, parameter); returns that
-                worker's optimizer, or None where there is nothing to train.
+            make_optimizer: called once for each worker of this rank with a list of (name, parameter) of all parameters
+                of the model, the same objects for every worker; returns that worker's optimizer, or None where there is
+                nothing to train.
 
         Returns:
             This object as the gradient-ready hook, which does nothing: each worker's gradients are used by its own

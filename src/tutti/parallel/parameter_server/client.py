@@ -184,7 +184,8 @@ class Client:
             clock: steps that the worker has taken.
             flags: of ``server_wire``, combined by ``|``: SKIP to make no update and send no tensors, BACK to reply with
                 parameters, WAIT to reply only once the worker is no longer too far ahead.
-            extras: floats of the request, whose meaning and number depend on ``kind``.
+            extras: floats of the request, in the order that ``SyncHandler.handle`` or ``AsyncHandler.handle`` describes
+                for its ``kind``; none for kinds that neither describes.
             seen: for each server, the number of updates in the parameters that the worker has; None: 0.
             blobs: for each server, the saved state to load (LOAD); None sends none.
             servers: indices of the servers; None for all.
@@ -273,11 +274,11 @@ class Client:
             text: names the request in the messages of the errors below.
             ranks: global ranks on whose requests the replies depend, this rank among them. With several, the wait is
                 watched as a collective: ranks that do not wait with the same ``text`` are reported as missing.
-            more: further arguments of ``send``, by name. ``extras``: floats, whose meaning depends on ``kind``.
-                ``flags``: bits of ``server_wire``, such as SKIP. ``seen``: for each server, the number of updates in
-                the parameters that the worker has. ``blobs``: for LOAD, each server's saved state. ``servers``: indices
-                of the servers to ask; None, the default, asks all. The gradients of a PUSH are no argument: they are in
-                the client's send buffer.
+            more: further arguments of ``send``, by name. ``extras``: floats, in the order that ``SyncHandler.handle``
+                or ``AsyncHandler.handle`` describes for ``kind``. ``flags``: bits of ``server_wire``, such as SKIP.
+                ``seen``: for each server, the number of updates in the parameters that the worker has. ``blobs``: for
+                LOAD, each server's saved state. ``servers``: indices of the servers to ask; None, the default, asks
+                all. The gradients of a PUSH are no argument: they are in the client's send buffer.
 
         Returns:
             One ``Reply`` for each server that was asked, in the servers' order: message header (``header``), floats

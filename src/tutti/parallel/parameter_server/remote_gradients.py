@@ -90,7 +90,8 @@ class RemoteGradients:
         """Set ``.grad`` of all trained parameters to None, and return an empty dict.
 
         Strategies without parameter servers return here the gradients that earlier backwards have summed, by parameter,
-        and ``add_gradients`` adds them to the next ones. With parameter servers these sums stay on the servers.
+        and ``add_gradients`` adds them to the next ones. With parameter servers these sums stay on the servers. Not
+        collective.
         """
         for parameter in self.script_parameters():
             parameter.grad = None
@@ -142,7 +143,7 @@ class RemoteGradients:
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Check that the script has cleared no ``.grad`` between the push to the parameter servers and the update.
 
-        Called at the script's ``optimizer.step()``, before the update.
+        Called at the script's ``optimizer.step()``, before the update. Not collective.
 
         Args:
             edited: unused; parameters whose ``.grad`` the script has edited.

@@ -186,7 +186,12 @@ class SyncHandler:
         brings the gradients of the update itself, which the APPLY with this flag takes in place of the sum.
 
         Args:
-            request: the request, with its header, floats and, for a PUSH, gradients.
+            request: the request, with its header, floats and, for a PUSH, gradients. Floats of a PUSH: those that
+                ``Tail.fill`` writes (digests, loss sums, a flag for each parameter), and where the gradient variance is
+                measured the worker's sums of squares. Of a SUM: the number of samples by which backward has divided
+                (0 for none), the loss scale, and for each worker or rank 1 (its gradient counts), 0 (it does not) or -1
+                (this server decides). Of an APPLY: the clipping factor, the gradient's norm after clipping, the index
+                of one of several optimizers or -1 for all, and the values of the hyperparameters.
 
         Returns:
             The reply, an ``Answer``: ``status``, floats (``extras``), and ``values``, whether the server's current
@@ -355,7 +360,9 @@ class AsyncHandler:
         A request comes from a logical worker, a share of the global batch that steps by itself.
 
         Args:
-            request: the request, with its header, floats and, for a PUSH, gradients.
+            request: the request, with its header, floats and, for a PUSH, gradients. Floats of a PUSH: the values of
+                the hyperparameters, for each trained parameter 1 if it has a gradient, else 0, the norm of the
+                gradient, and 1 to ask all workers to stop, else 0. A PULL has no floats.
 
         Returns:
             The reply, an ``Answer``. If its ``values`` is True, the server sends its current parameters with it: always

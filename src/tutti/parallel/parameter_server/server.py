@@ -305,7 +305,7 @@ def serve(job: ServerJob) -> None:
     end.
 
     Args:
-        job: configuration of the server: how it makes its part of the parameters, where it listens, and which ranks may
-            connect.
+        job: configuration of the server: how the server makes its part of the parameters, the address at which it
+            listens, and the keys of the ranks that may connect.
     """
     Server(job).run()

@@ -439,7 +439,8 @@ class ServerSession:
     def close(self) -> None:
         """Close this rank's connections to the parameter servers, and end the server processes that this rank started.
 
-        No request can be sent afterwards. Not collective: call it once all ranks have finished with the servers.
+        Blocks until these processes have ended (about 5 s at most). No request can be sent afterwards. Not collective,
+        but all ranks must have their last replies before any rank calls it, for example by ``barrier``.
         """
         self.client.close()
         if self._host is not None:

@@ -107,6 +107,7 @@ class SplitBackward:
         """Run the input half of a backward: compute gradients of the pipeline stage's inputs and its layers' outputs.
 
         No gradients of weights are computed and no ``.grad`` is written. The autograd graph is kept for ``weights``.
+        Not collective.
 
         Args:
             roots: ``tensors`` where backward starts, such as the loss, and their ``gradients`` in the same order.
@@ -125,6 +126,8 @@ class SplitBackward:
         self, roots: BackwardRoots, calls: Sequence[LayerOutput], gradients: Sequence[Tensor | None]
     ) -> list[nn.Parameter]:
         """Run the weight half of a backward: add the gradients of the stage's trained parameters to their ``.grad``.
+
+        Called after ``inputs`` for the same micro-batch. Not collective.
 
         Args:
             roots: ``tensors`` where the pipeline stage's backward starts, and their ``gradients``, as for ``inputs``.

@@ -388,7 +388,10 @@ class StagePasses:
     def receive_gradients(
         self, flight: MicroBatchState, stage: int, key: tuple[Any, ...]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Wait for the gradients of the activations that a stage has sent. Nothing arrives where none needs a gradient.
+        """Wait for the gradients of the activations that a stage has sent to the next stage, which sends them back.
+
+        Blocks on a point-to-point message from the next stage's rank, which calls ``StageMessages.send_gradients``;
+        returns at once where none of the activations needs a gradient.
 
         Args:
             flight: state of the micro-batch on the stage.

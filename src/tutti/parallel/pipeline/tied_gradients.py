@@ -40,8 +40,9 @@ class SharedGradients:
 
         Shared parameters are those that several pipeline stages use, such as tied weights. Called before each step, as
         scripts freeze and unfreeze parameters; each rank that has a parameter must have the same ``requires_grad``.
-        Sets ``parameters``, the set of shared parameters that are trained, whose gradients this object sums, and
-        ``copies``, pairs of a communicator and those of them of which its ranks have a copy each.
+        Sets two attributes: ``parameters``, the set of shared parameters that are trained, whose gradients this object
+        sums, and ``copies``, pairs of a communicator and the list of trained parameters of which each of its ranks has
+        a copy.
         """
         self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
         self.parameters = {p for _, p in self._groups}
@@ -54,10 +55,9 @@ class SharedGradients:
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Take over new parameter objects that have replaced former ones in this rank's pipeline stages.
 
-        This object sums the gradients of parameters that several stages use, and from now on those of the new objects.
-        Of these it sums the trained ones, which the attribute ``parameters`` lists: a parameter enters the list when
-        its ``requires_grad`` has become True, and leaves it when False. Not collective; each rank that has the
-        parameter makes the same call.
+        From now on this object sums the gradients of the new objects over the stages. It also reads ``requires_grad``
+        of each shared parameter anew, as ``look`` does. Not collective, but each rank that has a replaced parameter has
+        to make the call.
 
         Args:
             by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
@@ -69,7 +69,8 @@ class SharedGradients:
         """Clear the ``.grad`` of parameters that pipeline stages share, before a logical worker's first micro-batch.
 
         A logical worker is one of N fixed shares of the global batch; a replica computes one or more of them in turn.
-        The former ``.grad``, gradients of earlier logical workers, are kept aside; ``finish`` adds them again.
+        The former ``.grad``, gradients of earlier logical workers, are kept aside; ``finish`` adds them again. Not
+        collective.
         """
         self._before = {p: p.grad for p in self.parameters}
         self._parts = {p: {} for p in self.parameters}
@@ -79,8 +80,9 @@ class SharedGradients:
     def take(self, micro: int) -> None:
         """Move the gradients of parameters that stages share out of ``.grad``, after one micro-batch's backward.
 
-        The gradients are kept until ``finish``, which sums them over the stages. A logical worker is one of N fixed
-        shares of the global batch, computed in micro-batches.
+        The gradients are kept until ``finish``, which sums them over the stages. Called between ``begin`` and
+        ``finish``. A logical worker is one of N fixed shares of the global batch, computed in micro-batches. Not
+        collective.
 
         Args:
             micro: index of the micro-batch among the logical worker's micro-batches, from 0. If the constructor's
