@@ -172,11 +172,17 @@ class Callbacks:
             self._call("on_step_end", run)
 
     def leave_step(self) -> None:
-        """Note that a ``break`` or an exception has left a loop over batches within a step; see ``end_left``."""
+        """Note that a ``break`` or an exception has left a loop over batches within a step. Not collective.
+
+        The next call of ``end_left`` then calls ``on_step_end``, if that is still due for the step.
+        """
         self._left_step = True
 
     def leave_training(self) -> None:
-        """Note that a ``break`` or an exception has left a loop over epochs; see ``end_left``."""
+        """Note that a ``break`` or an exception has left a loop over epochs. Not collective.
+
+        The next call of ``end_left`` then calls ``on_train_end``.
+        """
         self._left_training = True
 
     def end_left(self, run: Run) -> None:

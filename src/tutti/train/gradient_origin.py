@@ -144,7 +144,9 @@ class GradientOrigin:
     def remember(self) -> None:
         """Record that the present ``.grad`` of each trained parameter is reduced and has not been edited by the script.
 
-        ``edited`` later compares identity and version counter of the tensors with this record.
+        Called when the loop's body begins for a micro-batch, and after each contribution to the gradient of the global
+        batch, such as by ``run.backward``, before the script gets control. ``edited`` later compares identity and
+        version counter of the tensors with this record. Not collective.
         """
         there = {p: p.grad for p in self.script_parameters() if p.grad is not None}
         self._complete = {p: (ref(gradient), tensor_version(gradient)) for p, gradient in there.items()}

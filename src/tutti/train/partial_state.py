@@ -300,8 +300,8 @@ def _refuse(what: str, how: str) -> NoReturn:
 def gathered_state(pieces: Mapping[str, Tensor | TensorSlice], comm: Communicator) -> dict[str, Tensor]:
     """Return whole tensors of optimizer state on every rank, from tensors and slices that are spread over the ranks.
 
-    Collective over the ranks of ``comm``: a broadcast of each tensor, or slice of a tensor, by the rank that has it.
-    Needs memory for the whole state on each rank.
+    Collective over the ranks of ``comm``: a broadcast of names and shapes by each rank, then one of each tensor, or
+    slice of a tensor, by the rank that has it. Needs memory for the whole state on each rank.
 
     Args:
         pieces: this rank's part of the optimizer state by name, as it would write the part into a checkpoint: whole
@@ -309,7 +309,8 @@ def gathered_state(pieces: Mapping[str, Tensor | TensorSlice], comm: Communicato
         comm: all ranks.
 
     Returns:
-        The whole tensors by name, of all names that any rank has. On a single rank its own tensors, not copied.
+        The whole tensors by name, of all names that any rank has: new tensors on the rank's device. On a single rank
+        its own tensors, not copied.
     """
     local = {name: piece.tensor if isinstance(piece, TensorSlice) else piece for name, piece in pieces.items()}
     specs = {name: _spec(piece) for name, piece in pieces.items()}

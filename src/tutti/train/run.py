@@ -287,9 +287,10 @@ class Run:
     def epoch(self, number: int, start: int | None = None) -> Iterator[Batch]:
         """Iterate over this rank's part of every global batch of an epoch, and call the callbacks of epoch and step.
 
-        Every rank must iterate alike. Collective over all ranks: events of callbacks; a comparison of the copies of
-        parameters at the end of an epoch, if the last one is at least 100 steps old; and for a stream or a sampler
-        comparisons of samples. Yields nothing once a callback has ended training.
+        Every rank must iterate alike. Collective over all ranks, by all-gathers: of reasons to stop after events of
+        callbacks; of digests of the copies of parameters at the end of an epoch, if the last comparison is at least 100
+        steps old; and for a stream or a sampler of digests of samples. Yields nothing once a callback has ended
+        training.
 
         Args:
             number: the epoch, from 0.
@@ -645,7 +646,7 @@ class Run:
         Returns:
             An ``Evaluation``: ``loss``, ``metrics`` (mean of each by name), ``samples`` (number) and ``averaged``
             (whether the average of the weights was evaluated); the same on every rank, but for the last bit between
-            ranks of one replica.
+            ranks of one replica. Means are NaN if the loss function counts nothing.
 
         Raises:
             UsageError: no loss function; ``averaged`` without an average; the weights are sharded, and the loss
@@ -737,7 +738,8 @@ class Run:
 
         Collective over all ranks, which first compare the call and their copies of tensors (all-gathers of digests).
 
-        Shards and slices are gathered; replicas that differ (local SGD) are merged.
+        Shards and slices are gathered, by a broadcast of each from the rank that has it, or by an all-gather of rows;
+        replicas that differ (local SGD) are merged over the data ranks. Each rank needs memory for the whole model.
 
         Args:
             averaged: return the average of the weights over the updates (EMA) in place of the trained parameters, with
