@@ -233,10 +233,10 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 
 
 def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
-    """Say in sentences what each training configuration (rung) took to reach its target (``--until``).
+    """Say in sentences after how many steps, samples and seconds each rung reached its target (``--until``).
 
-    The numbers, steps, samples and seconds, are medians over the seeds; each is also given as a multiple of the first
-    rung's, if that has the same target.
+    A rung is a training configuration. The numbers are medians over the seeds; each is also given as a multiple of the
+    first rung's, if that has the same target.
 
     Args:
         ladder: the ladder, a series of rungs.

@@ -107,7 +107,7 @@ class BatchReader(Protocol):
         """
 
     def load(self, at: Position, state: Any) -> None:
-        """Restore the reader's state from a checkpoint, so that the next ``read`` continues there.
+        """Restore the reader's state from a checkpoint, for a ``read`` that continues the saved run's data at ``at``.
 
         Called on every rank when a run resumes, before the first ``read``; no communication.
 

@@ -302,9 +302,9 @@ class Checks:
     def begin_body(self, micro_batch: MicroBatch) -> None:
         """Begin to find out, for one micro-batch of a custom training loop, whether its loss mixes samples.
 
-        A loss mixes samples if the gradient of one sample depends on the model's outputs for others. Only the first
-        micro-batch is examined; ``end_body`` reports the finding. Does nothing for a micro-batch that is the whole
-        batch.
+        A loss mixes samples if the gradient of one sample depends on the model's outputs for others, or on their
+        targets. Only the first micro-batch is examined; ``end_body`` reports the finding. Does nothing for a
+        micro-batch that is the whole batch, nor for a compiled model or one that is split over ranks. Not collective.
 
         Args:
             micro_batch: the micro-batch on which the body of the script's loop is about to run.
@@ -318,8 +318,8 @@ class Checks:
     def end_body(self, loss: Any = None) -> None:
         """Report as a mistake if the loss of the micro-batch given to ``begin_body`` mixes samples. Not collective.
 
-        A loss mixes samples if the gradient of one sample depends on the model's outputs for others. Does nothing for
-        micro-batches that are not examined.
+        A loss mixes samples if the gradient of one sample depends on the model's outputs for others, or on their
+        targets. Does nothing for micro-batches that are not examined.
 
         Args:
             loss: the loss that the script passes to ``run.backward``; None at the end of the body, which examines
@@ -335,8 +335,8 @@ class Checks:
     def probed(self, loss: LossFn) -> LossFn:
         """Return the loss function for a step, in the first step wrapped to check whether the loss mixes samples.
 
-        A loss mixes samples if the gradient of one sample depends on the model's outputs for others. The wrapped
-        function examines its first call and reports a finding as a warning.
+        A loss mixes samples if the gradient of one sample depends on the model's outputs for others, or on their
+        targets. The wrapped function examines its first call and reports a finding as a warning. Not collective.
 
         Args:
             loss: the loss function of ``run.step``.
