@@ -506,7 +506,10 @@ class FullySharded:
         return False
 
     def clear(self) -> None:
-        """Set the ``.grad`` of the model's parameters (DTensors) and of the optimizer's (this rank's rows) to None."""
+        """Set the ``.grad`` of the model's parameters (DTensors) and of the optimizer's (this rank's rows) to None.
+
+        Not collective.
+        """
         for each, gathered in self._pairs:
             gathered.grad = each.parameter.grad = None
 

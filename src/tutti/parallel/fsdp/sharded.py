@@ -510,6 +510,7 @@ class ShardedSync:
         """Set the ``.grad`` of the sharded model's parameters, and of this rank's rows of them, to None.
 
         The optimizer has the rows as its parameters; the model has DTensors (FSDP2) or full parameters (ZeRO stage 1).
+        Not collective.
         """
         for engine in self._engines:
             engine.clear()

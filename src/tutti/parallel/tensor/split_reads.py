@@ -67,8 +67,9 @@ _MODES: WeakSet[SplitReads] = WeakSet()
 def slice_of(tensor: Tensor) -> str | None:
     """Return the name of the parameter from whose tensor-parallel slice the script has made a tensor, or None.
 
-    Results of elementwise functions count, such as a moving average of the slice's values or a copy of them, and so
-    does the parameter itself.
+    All split models of this process are looked through; ``SplitReads.name_of`` looks through one of them. Results of
+    elementwise functions count, such as a moving average of the slice's values or a copy of them, and so does the
+    parameter itself.
 
     Args:
         tensor: any tensor.
@@ -264,13 +265,16 @@ class SplitReads(EditWatch):
         """Return the name of the split parameter from which the script has made a tensor, element by element, or None.
 
         Args:
-            tensor: any tensor; this mode sees the script's calls of PyTorch that make it.
+            tensor: any tensor; None is returned for a tensor that was made while this function mode was not active.
         """
         name: str | None = self._names.get(tensor)
         return name
 
     def also_seen(self, objects: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Treat further tensors like the split parameters that they stand for: refuse reads of slices. Not collective.
+        """Treat further tensors like the split parameters that they stand for, and stop gathering. Not collective.
+
+        From now on reads that need a whole parameter, such as a norm, raise UsageError for all split parameters, as
+        other ranks may have other rows of the slices (``gathers`` becomes False).
 
         Args:
             objects: the tensors, such as those that FSDP2 puts into the model, and for each the parameter that it
