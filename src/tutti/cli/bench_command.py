@@ -65,8 +65,9 @@ def bench(
     Returns
     -------
     int
-        Exit code. 0: the measurements are printed, and written to ``output``. A wrong part or option raises
-        UsageError, which ``tutti`` turns into exit code 2.
+        Exit code. 0: the measurements are printed, and written to ``output``. A wrong part or option, or a start by
+        another launcher such as torchrun, raises UsageError, which ``tutti`` turns into exit code 2; a rank or run
+        that fails raises a TuttiError with its exit code, a file that cannot be written DiskError (8).
     """
     process_context.check_own_processes("tutti bench", os.environ)
     words, scaling = _cut(parts)

@@ -72,7 +72,9 @@ def compare(
     int
         Exit code. 0: the table is printed, or with ``dry_run`` the runs are listed. 9 (``THRESHOLD``): with
         ``held``, no recipe reaches the first rung (the configuration at the start of the series) and its
-        baseline. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+        baseline. A wrong option, or a start by another launcher such as torchrun, raises UsageError, which ``tutti``
+        turns into exit code 2; a run that fails raises a TuttiError with its exit code, and a signal to stop
+        ``Preempted`` (75).
 
     Notes
     -----

@@ -123,8 +123,8 @@ def refuse_trial(task: str, config: TrainConfig) -> None:
         config: the run's configuration; for ``--devices auto`` it is checked with one device.
 
     Raises:
-        TuttiError: see ``refuse_config``; also if ``--wait`` has no effect, or no number of a range of devices is
-            possible.
+        UsageError, DataError, CheckpointError: as ``refuse_config`` raises them, for the largest possible number of a
+            range of devices; UsageError also if ``--wait`` has no effect, or no number of the range is possible.
     """
     if config.wait != TrainConfig.wait:
         refuse_idle_wait(config, config.engine())

@@ -61,8 +61,8 @@ def show(
     Returns
     -------
     int
-        Exit code. 0: the options are printed. An unknown option or value raises UsageError, which ``tutti``
-        turns into exit code 2.
+        Exit code. 0: the options are printed. An unknown option or value raises UsageError, or CycloptsError for a
+        ``TUTTI_*`` variable, which ``tutti`` turns into exit code 2.
 
     Notes
     -----

@@ -60,6 +60,10 @@ def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="", sho
 def run_checks() -> Iterator[Finding]:
     """Run the checks of ``tutti doctor`` one after the other; all together take about ten seconds.
 
+    Most checks read this process's machine, environment and packages. The last two start two and four local ranks by
+    tutti's launcher, which all-reduce tensors with each other and have ended when their lines are yielded. A check that
+    raises gives a line with the mark ``problem``.
+
     Yields:
         The lines of the report one by one, as soon as the check that gives them has ended. Each has a name, a mark
         (``ok``, ``note`` or ``problem``), a text, measured values by name, and for a problem a remedy and an exit code.

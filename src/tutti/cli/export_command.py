@@ -58,7 +58,8 @@ def export(
     -------
     int
         Exit code. 0: the weights are written, and one line or JSON on them is printed. A missing run or an
-        existing file raises UsageError, which ``tutti`` turns into exit code 2.
+        existing file raises UsageError, which ``tutti`` turns into exit code 2; a checkpoint that is missing or
+        damaged raises CheckpointError (4), a file that cannot be written DiskError (8).
     """
     manifest = chosen_checkpoint(run, step, lambda text: print(f"tutti: {text}", file=sys.stderr))
     whole = SavedWeights(manifest, ema)

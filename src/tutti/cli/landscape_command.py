@@ -127,7 +127,8 @@ def landscape(
     -------
     int
         Exit code. 0: ``landscape.json`` is written and its table printed; otherwise the exit code of the
-        processes that measured. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+        processes that measured. A wrong option, or a start by another launcher such as torchrun, raises UsageError,
+        which ``tutti`` turns into exit code 2; a checkpoint that is missing or damaged raises CheckpointError (4).
 
     Notes
     -----

@@ -154,7 +154,8 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
 def start_node(part: NodePart, words: list[str]) -> int:
     """Start this node's ranks of a job on several nodes, and block until all of them have ended.
 
-    Each node starts its own ranks; their output is written into ``nodeN`` in the folder of logs.
+    Each node starts its own ranks. Their output is written into the subfolder ``nodeN``, N being this node's number, of
+    ``runs/logs``, or of the folder that the flag ``--logs`` of a ``run`` command names.
 
     Args:
         part: number of nodes, this node's number, ranks on it, address and port of node 0.
@@ -167,6 +168,7 @@ def start_node(part: NodePart, words: list[str]) -> int:
     Raises:
         DiskError: the folder of logs cannot be made, or a log cannot be written.
         UsageError: ``--logs`` of ``run`` has no value.
+        PeerError: the ranks of this node failed to start six times in a row.
         SystemExit: a second signal came; the code is 128 + its number.
     """
     logs = Path("runs/logs")

@@ -86,7 +86,8 @@ def noise(
     -------
     int
         Exit code. 0: the critical batch size is printed. A wrong option, or runs that do not determine it,
-        raise UsageError, which ``tutti`` turns into exit code 2.
+        raise UsageError, which ``tutti`` turns into exit code 2. A training run of ``branch`` or ``batches`` that
+        fails raises a TuttiError with its exit code.
 
     Notes
     -----

@@ -61,16 +61,19 @@ class PlanLimits:
         verify: int,
         device_memory: float | None,
     ) -> PlanLimits:
-        """Return the limits that the options of ``tutti plan`` state.
+        """Check the values of the options of ``tutti plan`` that limit plans, and return them as an object.
 
         Args:
-            max_devices: ``--max-devices``.
-            batches: ``--batch-size``.
-            deadline: ``--deadline``, a text such as ``8h``.
-            budget: ``--budget``.
-            price: ``--price``.
-            verify: ``--verify``.
-            device_memory: ``--device-memory``, in GiB.
+            max_devices: ``--max-devices``, the largest number of devices of a plan.
+            batches: ``--batch-size``, global batch sizes in samples; empty if not given.
+            deadline: ``--deadline``, longest training time as a text such as ``8h``; None for none.
+            budget: ``--budget``, largest cost of the training, in the currency of ``price``; None for none.
+            price: ``--price``, of one device for an hour; None if not given.
+            verify: ``--verify``, number of plans to train for a few steps on this machine.
+            device_memory: ``--device-memory``, in GiB; None if not given.
+
+        Returns:
+            A ``PlanLimits`` with the same attributes, but ``deadline`` in seconds and ``device_memory`` in bytes.
 
         Raises:
             UsageError: a value is malformed or out of bounds, or there is a budget and no price.
@@ -143,7 +146,8 @@ class PlanAnswer:
 
         Raises:
             DiskError: plan file or figure cannot be written.
-            UsageError: a figure is asked for and matplotlib is not installed, or its name ends otherwise.
+            UsageError: a figure is asked for, and matplotlib is not installed, or the file's name does not end in
+                ``.svg`` or ``.png``.
         """
         from tutti.planning.device_plan import best_by_devices, cheapest_plan, find_knee, lost_reason, within_limits
         from tutti.planning.plan_file import headline, plan_config, plan_json, write_plan, write_plan_figure

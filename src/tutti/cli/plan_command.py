@@ -110,8 +110,9 @@ def plan_devices(
     Returns
     -------
     int
-        Exit code. 0: a plan is chosen and printed. 9 (``THRESHOLD``): no plan is within ``deadline`` and ``budget``.
-        With ``law``: 0, after the constants of the loss law have been printed.
+        Exit code. 0: a plan is chosen and printed. 9 (``THRESHOLD``): no plan is within ``deadline`` and ``budget``, or
+        (as TargetError) no run has reached the target. With ``law``: 0, after the constants of the loss law have been
+        printed.
 
     Notes
     -----

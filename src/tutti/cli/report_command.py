@@ -32,8 +32,8 @@ def report_runs(
     Returns
     -------
     int
-        Exit code. 0: the file is written, and its path printed. A path that is no run raises UsageError, which
-        ``tutti`` turns into exit code 2.
+        Exit code. 0: the file is written, and its path printed. A path that is no run, or a missing package, raises
+        UsageError, which ``tutti`` turns into exit code 2; a file that cannot be written raises DiskError (8).
     """
     from tutti.report.html_report import write_report
 

@@ -128,6 +128,11 @@ class ElasticFlags:
         Args:
             devices: value of ``-np``, the number of slots with which the job begins.
 
+        Returns:
+            An ``ElasticOptions``: ``np``, ``min_np`` and ``max_np`` (ranks to begin with, fewest and most), ``script``
+            (host discovery script as an absolute path, or None), ``slots_per_host``, ``reset_limit``, ``cooldown`` (a
+            pair of seconds, or None) and ``timeout`` (seconds to wait for ``min_np`` ranks).
+
         Raises:
             UsageError: ``-np`` is not given, or contradicts ``min_np`` or ``max_np``.
         """

@@ -123,7 +123,8 @@ def simulate_step(
     -------
     int
         Exit code. 0: the prediction is printed. A wrong option, or a strategy that cannot be simulated, raises
-        UsageError, which ``tutti`` turns into exit code 2.
+        UsageError, which ``tutti`` turns into exit code 2; missing data raise DataError (3), a file that cannot be
+        written DiskError (8).
 
     Notes
     -----

@@ -66,7 +66,8 @@ def submit(
     -------
     int
         Exit code. 0: the file is printed. With ``start``: the exit code of the Slurm job, which is awaited. A
-        wrong option or command raises UsageError, which ``tutti`` turns into exit code 2.
+        wrong option or command, or a job that Slurm refuses, raises UsageError, which ``tutti`` turns into exit
+        code 2; with ``start``, a Slurm that does not answer raises PeerError (5).
 
     Notes
     -----
@@ -158,7 +159,7 @@ def read_submission(command: Sequence[str]) -> Submission:
     """Parse a ``train`` or ``run`` command that is to run on a cluster, and check the command before it is submitted.
 
     A ``train`` command is checked as if it ran here, but without regard to this machine's accelerators; of a ``run``
-    command only the options are.
+    command only the options are checked.
 
     Args:
         command: words of the command, without ``tutti``.
@@ -169,8 +170,8 @@ def read_submission(command: Sequence[str]) -> Submission:
         itself).
 
     Raises:
-        UsageError: the command is neither of both, a value of an option is malformed, or ``-np`` or ``--devices`` is
-            missing.
+        UsageError: the command is neither ``train`` nor ``run``, a value of an option is malformed, the script of a
+            ``run`` command is missing, or ``-np`` or ``--devices`` is.
         CycloptsError: an option is unknown, or its value is of another type.
         TuttiError: the configuration of a ``train`` command is refused.
     """

@@ -246,7 +246,7 @@ def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ..
         One path, the run's ``config.toml``; an empty tuple if nothing is resumed, for ``auto``, and if a task is named.
 
     Raises:
-        UsageError: the run does not exist.
+        UsageError: the named run directory does not exist or has no ``config.toml``.
     """
     resumed = flags.get("resume")
     if resumed in (None, "auto") or task is not None:
@@ -259,6 +259,9 @@ def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ..
 
 def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Path:
     """Return the directory that holds a run's files: make a new one, or find the directory of the run to resume.
+
+    Without ``config.resume`` a directory is made. With ``--resume auto`` the result is the newest directory below
+    ``config.runs`` with the same task and an equal configuration; with ``--resume DIR`` it is DIR.
 
     If another launcher, such as torchrun, has started the job's processes again after a failure, the run goes on in the
     directory that ``--out`` names, if it holds a ``config.toml`` from the former start.

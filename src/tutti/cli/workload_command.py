@@ -63,7 +63,8 @@ def workload(
     -------
     int
         Exit code. 0: the table or JSON is printed. A wrong option, or a model that cannot be traced, raises
-        UsageError, which ``tutti`` turns into exit code 2.
+        UsageError, which ``tutti`` turns into exit code 2; missing data raise DataError (3), a file that cannot be
+        written DiskError (8).
 
     Notes
     -----

@@ -73,10 +73,13 @@ def bench_strategies(world: World, found: Findings) -> None:
 
     A tiny GPT, whose kernels take next to no time, is trained with each strategy for a few steps, with 2 and 6 layers
     and 1 and 4 micro-batches. From the CPU seconds of the main thread, which do not count while it sleeps, those of the
-    same passes and update without tutti are subtracted. What is left is a + b·tensors + (c + d·units)·micro-batches,
-    with a rank's parameter tensors, which are the units too but for FSDP: there they are wrapped modules. Each run is
-    measured twice, and the faster counts. Collective over all ranks; one rank measures the strategy ``single``, two all
-    others.
+    same passes and update without tutti are subtracted. The law a + b·tensors + (c + d·units)·micro-batches is fitted
+    to the difference, with the number of a rank's parameter tensors; units are these tensors, for FSDP the wrapped
+    modules. Each run is measured twice, and the faster counts.
+
+    Collective over all ranks of ``world``: each trains with them, and the seconds of each run are all-gathered, so that
+    all ranks find the same figures. Call it in a launch of one rank, which measures the strategy ``single``, or of two
+    ranks, which measure all other strategies.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device.

@@ -55,9 +55,15 @@ class Network:
     def sharing(self, apart: int, together: int | None = None) -> int:
         """Return how many of several collectives that run at once share the link of one node.
 
+        The number is ``together``, but at most that of the devices of a node. For example, with 4 tensor ranks 4
+        all-reduces of gradients run at once, each over data ranks that are 4 devices apart.
+
         Args:
             apart: stride in devices from one rank of a collective to the next.
-            together: number of these collectives; None: ``apart``.
+            together: number of these collectives; None: ``apart``, as in the example.
+
+        >>> Network(8).sharing(4), Network(8).sharing(16), Network(8).sharing(1, together=2)
+        (4, 8, 2)
         """
         return min(apart if together is None else together, self.per_node)
 

@@ -249,6 +249,10 @@ def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
         By class of predictions of one basis and a similar extrapolation distance, then by published source, a
         ``CellScores``: ``scores``, a tuple of at most 60 quantiles of the scores, and ``series``, the number of
         independent series.
+
+    Raises:
+        ValueError: ``text`` is no JSON.
+        KeyError: the object, or the entry of a source, lacks a key.
     """
     stored = json.loads(text)["cells"]
     return {

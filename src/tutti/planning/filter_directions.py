@@ -47,7 +47,10 @@ def scale_filters(direction: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         direction: a tensor of the weight's shape.
-        weight: the weight.
+        weight: the weight, of at least one dimension.
+
+    Returns:
+        A new tensor of the weight's shape.
 
     >>> scale_filters(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])).tolist()
     [[5.0, 0.0], [1.0, 0.0]]

@@ -61,13 +61,17 @@ class HostPrices:
         """Predict the seconds in which a process copies or adds up bytes in host memory.
 
         Args:
-            size: bytes that are copied, or read and written, by all operators together.
-            calls: number of operators; without effect where the devices have memory of their own (``apart``).
-            kind: ``copy``, or ``other`` for elementwise operators; without effect in the same case.
+            size: bytes of all operators together: for ``copy`` the bytes that are copied, for ``other`` the bytes that
+                are read and written.
+            calls: number of operators; without effect on machines with accelerators (``apart``).
+            kind: ``copy``, or ``other`` for elementwise operators; without effect on machines with accelerators.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
+
+        Raises:
+            UsageError: the machine's data lack the seconds of such an operator.
         """
         if self._apart:
             return np.full(DRAWS, size / _MEMORY_RATE)
@@ -84,6 +88,9 @@ class HostPrices:
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
+
+        Raises:
+            UsageError: the machine's data lack the optimizer; on CPUs only.
         """
         if not self._apart:
             return np.asarray(self._costs.update(optimizer, elements))

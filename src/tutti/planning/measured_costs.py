@@ -108,7 +108,9 @@ class MeasuredCosts(StepCosts):
         return kernel
 
     def strategy_work(self, key: str) -> StrategyWork:
-        """Return the measured seconds of a strategy's Python work; if there are none, add a line to ``guesses``.
+        """Return the seconds that the Python code of a strategy takes, as ``tutti bench strategies`` measured them.
+
+        If none were measured, a line on this is added to the list ``guesses``.
 
         Args:
             key: name of the strategy, from ``strategy_key``.
@@ -162,7 +164,7 @@ class MeasuredCosts(StepCosts):
         an all-reduce of at most 1,024 bytes takes the messages of a ring over the measured links, so that pipelines,
         which send messages and agree on the gradient norm, need no measured collective. A broadcast without a curve
         takes as long as an all-gather. Between nodes the curve is one of one rank a node; without such a curve, a
-        ring's closed form over the stated link is taken. Lines on all this are added to ``guesses``.
+        ring's closed form over the stated link is taken. Lines on all this are added to the list ``guesses``.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
@@ -267,7 +269,9 @@ class MeasuredCosts(StepCosts):
     def slowest(self, ranks: int, seconds: float) -> Array:
         """Return how many times longer the slowest of some ranks computes than a typical rank, from measured jitter.
 
-        Where jitter was not measured, one rank's seconds deviate by 2 %, which ``guesses`` says.
+        One rank's seconds are normally distributed around the typical seconds, independently of other ranks. Where
+        jitter was not measured, their standard deviation is 2 %. A line on the deviation is added to the list
+        ``guesses``.
 
         Args:
             ranks: number of ranks that wait for each other.
@@ -347,12 +351,13 @@ class MeasuredCosts(StepCosts):
         return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
 
     def share_node(self, devices: int) -> None:
-        """Set by how much the devices of one node slow each other's computing down, for all durations asked for later.
+        """Set the number of devices of the run, whose devices on one node slow each other's computing down.
 
-        Where the machine file has curves of as many ranks computing at once, those are used. Else durations are
-        multiplied by factors, one of matrix products and one of memory traffic: those in an older file, or else those
-        of dividing the CPU threads among the ranks, on which a line is added to ``guesses``. A further call replaces
-        the setting.
+        All durations that are asked for later depend on it. Where the machine file has curves of as many ranks of a
+        node computing at once, these curves are used. Otherwise durations are multiplied by two factors, one of matrix
+        products and one of memory traffic. The factors are those in a file of an older version, or follow from dividing
+        the CPU threads among the ranks, on which a line is added to the list ``guesses``. A further call replaces the
+        number.
 
         Args:
             devices: number of devices of the run, on all nodes.

@@ -29,13 +29,16 @@ def curve_seconds(curve: Curve, size: float) -> float:
 
 
 def ring_scaled_seconds(curve: Curve, size: float, known: int, ranks: int) -> float:
-    """Return the seconds of a collective over a number of ranks, from those of a known number, as a ring's grow.
+    """Return the seconds of a collective over some ranks, scaled from a measurement over another number of ranks.
+
+    The scale is that of a ring of N ranks: latency grows as N − 1, and the rest of the seconds as (N − 1)/N. The
+    latency is the curve's seconds at one byte.
 
     Args:
         curve: measured seconds of the collective over the bytes of its whole tensor.
         size: bytes of the whole tensor.
         known: number of ranks of the measurement, at least 2.
-        ranks: number of ranks of the result.
+        ranks: number of ranks for which the seconds are returned.
     """
     whole = curve_seconds(curve, size)
     if known == ranks:

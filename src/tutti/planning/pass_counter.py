@@ -33,8 +33,9 @@ class PassCounter:
         """Report the progress of one part of a measurement while a ``with`` block runs.
 
         Progress is the number of passes over the samples (forwards, gradients, Hessian products) for which ``count``
-        was called within the block, and the seconds since its begin. The final count is written at the end, unless the
-        block raises. The context manager gives no value.
+        was called within the block, and the seconds since its begin. It is written to the text stream of the counter by
+        ``count``, and at the end of the block, unless the block raises. The context manager gives no value; blocks must
+        not be nested.
 
         Args:
             name: name of the part of the measurement, shown before the count.
@@ -46,10 +47,10 @@ class PassCounter:
         self._say("\n")
 
     def count(self, kind: str) -> None:
-        """Count one pass over the samples, and write progress where the last report is old enough.
+        """Count one pass over the samples, and write a line of progress to the counter's stream from time to time.
 
-        Old enough is 0.1 s on a terminal, where the line is rewritten, and 10 s elsewhere. The counter's attribute
-        ``passes`` holds the number of passes by kind.
+        The line is written if the one before is at least 0.1 s old on a terminal, where it is rewritten, and 10 s
+        elsewhere. The counter's attribute ``passes`` holds the number of passes by kind. Call it within ``part``.
 
         Args:
             kind: kind of the pass, such as ``gradient``, under which it is counted.

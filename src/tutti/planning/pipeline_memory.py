@@ -140,6 +140,10 @@ def alone(config: PlannedRun) -> PlannedRun:
     Returns:
         A copy with ``--strategy single`` on one device, as many logical workers (fixed shares of the global batch) as
         the pipeline run has, and micro-batches as large as the first micro-batch of the pipeline run.
+
+    Raises:
+        UsageError: ``--micro-batch`` and the strategy's option ``micro_batches`` are both given, or the devices do not
+            fit the strategy.
     """
     workers = config.workers or config.data_ranks
     micro = MicroBatchSizes.of(config).samples
@@ -147,10 +151,10 @@ def alone(config: PlannedRun) -> PlannedRun:
 
 
 def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, float]) -> StagePlan:
-    """Partition the model into pipeline stages as a run would, and find out how much memory each part needs.
+    """Partition the model into pipeline stages as a run would, and find out how much memory each block of it needs.
 
-    The parts are blocks: runs of consecutive calls in the model's graph, between which stages may be cut. The model is
-    built and run on fake tensors, or with few real samples if it reads values.
+    Blocks are sequences of consecutive calls in the model's graph, between which stages may be cut. The model is built
+    and run on fake tensors in this process, or with few real samples if it reads values; nothing is sent.
 
     Args:
         name: the task, or its name.
@@ -216,6 +220,11 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> lis
         One ``Memory`` for each pipeline rank, in order: bytes on its device, as attributes ``parameters``,
         ``gradients``, ``optimizer`` (state), ``messages`` (communication buffers), ``average`` (averaged weights),
         ``activations`` and ``buffers``, with their sum ``total``.
+
+    Raises:
+        UsageError: the devices do not fit the strategy, or ``--micro-batch`` and the strategy's ``micro_batches`` are
+            both given.
+        TypeError: the run is no pipeline.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
     held = ahead.held(stage_layout(config), ranks, micro_batches.count, micro_batches.samples / ahead.samples)
@@ -232,11 +241,16 @@ def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> 
         ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
             from ``observe_stages``.
         config: configuration of a pipeline run.
-        room: bytes of a device.
+        room: bytes of memory of one device that the run may use.
 
     Returns:
         A ``StagePlan`` with the same ``blocks`` of the model and new ``bounds``, (stages + 1,) indices of the blocks at
         which stages begin, and the number of blocks; None if no partition fits.
+
+    Raises:
+        UsageError: the devices do not fit the strategy, or ``--micro-batch`` and the strategy's ``micro_batches`` are
+            both given.
+        TypeError: the run is no pipeline.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
 
@@ -257,6 +271,9 @@ def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
     Returns:
         A copy of ``config`` whose strategy names the first module of each stage but the first. ``config`` itself if a
         stage begins with a module without a name, which cannot be written.
+
+    Raises:
+        TypeError: the run is no pipeline.
     """
     if not all(ahead.names):
         return config
@@ -278,10 +295,15 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room:
         ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
             from ``observe_stages``.
         config: configuration of a pipeline run.
-        room: bytes of a device.
+        room: bytes of memory of one device that the run may use.
 
     Returns:
         The changed configuration, with its partition as the strategy's option ``cuts``; None if no plan fits.
+
+    Raises:
+        UsageError: the devices do not fit the strategy, or ``--micro-batch`` and the strategy's ``micro_batches`` are
+            both given.
+        TypeError: the run is no pipeline.
     """
     for other in _others(config, len(ahead.blocks)):
         if (cut := fitting(found, ahead, other, room)) is not None:

@@ -46,11 +46,12 @@ class PlanCandidates:
     def lack(self, strategy: str, lacking: float) -> None:
         """Count a plan that the search leaves out because it does not fit into the memory of a device.
 
-        Updates ``lacking``, which holds for each strategy the fewest bytes that a device lacks and the number of plans.
+        The attribute ``lacking`` is updated: strategy → (fewest bytes that a device lacks in any plan of the strategy,
+        number of plans).
 
         Args:
             strategy: name of the plan's strategy, under which it is counted.
-            lacking: bytes that the fullest device lacks.
+            lacking: bytes by which this plan exceeds the memory of its fullest device.
         """
         least, number = self.lacking.get(strategy, (lacking, 0))
         self.lacking[strategy] = min(least, lacking), number + 1

@@ -198,7 +198,7 @@ def write_plan_figure(best: Sequence[DevicePlan], title: str, path: Path) -> Non
         path: the file to write, ``.svg`` or ``.png``.
 
     Raises:
-        UsageError: matplotlib is not installed, or the file's name ends otherwise.
+        UsageError: matplotlib is not installed, or the file's name does not end in ``.svg`` or ``.png``.
         DiskError: the file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:

@@ -65,7 +65,7 @@ def plan_choices(
 
     Raises:
         UsageError: an unknown strategy or option, or a number of devices that does not fit the strategy; raised while
-            the steps are taken.
+            the iterator runs, not by the call.
     """
     for devices in counts:
         # One device alone has nothing to shard or cut.
@@ -95,7 +95,8 @@ def open_options(text: str, devices: int) -> list[str]:
     Searched are the ZeRO stage of ``sharded``; the number of stages and the schedule of ``pipeline``; the number of
     tensor ranks of ``tensor``; and of ``hybrid`` the numbers of stages and of tensor ranks, and the schedule. Numbers
     are powers of two from 2 that divide the number of devices, up to 64 stages and 8 tensor ranks; 1 if there is none.
-    For ``hybrid``, stages × tensor ranks must divide the number of devices too.
+    For ``hybrid``, stages × tensor ranks must divide the number of devices too; where no such pair does, the one text
+    has one stage and the largest number of tensor ranks.
 
     Args:
         text: as given to ``--strategy``; options in it are kept.

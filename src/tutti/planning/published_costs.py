@@ -158,7 +158,7 @@ class PublishedCosts(StepCosts):
         return np.full(DRAWS, found)
 
     def within(self) -> LinkCost:
-        """Return the guessed cost of a transfer within a node; ``guesses`` receives a line on it.
+        """Return the guessed cost of a transfer within a node; a line on it is added to the list ``guesses``.
 
         Returns:
             A ``LinkCost``: ``alpha``, seconds of latency of a transfer, and ``beta``, the chip's usual bytes a second:

@@ -130,12 +130,12 @@ def check_writable(path: Path | None, what: str, suffixes: Sequence[str] = ()) -
     """Check that a file can be written later, before a command spends minutes or hours on its content.
 
     Args:
-        path: the file; None for none, which is always right.
-        what: the content, as the messages of both errors name it, such as ``the recipe``.
-        suffixes: endings of the file's name of which it must have one; empty for any.
+        path: the file; None for no file, for which nothing is checked.
+        what: name of the content for the error's message, such as ``the recipe``.
+        suffixes: permitted endings of the file's name, such as ``.svg``; empty to permit every name.
 
     Raises:
-        UsageError: the name ends otherwise.
+        UsageError: the file's name has none of ``suffixes``.
         DiskError: the path is a folder, or the folder around it does not exist.
     """
     if path is None:

@@ -51,9 +51,11 @@ def sums_in_memory(costs: StepCosts, exchange: AllReduceConfig, devices: int) ->
     """Return whether data ranks add up their gradients in shared memory, as CPUs of one node do by default.
 
     Args:
-        costs: whether the devices are CPUs, and how many of them are on a node.
-        exchange: options of gradient synchronisation.
-        devices: number of devices of all data ranks.
+        costs: durations on the machine; read are the kind of its devices (CPUs or accelerators) and how many of them
+            are on a node.
+        exchange: options of gradient synchronisation; read are the algorithm, and wire and buckets, with either of
+            which gradients are not summed in shared memory.
+        devices: number of devices of the run: data ranks × devices of a replica.
 
     Raises:
         UsageError: the options ask for shared memory, which these devices do not have.
