@@ -200,7 +200,8 @@ def loss_regions(law: LossLaw, parameters: Array, data: Array, loss: Array) -> l
     ``irreducible``: the law's constant E is more than 90 % of the run's loss (a choice). ``small data``: the run is in
     the quarter of runs with the least data, and its loss deviates from a law fitted to the other three quarters by more
     than five times these runs' spread; only with at least 8 runs, and three different amounts of data among these
-    quarters. All other runs are ``power law``.
+    quarters. Where the three quarters are too few to fit, ``law`` takes the place of their law. All other runs are
+    ``power law``.
 
     Args:
         law: the law L = E + A/N^α + B/D^β, fitted to all runs; E is the loss of unlimited model size and data.

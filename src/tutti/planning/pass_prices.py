@@ -51,7 +51,8 @@ class PassPrices:
             constants. The array is the cached one, which later calls return too: do not change it.
 
         Raises:
-            UsageError: ``checkpointing`` finds nothing to recompute in this model; for ``backward`` only.
+            UsageError: the machine's data lack a class of operators; or, for ``backward`` only, ``checkpointing`` finds
+                nothing to recompute in this model.
         """
 
         def price() -> Array:
@@ -74,7 +75,8 @@ class PassPrices:
             change it.
 
         Raises:
-            UsageError: ``checkpointing`` finds nothing to recompute in this model; for ``backward`` only.
+            UsageError: the machine's data lack a class of operators; or, for ``backward`` only, ``checkpointing`` finds
+                nothing to recompute in this model.
         """
 
         def add() -> Array:

@@ -59,6 +59,10 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
         Seconds on a typical device, array of shape (virtual stages, 256): a row for each virtual stage, a column for
         each of the Monte Carlo draws of the machine's uncertain constants. The array is cached in ``prices`` and shared
         by later calls: do not change it.
+
+    Raises:
+        UsageError: the machine's data lack a class of operators; or, for ``backward`` only, ``checkpointing`` finds
+            nothing to recompute in this model.
     """
 
     def add() -> Array:
@@ -123,7 +127,8 @@ class PipelineBuilder(ReplicaBuilder):
             vectors that are summed over data ranks, ``collectives`` all other collectives.
 
         Raises:
-            UsageError: the facts about the model that this builder was given hold no partition into stages.
+            UsageError: the facts about the model that this builder was given hold no partition into stages; or the
+                machine's data lack a class of operators, the optimizer, a collective or the cost of a link.
         """
         stages, replicas = self.shape["stage"], self.shape["replica"]
         facts = self.facts.stages

@@ -226,7 +226,8 @@ class StepPricer:
             memory: bytes of a device.
 
         Raises:
-            UsageError: the model of a pipeline plan cannot be cut into stages, or it cannot be traced.
+            UsageError: the devices do not fit the strategy, or the model of a pipeline plan cannot be cut into stages.
+            DataError: a sample of the task's data cannot be read.
         """
         return self.sizes.device_bytes(self._config(step)) - memory
 

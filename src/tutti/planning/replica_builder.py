@@ -153,6 +153,9 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
     Returns:
         Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
+
+    Raises:
+        UsageError: the machine's data lack the seconds of copies or of elementwise operators.
     """
     return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
 
@@ -171,11 +174,15 @@ def micro_batch_overhead(
         work: seconds of the strategy's Python work.
         tensors: trainable parameters of the device, each with the elements of its gradient there.
         first: whether the micro-batch is the first of the step.
-        units: number of tensors, or wrapped modules, that the Python work grows with; None: of ``tensors``.
+        units: number of tensors, or with FSDP of wrapped modules, with which the Python work grows; None: the number of
+            ``tensors``.
 
     Returns:
         Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
+
+    Raises:
+        UsageError: the machine's data lack the seconds of elementwise operators; not for the first micro-batch.
     """
     seconds = np.full(DRAWS, work.of_micro_batch(len(tensors) if units is None else units))
     if first:
@@ -223,6 +230,9 @@ def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = 
     Returns:
         Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
         constants.
+
+    Raises:
+        UsageError: the machine's data lack the collective or the cost of a link.
     """
     return costs.collective("all_reduce", devices, _norm_bytes(devices, squares))
 
@@ -242,6 +252,9 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
     Returns:
         Seconds of all of them together, array of shape (256,): one value for each of the Monte Carlo draws of the
         machine's uncertain constants.
+
+    Raises:
+        UsageError: the machine's data lack the collective or the cost of a link.
     """
     total, cpu, shared = np.zeros(DRAWS), not prices.costs.overlaps, prices.costs.network.nodes(ranks) == 1
 
@@ -301,6 +314,10 @@ class ReplicaBuilder:
             duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``vectors`` lists the
             gradient vectors that are summed over data ranks, ``collectives`` all other collectives.
+
+        Raises:
+            UsageError: the machine's data lack a class of operators, the optimizer, a collective or the cost of a link;
+                or ``exchange`` asks for shared memory, which the devices do not have.
         """
         program = StepProgram()
         ends = self.passes(program, parts)
@@ -332,6 +349,9 @@ class ReplicaBuilder:
             duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
             kind, bytes and period of each collective.
+
+        Raises:
+            UsageError: the machine's data lack a class of operators, the optimizer, a collective or the cost of a link.
         """
         program, tensors = StepProgram(), self.facts.tensors
         self.passes(program, parts)
@@ -370,6 +390,9 @@ class ReplicaBuilder:
             duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
             kind, bytes and ranks (mesh axis) of each collective.
+
+        Raises:
+            UsageError: the machine's data lack a class of operators, the optimizer, a collective or the cost of a link.
         """
         program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
         self.passes(program, parts)
@@ -406,6 +429,9 @@ class ReplicaBuilder:
             duration (seconds, one value for each of the Monte Carlo draws of the machine's uncertain constants) and the
             indices in ``actions`` of the actions that have to end before this action begins; ``collectives`` lists
             kind, bytes and ranks (mesh axis) of each collective.
+
+        Raises:
+            UsageError: the machine's data lack a class of operators, the optimizer, a collective or the cost of a link.
         """
         program, shards = StepProgram(), self.shape["shard"]
         groups = {group.name: group for group in self.facts.workload.groups}
@@ -470,6 +496,10 @@ class ReplicaBuilder:
         Returns:
             By name of each module group, the index in ``program.actions`` of the last action of its backward in the
             last micro-batch.
+
+        Raises:
+            UsageError: the machine's data lack a class of operators, a collective of tensor parallelism or the cost of
+                a link.
         """
         groups = {group.name: group for group in self.facts.workload.groups}
         samples = [count for worker in parts for count in worker]
@@ -516,6 +546,9 @@ class ReplicaBuilder:
         Returns:
             One array for each list of ``parts``, in their order: the delay in seconds, shape (256,), one value for
             each of the Monte Carlo draws of the machine's uncertain constants; zeros where nothing is delayed.
+
+        Raises:
+            UsageError: the machine's data lack a class of operators.
         """
         choice = self.config.activation_checkpointing
         computing = [
@@ -575,6 +608,9 @@ class ReplicaBuilder:
         Returns:
             Index in ``program.actions`` of the action after which the device continues: the collectives, or the last
             element of ``needs``, which must not be empty, where there are none.
+
+        Raises:
+            UsageError: the machine's data lack the collective or the cost of a link.
         """
         sent = pass_messages(self.facts, self.config.activation_checkpointing, passed, samples, groups)
         if not sent:
@@ -615,6 +651,9 @@ class ReplicaBuilder:
         Returns:
             Indices in ``program.actions`` of the actions that have to end before the optimizer step: the last broadcast
             alone, or ``needs`` if no broadcast was added.
+
+        Raises:
+            UsageError: the machine's data lack the collective or the cost of a link.
         """
         if not uneven and not self.costs.overlaps:
             return [*needs]
@@ -653,6 +692,9 @@ class ReplicaBuilder:
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
             constants.
+
+        Raises:
+            UsageError: the machine's data lack the collective or the cost of a link.
         """
         return gradient_norm_seconds(self.costs, self.apart, squares)
 
@@ -806,6 +848,8 @@ class ReplicaBuilder:
     ) -> int:
         """Append an optimizer step to a simulated training step, and return its index in ``program.actions``.
 
+        Its seconds are those of the configuration's optimizer on the machine.
+
         Args:
             program: the training step.
             parameters: number of parameters that the optimizer updates on the device.
@@ -813,6 +857,9 @@ class ReplicaBuilder:
                 negative ones stand for no action.
             device: index of the device in the program.
             tensors: number of trainable parameter tensors of the device; None: all of the model's.
+
+        Raises:
+            UsageError: the machine's data lack the optimizer of the configuration.
         """
         number = len(self.facts.tensors) if tensors is None else tensors
         seconds = self.costs.update(self.config.optimizer, parameters, number)

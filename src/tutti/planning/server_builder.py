@@ -170,7 +170,8 @@ class ServerBuilder(ReplicaBuilder):
             the reads of other ranks' gradients, by (source rank, owner rank).
 
         Raises:
-            UsageError: the devices are on several nodes.
+            UsageError: the devices are on several nodes, or the machine's data lack a class of operators or the
+                optimizer.
         """
         program, tensors, ranks = StepProgram(), self.facts.tensors, self.shape["replica"]
         if self.costs.network.nodes(ranks) > 1:
@@ -221,7 +222,8 @@ class ServerBuilder(ReplicaBuilder):
             this action begins; ``flows`` lists the kinds of requests of a rank to the servers, with their bytes.
 
         Raises:
-            UsageError: there are too few tensors for the servers.
+            UsageError: the optimizer needs each tensor whole on one server, and there are fewer tensors than servers;
+                or the machine's data lack a class of operators, the optimizer or the cost of a link.
         """
         self.costs.note("parameter servers compute at the speed of a rank, whose cores they share")
         shared = exchange.transport != "tcp" and self.costs.network.nodes(self.shape["replica"]) == 1

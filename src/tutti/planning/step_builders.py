@@ -156,8 +156,8 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
     """Predict how many times longer the slowest device, for which all others wait, computes than a typical one.
 
     The ratio grows with the number of devices and with the jitter of computing that was measured on the machine;
-    without a measurement the seconds of a device vary by 2 % (a guess). Asynchronous workers of parameter servers do
-    not wait for each other, so that all their ratios are 1.
+    without a measurement the seconds of a device vary by 2 % (a guess). With parameter servers in the mode ``async`` no
+    worker waits for another, so that all ratios are 1.
 
     Args:
         config: configuration of the run, with a number of devices.
@@ -167,6 +167,10 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
 
     Returns:
         Ratios of seconds, array of shape (256,), at least 1: one for each of the Monte Carlo draws.
+
+    Raises:
+        UsageError: the number of devices does not fit the strategy, or the machine's data have jitter and no curve of
+            matrix products.
     """
     exchange = config.choice.exchange
     if isinstance(exchange, ParameterServerConfig) and exchange.mode == "async":
@@ -234,7 +238,12 @@ def typical_computing(config: PlannedRun, parts: Sequence[Sequence[int]], prices
 
     Returns:
         Seconds, array of shape (256,), as if the device held the whole model: one value for each of the Monte Carlo
-        draws of the machine's uncertain constants. The array is cached in ``prices`` and shared by later calls.
+        draws of the machine's uncertain constants. The array is cached in ``prices`` and shared by later calls: do not
+        change it.
+
+    Raises:
+        UsageError: the machine's data lack a class of operators, or the run's activation checkpointing finds nothing to
+            recompute in this model.
     """
     choice = config.activation_checkpointing
     counts = Counter(samples for worker in parts for samples in worker)

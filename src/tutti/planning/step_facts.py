@@ -103,8 +103,9 @@ class StageFacts:
             ranks: number of pipeline ranks.
 
         Returns:
-            Indices in ``StepFacts.tensors``, in ascending order, by the pipeline ranks that hold copies of them. Empty
-            where no parameter has copies.
+            A dict from each group of pipeline ranks (a tuple in ascending order) that hold copies of the same
+            parameters to the indices of these parameters in ``StepFacts.tensors``, in ascending order. Empty where no
+            parameter has copies.
         """
         holders: dict[int, list[int]] = {}
         for rank in range(ranks):

@@ -81,7 +81,8 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         parameter servers, whose step must be simulated (``build_step``).
 
     Raises:
-        UsageError: the speed of a link is not known, or the devices do not fit the strategy.
+        UsageError: the machine's data lack the cost of a link, a collective, a class of operators or the optimizer; the
+            devices do not fit the strategy; or activation checkpointing finds nothing to recompute in this model.
     """
     choice, shape, parts = config.choice, config.shape, rank_micro_batches(config)
 

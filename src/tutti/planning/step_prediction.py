@@ -205,6 +205,7 @@ class TaskSizes:
 
         Raises:
             UsageError: the strategy's wrap policy does not fit the model.
+            DataError: a sample of the task's data cannot be read.
         """
         choice = config.activation_checkpointing
         if choice not in self._memory:
@@ -225,7 +226,9 @@ class TaskSizes:
             config: configuration of the run, with a number of devices.
 
         Raises:
-            UsageError: the run is a pipeline, and the model cannot be cut into stages.
+            UsageError: the devices or the wrap policy do not fit strategy and model; or the run is a pipeline, and the
+                model cannot be cut into stages.
+            DataError: a sample of the task's data cannot be read.
         """
         facts = self.memory(config)
         if config.shape["stage"] == 1:
@@ -393,6 +396,8 @@ def predict_step(
 ) -> tuple[StepPrediction, StepTimes]:
     """Predict time, memory and messages of a training step by simulating it.
 
+    Sets the number of devices in ``costs`` (``share_node``), and adds lines to its list ``guesses``.
+
     Args:
         task: the task, or its name.
         sizes: sizes of the task's model, from ``gather_sizes``.
@@ -409,6 +414,7 @@ def predict_step(
 
     Raises:
         UsageError: the strategy, its options, a link, or the memory of the model's pipeline stages cannot be predicted.
+        DataError: the run is a pipeline, and the task's data are missing or malformed.
     """
     devices = config.device_count
     compiled = config.compile_choice
@@ -495,6 +501,10 @@ def alone_config(config: PlannedRun) -> PlannedRun:
     Returns:
         A copy of ``config`` with ``--strategy single``, one device and one logical worker, micro-batches as large as
         the largest of data rank 0, and no ``--slow``, which delays ranks.
+
+    Raises:
+        UsageError: ``--micro-batch`` and the strategy's option ``micro_batches`` are both given, or the devices do not
+            fit the strategy.
 
     >>> alone_config(PlannedRun(devices="4", batch_size=64)).micro_batch
     16

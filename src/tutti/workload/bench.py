@@ -50,9 +50,10 @@ def bench_machine(
         ranks: numbers of ranks to measure links and collectives with, one after the other.
         device: ``auto``, ``cpu`` or the name of an accelerator.
         folder: a folder on the disk to measure.
-        strategies: measures the part ``strategies``, with one rank and with two.
+        strategies: function that measures the part ``strategies``, such as ``bench_strategies``; it is pickled and
+            called as ``strategies(world, found)`` on each rank of two launches, of one rank and of two.
         scaling: a task and further flags of ``tutti train``, whose throughput is measured; empty for none.
-        counts: numbers of devices to measure that throughput on.
+        counts: numbers of devices on which to measure the throughput of ``scaling``.
 
     Returns:
         A ``Machine``: ``figures`` (single numbers) and ``curves`` (seconds over size), by name, with ``host``,
@@ -124,8 +125,10 @@ def bench_rank(
 ) -> None:
     """Measure parts of the machine as one of the ranks that the launcher has started.
 
-    Collective over all ranks of the launch, which call it with equal arguments; it initialises the process group, and
-    ends it on return. Rank 0 writes figures and curves as JSON into ``directory``.
+    Collective over all ranks of the launch, which call it with equal arguments as their main function; it initialises
+    the process group, and ends it on return, but not after an error. ``links`` sends messages between neighbouring
+    ranks; ``collectives`` makes all-reduces, all-gathers, reduce-scatters and broadcasts over all ranks; other parts
+    but ``strategies`` send nothing. Rank 0 writes figures and curves as JSON into ``directory``.
 
     Args:
         parts: what to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk``, ``optimizer`` and
@@ -134,7 +137,8 @@ def bench_rank(
         begin: ``time.monotonic`` when the launcher was called.
         directory: folder for the JSON file.
         folder: a folder on the disk to measure.
-        strategies: measures the part ``strategies``.
+        strategies: function that measures the part ``strategies``, such as ``bench_strategies``; called as
+            ``strategies(world, found)`` with this process's membership in the launch and the findings to add to.
 
     Raises:
         DiskError: a file in ``folder`` cannot be written.

@@ -34,7 +34,8 @@ def bench_links(world: World, found: Findings) -> None:
     The pairs are measured one after the other. The last rank has no message to rank 0, and one rank alone no curve.
 
     Ring algorithms use links both ways at once. On some links each direction is slower then, because acknowledgements
-    share its rate. The function is collective over all ranks.
+    share its rate. The function is collective over all ranks: before each message all ranks all-gather one number, as a
+    barrier, and rank I broadcasts the curve of its pair.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
@@ -53,7 +54,8 @@ def bench_collectives(
 ) -> None:
     """Measure the seconds of all-reduce, all-gather, reduce-scatter and broadcast over all ranks.
 
-    Collective over all ranks, which pass the same ``kinds`` and ``sizes``.
+    Collective over all ranks, which pass the same ``kinds`` and ``sizes``. Before each measured call all ranks
+    all-gather one number, as a barrier, which is not timed.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
@@ -82,7 +84,8 @@ def bench_shared(world: World, found: Findings) -> None:
     """Measure operators and optimizers in all ranks of a node at once, each with the threads it has in training.
 
     What ranks share slows each of them down: cores, caches and the bandwidth of memory, by class of operator and size.
-    Collective over all ranks.
+    Collective over all ranks: before each curve they all-gather one number, as a barrier. The measurements stay on
+    their rank.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are on one node.
@@ -109,7 +112,8 @@ def bench_shared(world: World, found: Findings) -> None:
 def bench_overlap(world: World, found: Findings) -> None:
     """Measure how much longer an all-reduce and matrix products take when they run at the same time.
 
-    The all-reduce is over all ranks and has 16 MiB. The function is collective over all ranks.
+    The function is collective over all ranks. They all-reduce 16 MiB, rank 0 broadcasts the number of matrix products,
+    so that all compute equally much, and all-gathers of one number are barriers before the measurements.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
@@ -150,7 +154,8 @@ def bench_overlap(world: World, found: Findings) -> None:
 def bench_jitter(world: World, found: Findings) -> None:
     """Measure how the time of the same computation varies from repetition to repetition and from rank to rank.
 
-    All ranks compute the same matrix products at once, 60 times. The function is collective over all ranks.
+    All ranks compute the same matrix products at once, 60 times. The function is collective over all ranks: they
+    all-gather one number before each repetition, as a barrier, and at the end the seconds of all repetitions.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.

@@ -38,6 +38,8 @@ class Findings:
     def add(self, name: str, unit: str, values: Sequence[float]) -> None:
         """Add a number to the measured figures of a machine: the median of some values, with their interquartile range.
 
+        A figure of the same name is replaced. If ``show`` is set, the figure is printed to standard error.
+
         Args:
             name: name of the figure, such as ``disk/read``.
             unit: unit of the values, such as ``s``, ``byte/s`` or ``ratio``.
@@ -51,6 +53,8 @@ class Findings:
     def draw(self, name: str, unit: str, points: Sequence[CurvePoint]) -> None:
         """Add a curve of seconds over size to the measurements of a machine: the points, and a line fitted to them.
 
+        A curve of the same name is replaced. If ``show`` is set, rate and fixed seconds are printed to standard error.
+
         Args:
             name: name of the curve, such as ``device/copy``.
             unit: unit of the sizes, such as ``byte`` or ``FLOP``.
@@ -62,7 +66,8 @@ class Findings:
     def draw_link(self, name: str, points: Sequence[CurvePoint]) -> None:
         """Add a curve of a link's seconds over bytes to the measurements of a machine: the points, latency and rate.
 
-        ``fit_link`` computes latency and rate: the rate from large messages, the latency from the smallest message.
+        ``fit_link`` computes latency and rate: the rate from large messages, the latency from the smallest message. A
+        curve of the same name is replaced. If ``show`` is set, rate and latency are printed to standard error.
 
         Args:
             name: name of the curve, such as ``links/0-1``.
