@@ -69,7 +69,7 @@ def _has(words: list[str], *flags: str) -> bool:
 
 
 def hosts_as_engine(words: list[str]) -> list[str]:
-    """Rewrite the flags of hosts in a command line of ``train`` or ``run`` to those that these commands know.
+    """Replace the flags of hosts in a command line of ``train`` or ``run`` by options that these commands have.
 
     ``train -H a:2,b:2`` and ``train --hostfile FILE`` become ``train --on ssh:hosts=…``; without ``--devices`` they
     also get as many devices as the hosts state together. ``run --hostfile FILE`` becomes ``run -H …``.

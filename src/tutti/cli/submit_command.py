@@ -132,7 +132,9 @@ def _start(text: str, wanted: Submission) -> int:
 
 
 def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Rewrite the command line ``train … --on slurm:…`` to ``submit --start slurm:… -- train …``, and ``run`` alike.
+    """Rewrite the command line ``train … --on slurm:…`` to ``submit --start slurm:… -- train …``.
+
+    A ``run`` command with ``--on slurm:…`` is rewritten in the same way.
 
     Args:
         words: the command line without ``tutti``.

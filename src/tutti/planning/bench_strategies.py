@@ -85,6 +85,9 @@ def bench_strategies(world: World, found: Findings) -> None:
         world: this process's membership in the launch: rank, number of ranks and device.
         found: receives figures in seconds, none negative: ``strategy/NAME/step`` (a), ``strategy/NAME/tensor`` (b),
             ``strategy/NAME/micro_batch`` (c) and ``strategy/NAME/unit`` (d).
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world

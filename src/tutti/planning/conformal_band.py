@@ -54,7 +54,7 @@ def band_unit(sigma: float) -> float:
 
 @dataclass(frozen=True)
 class CheckedPrediction:
-    """One prediction beside its measurement.
+    """One prediction of a back-test, with the uncertainty that it states, beside the published measurement.
 
     Attributes:
         set_name: published source of the measurement; errors of the same source are not used for this prediction's

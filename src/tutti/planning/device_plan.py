@@ -176,7 +176,7 @@ class TargetData:
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A training step with a choice of devices, batch and strategy, and its time.
+    """A choice of devices, batch and strategy, with the measured or predicted seconds of its training step.
 
     Attributes:
         devices, batch, strategy: the choice; ``batch`` in samples, ``strategy`` as text of ``--strategy``.
@@ -348,8 +348,8 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
     Returns:
         A plan for every step, sorted by number of devices and then by seconds of training. A plan has the number of
-        steps to the target (``steps``), the ``seconds`` of training (median), Monte Carlo ``draws`` of these
-        seconds and their 90 % ``band`` (None where unknown), and the ``cost`` (None without a price).
+        steps to the target (``steps``), the ``seconds`` of training (median), Monte Carlo ``draws`` of these seconds,
+        an array of shape (256,), their 90 % ``band`` (None where unknown), and the ``cost`` (None without a price).
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.

@@ -74,6 +74,7 @@ def landscape_rank(
         CheckpointError: a checkpoint is of another model, or damaged.
         NonFiniteError: the loss at the checkpoint is NaN or infinite; raised on rank 0, while the other ranks return.
         DiskError: rank 0 cannot write the file.
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     world = context.init(config.device)
     prepare_process(config, world)

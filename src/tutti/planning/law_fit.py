@@ -65,7 +65,8 @@ class FittedLaw:
 
         Returns:
             Name of the constant, such as ``latency_s``, → its value at the optimum of the fit, a Python float. A name
-            that ends in a unit, such as ``_s`` or ``_bytes_per_s``, states it in SI units; others have none.
+            that ends in a unit, such as ``_s`` or ``_bytes_per_s``, is that of a value in this SI unit; all other
+            constants have no unit.
         """
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
 

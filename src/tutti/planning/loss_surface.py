@@ -187,6 +187,7 @@ class LossSurface:
         Raises:
             ValueError: no set of samples is called ``of``; nothing has been sent then.
             UsageError: the loss function returns something that is no loss.
+            PeerError: a data rank is lost, or does not take part within the timeout.
         """
         number = self.sets.index(of or self.sets[0])
         self._ask(_VALUE, number, point)
@@ -212,6 +213,7 @@ class LossSurface:
 
         Raises:
             UsageError: the loss does not depend on any trainable parameter.
+            PeerError: a data rank is lost, or does not take part within the timeout.
         """
         self._ask(_GRADIENT, 0, point)
         self._move(point)
@@ -235,6 +237,7 @@ class LossSurface:
         Raises:
             UsageError: an operator of the model or the loss has no second derivative, or the loss does not depend on
                 any trainable parameter.
+            PeerError: a data rank is lost, or does not take part within the timeout.
         """
         self._ask(_PRODUCT, 0, vector)
         self._counted("Hessian-vector product")
@@ -247,6 +250,9 @@ class LossSurface:
         pass starts with broadcasts from rank 0 (kind of the pass; point or direction), and the results are all-reduced
         over the data ranks. Blocks until rank 0 calls ``close``. The model keeps the point of the newest ``value`` or
         ``gradient``. Errors of a pass, such as UsageError of ``hessian_product``, are raised here too.
+
+        Raises:
+            PeerError: a data rank is lost, or does not take part within the timeout.
         """
         while True:
             asked = torch.zeros(2, dtype=torch.int64)
@@ -267,6 +273,9 @@ class LossSurface:
 
         Collective over the data ranks: a broadcast from rank 0, which the other ranks receive in ``serve``. Call it on
         rank 0 alone.
+
+        Raises:
+            PeerError: a data rank is lost, or does not take part within the timeout.
         """
         self._ask(_END, 0, None)
 

@@ -153,6 +153,9 @@ def plan_memory(found: Facts, config: PlannedRun) -> Memory:
         The bytes by kind, as numbers with the attributes ``parameters``, ``gradients``, ``optimizer`` (state),
         ``messages`` (communication buffers), ``average`` (averaged weights), ``activations`` and ``buffers``, and their
         sum ``total``.
+
+    Raises:
+        UsageError: the devices do not fit the strategy.
     """
     split, ranks = _split(config), config.data_ranks
     each = State(*(b / found.parameters for b in (found.whole, found.trained, found.words * found.trained)))
@@ -326,7 +329,7 @@ def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
     Raises:
         UsageError: the task, an option or the strategy is wrong.
         DataError: the task's data are missing or malformed.
-        TuttiError: training fails otherwise.
+        TuttiError: training fails for another reason, such as a lost rank.
     """
     world = context.init(config.device, config.timeout)
     prepare_process(config, world)

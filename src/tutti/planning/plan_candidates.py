@@ -109,8 +109,8 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 
     Returns:
         Entries sorted by devices, batch and strategy. Each has ``seconds``, the seconds of a step (median over its
-        runs); ``draws``, an array of random draws of these seconds from their measured spread; and for strategies such
-        as ``local_sgd`` the median samples to the target (``samples``, else None).
+        runs); ``draws``, an array of shape (256,) of random draws of these seconds from their measured spread; and for
+        strategies such as ``local_sgd`` the median samples to the target (``samples``, else None).
 
     Raises:
         UsageError: a run has an unknown strategy or option of one.
@@ -142,13 +142,13 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 
 
 def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[PlannedStep], command: str) -> None:
-    """Check that runs have measured the strategies whose samples to the target are known only from a run of their own.
+    """Check that runs have measured the strategies whose samples to the target no other strategy's run can predict.
 
-    These are strategies whose workers do not make one common update a step, such as ``local_sgd``. For all other
-    strategies nothing is checked.
+    These are strategies whose workers do not make one common update a step, such as ``local_sgd``. All other strategies
+    pass the check.
 
     Args:
-        strategies: asked for, as texts of ``--strategy``.
+        strategies: strategies to plan with, as texts of ``--strategy``.
         measured: steps of runs that have reached the target.
         command: ``tutti train`` with task and target, to which the error's remedy adds the options of the missing run.
 

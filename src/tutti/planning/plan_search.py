@@ -176,15 +176,16 @@ class StepPricer:
         """Compute a lower bound of the seconds of a planned training step, which is much cheaper than a simulation.
 
         A strategy without such a bound gets its simulated seconds, as from ``evaluate``. The bound is multiplied by
-        measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it.
+        measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it. The number of devices is set in
+        ``costs`` (``share_node``).
 
         Args:
             step: devices, batch, strategy and options; its seconds are not read.
 
         Returns:
-            A copy of ``step`` with ``seconds`` (median of the bound), ``draws`` (an array of Monte Carlo draws of
-            the bound), ``terms`` (its seconds by cause), ``basis`` in words, and ``least``: True for a bound, False
-            where the step was simulated.
+            A copy of ``step`` with ``seconds`` (median of the bound), ``draws`` (array of shape (256,), Monte Carlo
+            draws of the bound), ``terms`` (its seconds by cause), ``basis`` in words, and ``least``: True for a bound,
+            False where the step was simulated.
 
         Raises:
             UsageError: the step cannot be simulated.
@@ -199,12 +200,14 @@ class StepPricer:
         """Predict the seconds of a planned training step by simulating all its computation and messages.
 
         The prediction is multiplied by measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it.
+        The number of devices is set in ``costs`` (``share_node``).
 
         Args:
             step: devices, batch, strategy and options; its seconds are not read.
 
         Returns:
-            A copy of ``step`` with ``seconds`` (median), ``draws`` (an array of Monte Carlo draws of the seconds),
+            A copy of ``step`` with ``seconds`` (median), ``draws`` (array of shape (256,), Monte Carlo draws of the
+            seconds),
             ``terms`` (seconds by cause, such as ``compute``), ``basis`` in words, and ``least`` False: the seconds are
             no lower bound.
 
@@ -353,10 +356,10 @@ def search_plans(
         pricer: predicts all other steps.
         data: number of training samples to the target at any batch size.
         memory: bytes of a device's memory; None where memory is not to be checked.
-        found: receives ``steps`` (those of ``measured`` first, then simulated ones and ones with a lower bound),
-            ``refused`` (number of plans by reason), ``lacking`` (plans that do not fit into memory, by strategy), and
-            in the lists ``rests`` and ``guesses`` lines on sources and guesses; ``searched`` and ``evaluated`` grow by
-            the numbers of plans that were looked at and simulated.
+        found: receives ``steps`` (the elements of ``measured``, then predicted steps, simulated or with a lower bound
+            of their seconds only), ``refused`` (number of plans by reason), ``lacking`` (plans that do not fit into
+            memory, by strategy), and in the lists ``rests`` and ``guesses`` lines on sources and guesses; ``searched``
+            and ``evaluated`` grow by the numbers of plans that ``choices`` yielded and of plans that were simulated.
 
     Raises:
         UsageError: the data to the target are unknown at the batch of a measured step. A plan whose seconds or memory

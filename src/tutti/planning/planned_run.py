@@ -58,7 +58,9 @@ class PlannedRun(TrainConfig):
 
     @cached_property
     def data_ranks(self) -> int:
-        """Number of ranks among which the planned run divides a global batch; stages and tensor ranks share one part.
+        """Number of data ranks, among which the planned run divides a global batch: mesh extents replica × shard.
+
+        The stages and tensor ranks of one replica compute the same samples, and count as one data rank.
 
         Raises UsageError if the number of devices does not fit the strategy.
         """

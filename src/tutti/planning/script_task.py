@@ -51,10 +51,10 @@ class ScriptTask:
 
 
 def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
-    """Run a training script up to ``tutti.prepare``, and return what it gives there as a task.
+    """Run a training script up to its call of ``tutti.prepare``, and return the arguments of this call as a task.
 
-    The script runs in this process as ``__main__`` with its ``sys.argv``: its model is built, and what precedes
-    ``tutti.prepare`` has its effects. Its output goes to stderr. Nothing is trained.
+    The script runs in this process as ``__main__``, with a ``sys.argv`` of its own: its model is built, and all code
+    before the call has its effects. Its output goes to stderr. Nothing is trained.
 
     Args:
         script: path of the script.
@@ -62,13 +62,13 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
 
     Returns:
         A ``ScriptTask``: ``task``, a ``Task`` with the attributes ``model`` (a function that returns a copy of the
-        script's model), ``loss`` (the loss function) and ``train`` (the training data); ``options``: what the script
-        states, by field of ``TrainConfig``; and ``own_loop``: whether the script computes the loss in its own loop and
-        gives no loss function.
+        script's model), ``loss`` (the loss function) and ``train`` (the training data); ``options``: the options that
+        the script passes, by field of ``TrainConfig``; and ``own_loop``: whether the script computes the loss in its
+        own loop and gives no loss function.
 
     Raises:
-        UsageError: the script does not exist, raises, or ends before ``tutti.prepare``; or what it gives there cannot
-            be simulated. The message names the script's line.
+        UsageError: the script does not exist, raises, or ends before ``tutti.prepare``; or the model, data or options
+            that it passes cannot be simulated. The message names the script's line.
         DataError: the training data cannot be read.
     """
     check_script(script)

@@ -87,7 +87,7 @@ class StepCosts(Protocol):
 
         Returns:
             A ``StrategyWork``: seconds a step, parameter tensor, micro-batch, and tensor or wrapped module of a
-            micro-batch; all 0 where nothing is known.
+            micro-batch; all 0 where these seconds were not measured.
         """
 
     def update(self, optimizer: str, parameters: float, tensors: int = 1) -> Array:
@@ -121,7 +121,7 @@ class StepCosts(Protocol):
             constants.
 
         Raises:
-            UsageError: the data on the machine lack the collective, or the link between nodes is not known.
+            UsageError: the data on the machine lack the collective, or the cost of the link between nodes.
         """
 
     def within(self) -> LinkCost:
@@ -144,7 +144,7 @@ class StepCosts(Protocol):
             together: devices of a node that send such a message at the same time, over the node's link.
 
         Raises:
-            UsageError: the link is not known.
+            UsageError: the cost of the link is neither measured nor stated.
         """
 
     def message(self, size: float, ranks: int) -> Array:
@@ -159,7 +159,7 @@ class StepCosts(Protocol):
             constants.
 
         Raises:
-            UsageError: the link is not known.
+            UsageError: the cost of the link is neither measured nor stated.
         """
 
     def slowest(self, ranks: int, seconds: float) -> Array:

@@ -82,9 +82,9 @@ class TaskOrScript:
         return is_script(self.text)
 
     def load_script(self) -> ScriptTask | None:
-        """Run a training script up to its call of ``tutti.prepare``, and return what it gives there.
+        """Run a training script up to its call of ``tutti.prepare``, and return the arguments of this call as a task.
 
-        Nothing is trained; the model is built in this process.
+        The script runs in this process, where its model is built; nothing is trained.
 
         Returns:
             A ``ScriptTask``: ``task`` (model, loss function and training data of the script), ``options`` (a dict of

@@ -142,6 +142,7 @@ def bench_rank(
 
     Raises:
         DiskError: a file in ``folder`` cannot be written.
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     import torch
 

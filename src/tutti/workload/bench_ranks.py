@@ -41,6 +41,9 @@ def bench_links(world: World, found: Findings) -> None:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
         found: receives the curves ``links/I-J`` of median seconds over bytes, I and J being the two ranks; equal on all
             ranks.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     comms = Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank))
     line = comms.p2p_channels({"there": 1, "back": -1}, "replica")
@@ -63,6 +66,9 @@ def bench_collectives(
         sizes: bytes of the whole tensors.
         found: receives the curves ``collectives/KIND/RANKS`` of this rank's median seconds over bytes of the whole
             tensor.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -91,6 +97,9 @@ def bench_shared(world: World, found: Findings) -> None:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are on one node.
         found: receives the curves of ``bench_operators`` and ``bench_optimizer`` and their single numbers, as measured
             on this rank, under the names ``shared/CLASS/RANKS``, such as ``shared/matmul/fp32/2``.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -120,6 +129,9 @@ def bench_overlap(world: World, found: Findings) -> None:
         found: receives two ratios of this rank's seconds. ``overlap/compute/RANKS`` is the time of the matrix products
             during the all-reduce divided by their time alone. ``overlap/both/RANKS`` is the time until all-reduce and
             products have ended divided by the time of the slower of the two alone.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -162,6 +174,9 @@ def bench_jitter(world: World, found: Findings) -> None:
         found: receives two ratios of standard deviation to mean of the seconds: ``jitter/time/RANKS`` over the
             repetitions of a rank (median over ranks), ``jitter/ranks/RANKS`` over the ranks' medians; equal on all
             ranks.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world

@@ -120,7 +120,7 @@ def time_calls(call: Callable[[], object], device: torch.device, seconds: float 
     Args:
         call: function that is timed.
         device: device whose kernels each measurement waits for.
-        seconds: time to spend on measurements, beyond which none is begun; at least 5 and at most 100 are made in any
+        seconds: time after which no further measurement begins; at least 5 and at most 100 measurements are made in any
             case.
         calls: calls in one measurement, for a call that is short beside the clock's resolution.
 

@@ -115,8 +115,8 @@ def lacks_formula(func: Any) -> bool:
     with a word such as ``mm``, ``conv``, ``lstm``, ``fft`` or ``linalg`` in its name, as in ``linalg_inv_ex``.
 
     Args:
-        func: the operator, an overload of ``torch.ops``, for which ``count_flop`` has no formula; others are not told
-            apart.
+        func: the operator, an overload of ``torch.ops``, for which ``count_flop`` has returned None. For an operator
+            with a formula the result means nothing.
 
     >>> import torch
     >>> lacks_formula(torch.ops.aten.linalg_inv_ex.default), lacks_formula(torch.ops.aten.relu.default)
