@@ -30,14 +30,15 @@ _WIRE_BYTES = {"bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Name, shape and dtype of a parameter of the model.
+    """Name, shape and dtype of a parameter of the model, or of the part of it that a rank holds, on no device.
 
     A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
     Attributes:
         name: name of the parameter in the model.
         group: name of the module group that holds the parameter.
-        shape: shape of the parameter.
+        shape: shape of the parameter; of the first tensor rank's slice where the layer is split over tensor ranks, and
+            of a rank's flattened rows in the result of ``row_tensors``.
         dtype: dtype of the parameter.
     """
 
@@ -48,12 +49,12 @@ class TensorFacts:
 
     @cached_property
     def elements(self) -> int:
-        """Number of elements of the model parameter."""
+        """Number of elements of the parameter, or of the part that a rank holds: the product of ``shape``."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the model parameter, unsharded."""
+        """Bytes of the parameter, or of the part that a rank holds: ``elements`` × bytes of an element of ``dtype``."""
         return self.elements * self.dtype.itemsize
 
     def padded(self, ranks: int) -> int:
@@ -126,7 +127,7 @@ class StepFacts:
 
     Attributes:
         workload: FLOP, bytes and calls of the model and its loss, by module group.
-        tensors: trainable parameters, in the model's order.
+        tensors: trainable parameters, in the model's order; slices of the first tensor rank where layers are split.
         stages: stages of a pipeline; None without one.
         frozen: parameters that are not trained, in the model's order.
         messages: collectives over the tensor ranks in one micro-batch, in order, by choice of activation checkpointing;

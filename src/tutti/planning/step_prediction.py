@@ -156,9 +156,9 @@ class TaskSizes:
             config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
 
         Returns:
-            A ``StepFacts``: ``workload`` (FLOP, bytes and calls by module group), ``tensors`` (trainable parameters),
-            ``frozen`` (parameters that are not trained), ``stages`` (None without a pipeline), and ``messages``,
-            tensor-parallel collectives of a micro-batch.
+            A ``StepFacts``: ``workload`` (FLOP, bytes and calls by module group), ``tensors`` (trainable parameters;
+            the first tensor rank's slices of split layers), ``frozen`` (parameters that are not trained), ``stages``
+            (None without a pipeline), and ``messages``, tensor-parallel collectives of a micro-batch.
 
         Raises:
             UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
