@@ -30,7 +30,7 @@ _WIRE_BYTES = {"bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Name, shape and dtype of a parameter of the model, or of the part of it that a rank holds, on no device.
+    """Name, shape and dtype of a parameter of the model, or of one rank's slice of it; holds no tensor.
 
     A module group is a module that is sharded as a unit, the rest of the model, or the loss.
 
@@ -49,12 +49,12 @@ class TensorFacts:
 
     @cached_property
     def elements(self) -> int:
-        """Number of elements of the parameter, or of the part that a rank holds: the product of ``shape``."""
+        """Number of elements of the parameter, or of one rank's slice of it: the product of ``shape``."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the parameter, or of the part that a rank holds: ``elements`` × bytes of an element of ``dtype``."""
+        """Bytes of the parameter, or of one rank's slice of it: ``elements`` × bytes of an element of ``dtype``."""
         return self.elements * self.dtype.itemsize
 
     def padded(self, ranks: int) -> int:
