@@ -371,7 +371,7 @@ def current_stream(device: torch.device) -> torch.Stream:
     Kernels of one stream run in order.
 
     Args:
-        device: an accelerator; CPUs have no streams, and an error of PyTorch is raised for them.
+        device: an accelerator; for a CPU, which has no streams, PyTorch raises RuntimeError or ValueError.
     """
     import torch
 

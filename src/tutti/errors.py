@@ -80,10 +80,12 @@ class TuttiError(Exception):
         super().__init__(self._text())
 
     def reword(self, words: Callable[[str], str]) -> None:
-        """Replace each part of the message by the text that a function makes of it.
+        """Rewrite the attributes ``what``, ``where``, ``why`` and ``remedy``, and thereby the message, in place.
+
+        For example to name options as the caller of a Python function writes them and not as the command line does.
 
         Args:
-            words: returns the new text of a part: ``what``, ``where``, ``why`` or ``remedy``.
+            words: called with the text of each attribute that is not None; returns the new text.
         """
         self.what = words(self.what)
         self.where, self.why, self.remedy = (part and words(part) for part in (self.where, self.why, self.remedy))

@@ -285,6 +285,8 @@ def storage_uses(tensor: Tensor) -> int:
 def view_base(tensor: Tensor) -> Tensor | None:
     """Return the tensor of which a tensor is a view, as autograd records it; None if it is no view.
 
+    Of a view of a view it is the tensor on which all of them are views, and never a view itself.
+
     Args:
         tensor: the possible view.
     """
@@ -408,6 +410,10 @@ def is_reached(node: Any) -> bool:
 
     Args:
         node: an autograd node, such as one of ``next_functions`` of another.
+
+    Raises:
+        RuntimeError: no backward runs in this thread, or the node is a leaf's and ``torch.autograd.grad`` was asked for
+            the gradient of this very leaf.
     """
     return bool(torch._C._will_engine_execute_node(node))
 
@@ -493,6 +499,9 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
         A ``CrossEntropyNode``: ``reduction`` (``mean`` or ``sum``), ``total`` (a tensor (), the sum of the weights of
         the targets that are not ignored, by which a mean is divided), ``targets`` (number of targets, ignored ones
         included) and ``scores`` (the node of the log-softmax). None for other nodes, and for a loss without reduction.
+
+    Raises:
+        RuntimeError: a backward has freed the tensors that the node has saved.
     """
     if node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or not node._saved_reduction:
         return None
@@ -513,6 +522,9 @@ def label_smoothing_of(node: Any) -> tuple[Any, Tensor] | None:
 
     Returns:
         The node of the log-softmax, and the divisor, a tensor (). None for other nodes.
+
+    Raises:
+        RuntimeError: a backward has freed the tensors that the node has saved.
     """
     divisor = divisor_of_node(node)
     for name in ("SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1") if divisor is not None else ():
@@ -553,6 +565,9 @@ def divisor_of_node(node: Any) -> Tensor | None:
 
     Args:
         node: an autograd node, such as ``loss.grad_fn``; a division's is ``DivBackward0``.
+
+    Raises:
+        RuntimeError: a backward has freed the tensors that the node has saved.
     """
     return node._saved_other if node.name() == "DivBackward0" else None
 
@@ -722,11 +737,15 @@ def convert_module(module: nn.Module, function: Callable[[Tensor], Tensor], recu
 def end_traced_graph(why: str) -> None:
     """End the graph that ``torch.compile`` traces at this moment, before the call that it traces; else do nothing.
 
-    The call is then made eagerly, between two graphs; with ``fullgraph=True`` the compiler raises its error. The public
+    Raises Dynamo's own exception, ``Unsupported``, which callers must let pass: Dynamo catches it, and makes the call
+    eagerly between two graphs. With ``fullgraph=True`` Dynamo raises it to the user. The public
     ``torch.compiler.disable`` wraps functions, and Dynamo traces the forward of a module whatever its call runs.
 
     Args:
         why: reason for the compiler's log or error.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: ``torch.compile`` is tracing.
     """
     if TracingContext.try_get() is not None:
         # Importing Dynamo takes a second, and while it traces it is imported.
@@ -950,7 +969,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
 
     Returns:
         The optimizer's step pre-hooks and post-hooks, then the pre-hooks and post-hooks of all optimizers of the
-        process: dicts of the hook by the id of its handle, PyTorch's own objects, which may be changed in place.
+        process: dicts of the hook by the id of its handle, PyTorch's own objects, which may be changed in place. For
+        an optimizer without tables, which has not called ``Optimizer.__init__``, the first two are new, empty dicts.
     """
     # A wrapper, such as Lookahead, may not have called ``Optimizer.__init__``.
     own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]

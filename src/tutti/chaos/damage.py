@@ -126,6 +126,10 @@ def flip(file: Path, bit: int) -> None:
     Args:
         file: the file to change.
         bit: index of the bit from the start of the file; bit 0 is the least significant bit of the first byte.
+
+    Raises:
+        IndexError: the file has no such bit.
+        OSError: the file cannot be written.
     """
     with file.open("r+b", buffering=0) as stream:
         stream.seek(bit // 8)

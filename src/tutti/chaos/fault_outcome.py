@@ -103,7 +103,7 @@ class Report:
         """Result of comparing the final weights' SHA-256 hash with the uninterrupted run's, in words.
 
         ``equal bits``; ``different``, also where the hash of the run with faults is unknown; or ``not compared`` where
-        there is no uninterrupted run.
+        there is no uninterrupted run, or the hash of its weights is unknown.
         """
         if self.reference_sha256 is None:
             return "not compared"

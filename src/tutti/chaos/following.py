@@ -49,16 +49,19 @@ class Follower:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Progress of the followed training run: (number of resumes from a checkpoint so far, last step).
+        """Progress of the followed training run at the last ``poll``: (number of resumes from a checkpoint, step).
 
-        The pair changes with every step and every resume; two equal pairs, read at different times, mean that the run
-        made no progress in the meantime.
+        The step is the attribute ``step``, the last one that the run has made. The pair changes with every step and
+        every resume: if it is equal after two calls of ``poll``, the run made no progress between these calls.
         """
         return len(self.resumes), self.step
 
     @property
     def lost(self) -> int:
-        """Number of training steps that the followed run had to repeat, over all its resumes from a checkpoint."""
+        """Number of training steps that the followed run had to repeat, over all resumes that ``poll`` has read so far.
+
+        The steps of one resume are those that the run had made after the checkpoint from which it was resumed.
+        """
         return sum(resume.lost for resume in self.resumes)
 
     def poll(self) -> None:

@@ -223,7 +223,8 @@ class GivenState:
 
         Args:
             group: ``model`` or ``optim``.
-            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
+            name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``. The caller
+                makes sure that it is one of ``names(group)``, or tied to one.
         """
         return tuple(self.get(group, name).shape)
 
@@ -232,9 +233,11 @@ class GivenState:
 
         Args:
             group: ``model`` or ``optim``.
-            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
-            offset: first index of the region in the full tensor, one number a dimension.
-            shape: shape of the region.
+            name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``. The caller
+                makes sure that it is one of ``names(group)``, or tied to one.
+            offset: index of the region's first element in the full tensor, one number a dimension.
+            shape: shape of the region, one number a dimension. A region that leaves the tensor is cut off at its end,
+                without an error.
         """
         return self.get(group, name)[region_index(offset, shape)]
 

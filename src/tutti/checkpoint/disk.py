@@ -25,7 +25,7 @@ def write_new(path: Path, buffers: Iterable[memoryview], progress: Callable[[], 
         progress: called after every mebibyte.
 
     Raises:
-        OSError: the file exists or cannot be written.
+        OSError: the file exists or cannot be written. A partial file is left, which ``on_disk`` can delete.
     """
     digest = hashlib.sha256()
     descriptor = os.open(path, NEW, 0o666)

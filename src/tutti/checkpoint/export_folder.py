@@ -23,8 +23,9 @@ def export_hf_folder(
 ) -> tuple[str, int]:
     """Write ``weights`` as ``save_pretrained`` of transformers does: ``model.safetensors``, or shards and an index.
 
-    Other files of the folder, such as ``config.json``, stay. One tensor at a time is in memory. Each file is written
-    atomically; an earlier index is deleted first and the new one written last, so that no index names shards of both.
+    Files of an earlier export to the folder are replaced, and those that the new one does not have are deleted; other
+    files, such as ``config.json``, stay. One tensor at a time is in memory. Each file is written atomically; an earlier
+    index is deleted first and the new one written last, so that no index names shards of both exports.
 
     Args:
         weights: the weights to write, such as ``open_weights`` returns: named tensors, read on demand.

@@ -100,9 +100,10 @@ class CheckpointManager:
             self._opened = True
 
     def begin_save(self, evaluated: Mapping[str, float] | None = None) -> None:
-        """Block until the previous save has finished, and check that the next can begin.
+        """Block until the previous save has finished on all ranks, and check that the next can begin.
 
-        Collective in the first call, which opens the folder (``open``): a broadcast and an all-gather over all ranks.
+        Every rank must call it before ``write``. Collective in the first call, which opens the folder (``open``): a
+        broadcast and an all-gather over all ranks. Later calls have no collective, but wait as ``wait`` does.
 
         Args:
             evaluated: held-out loss and metrics of the step to save; None where it was not evaluated.
@@ -110,7 +111,8 @@ class CheckpointManager:
         Raises:
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
             DiskError: too many consecutive saves have failed, or rank 0 cannot write to the folder.
-            PeerError: the store, on rank 0's host, does not answer.
+            PeerError: the job's key-value store, on rank 0's host, does not answer; or, in the first call, a rank has
+                ended or did not make the call in time.
             CheckpointError: some ranks cannot see rank 0's folder; the text names them.
         """
         if self.best is not None and evaluated is not None:
@@ -161,7 +163,7 @@ class CheckpointManager:
 
         Raises:
             DiskError: ``most_failures`` consecutive saves have failed.
-            PeerError: the store, on rank 0's host, does not answer within the job's timeout.
+            PeerError: the job's key-value store, on rank 0's host, does not answer within the job's timeout.
         """
         if self._thread is None:
             return

@@ -260,7 +260,7 @@ def overlapping(slices: Sequence[SliceRecord]) -> bool:
     the slices are compared in the order of their offsets in the dimension with the most different offsets.
 
     Args:
-        slices: all slices of the tensor, at least one.
+        slices: all slices of the tensor, at least one, each with its ``offset`` in the tensor and its shape, ``part``.
     """
     if len(slices) == 1:
         return False

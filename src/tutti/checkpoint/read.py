@@ -178,11 +178,15 @@ class TensorReader:
         return self._begins[key]
 
     def record(self, group: str, name: str) -> TensorRecord:
-        """Return dtype, shape and files of one tensor of a checkpoint, from its manifest.
+        """Return dtype, shape and files of one tensor of a checkpoint, from its manifest; no tensor file is read.
 
         Args:
             group: kind of state, such as ``model``.
             name: the tensor's name within the group.
+
+        Returns:
+            A ``TensorRecord``: ``dtype`` (safetensors' name, such as ``BF16``), ``shape`` of the whole tensor, and
+            ``slices``: for each saved slice the record of its file, and its index among the slices of that file.
 
         Raises:
             CheckpointError: no such tensor.

@@ -58,8 +58,9 @@ def load_optimizer(
 ) -> None:
     """Load an optimizer's state from a checkpoint, named as by ``optimizer_tensors``; each rank reads only its slices.
 
-    Sets ``optimizer.state`` of each parameter that has saved state; other parameters keep their state. Tensors move to
-    the parameter's device, step counters to the device from which the optimizer's kernels read them. Not collective.
+    Sets ``optimizer.state`` of each parameter that has saved state; other parameters keep their state. The tensors are
+    copies in the saved dtype on the parameter's device, step counters on the device from which the optimizer's kernels
+    read them. Not collective.
 
     Args:
         optimizer: the optimizer over this rank's parameters.
@@ -197,7 +198,8 @@ def cut_state(optimizer: Optimizer, slices: Mapping[Tensor, ShardSpec]) -> None:
 
     Args:
         optimizer: the optimizer, whose ``state`` is changed; tensors of other shapes, such as step counters, stay.
-        slices: for each parameter object of the optimizer the place of its slice in the whole parameter.
+        slices: by parameter object of the optimizer, which is this rank's slice, a ``ShardSpec``: the shape of the
+            whole parameter and the offset of the slice in it.
     """
     nested = NestedState(optimizer)
     for parameter, spec in slices.items():

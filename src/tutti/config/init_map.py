@@ -122,6 +122,8 @@ class InitMap:
     def names(self, saved: Iterable[str]) -> dict[str, str]:
         """Rename saved tensors by the items ``OLD:NEW`` of ``rename``, which replace beginnings of names.
 
+        Of several items that match a name, the first one counts.
+
         Args:
             saved: names of all tensors in the weights.
 

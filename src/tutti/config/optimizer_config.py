@@ -291,9 +291,9 @@ class ConstantSchedule:
 
     @property
     def drops(self) -> tuple[Duration, ...]:
-        """Durations from the start of the run after which the schedule drops the learning rate at once; else empty.
+        """Durations from the start of the run after which the schedule drops the learning rate at once.
 
-        A ``Duration`` has a ``value`` and a ``unit``: epochs, steps or samples. Empty for all schedules but
+        A ``Duration`` has a ``value`` and a ``unit``: epochs, steps or samples. Empty here and for all schedules but
         ``StepSchedule``, which returns its milestones.
         """
         return ()

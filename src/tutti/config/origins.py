@@ -38,8 +38,9 @@ def field_origins(
 ) -> list[OriginOfField]:
     """Return name, value and origin of every option of a run, in the order of the fields of ``TrainConfig``.
 
-    An origin is a text: ``default``, a flag, a ``TUTTI_*`` variable or ``FILE:LINE``. Flags take precedence over
-    variables, and those over files.
+    An origin is a text: ``default``, a flag, a ``TUTTI_*`` variable or ``FILE:LINE``; then ``and --FIELD.OPTION`` for
+    each change of one key. It begins with ``follows from`` where ``config`` has another value than the sources give,
+    because the configuration has adapted the option. Flags take precedence over variables, and those over files.
 
     Args:
         config: the resolved configuration.

@@ -71,6 +71,10 @@ def values_of_type(hint: Any) -> Values:
 
     Args:
         hint: type of a field of ``TrainConfig``: bool, int, float, str, a Literal of texts, or one of these and None.
+
+    Returns:
+        A ``Values``: ``words``, a description for error messages such as ``a whole number``, and ``valid``, a function
+        that takes the text of a variable and returns whether the option permits the text.
     """
     if get_origin(hint) is Literal:
         return choice(*get_args(hint))
@@ -113,7 +117,8 @@ def check_variables(environ: Mapping[str, str]) -> None:
     """Raise UsageError if a ``TUTTI_*`` variable is unknown, naming the nearest, or has a value that is not permitted.
 
     Args:
-        environ: the environment, such as ``os.environ``; variables without the prefix are not checked.
+        environ: the environment, such as ``os.environ``. Not checked are variables without the prefix, and those that
+            Kubernetes sets for a service named ``tutti-…``.
 
     >>> check_variables({"TUTTI_BATHSIZE": "3"})
     Traceback (most recent call last):

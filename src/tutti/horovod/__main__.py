@@ -19,6 +19,7 @@ def main() -> None:
 
     Raises:
         SystemExit: the first word is missing or an option.
+        UsageError: the launcher's environment variables contradict each other.
     """
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit("usage: python -m tutti.horovod script.py [arguments]")

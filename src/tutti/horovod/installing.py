@@ -148,6 +148,9 @@ def run_horovod_script(script: str, argv: list[str], module: bool = False) -> No
         script: path of the script, or name of the module.
         argv: arguments of the script, without its own name.
         module: whether ``script`` names a module.
+
+    Raises:
+        UsageError: the launcher's environment variables contradict each other.
     """
     install()
     export_rank(os.environ)

@@ -310,7 +310,8 @@ def run_agent(agent: Agent) -> signal.Signals | None:
     """Start the ranks of this node by ``agent`` and block until they have ended, restarts included.
 
     Ranks that are left are killed. A signal is passed on to the ranks; a second signal kills them at once. After the
-    end, this process ignores signals.
+    end, also after an exception, this process ignores the signals that stop a run (``child.SIGNALS``, such as SIGINT
+    and SIGTERM).
 
     Args:
         agent: starts and restarts the ranks.

@@ -17,7 +17,8 @@ def count_accelerators(choice: str, environ: Mapping[str, str]) -> int:
     """Return the number of accelerators that a process with ``--device choice`` may use; 0 for ``cpu``.
 
     The driver's files are read first. Only where they cannot tell, a subprocess imports torch and counts the devices
-    (0 if that fails): this process must neither import torch nor touch a driver before it forks the ranks.
+    (0 if that fails), for which this call waits some seconds: this process must neither import torch nor touch a driver
+    before it forks the ranks.
 
     Args:
         choice: value of ``--device``: ``auto``, ``cpu`` or an accelerator's type; all but ``cpu`` give the same count.

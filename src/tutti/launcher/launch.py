@@ -86,6 +86,7 @@ def launch(
         UsageError: fewer than one process, called outside the main thread, or the host discovery script of ``elastic``
             fails or prints a malformed line.
         DiskError: the log or store directory cannot be made, or there is no space to start processes.
+        ImportError: a module of ``preload`` cannot be imported; other errors of its code pass through.
         SystemExit: a signal came before the ranks were started; the code is 128 + its number.
     """
     if processes < 1:

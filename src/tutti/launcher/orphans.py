@@ -18,8 +18,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(_worker: int = 0, parent: int | None = None) -> None:
     """Make the kernel kill this process by SIGKILL as soon as its parent process ends, for any reason.
 
-    Usable as a ``DataLoader``'s ``worker_init_fn``. On systems other than Linux a thread polls the parent every second,
-    and ends this process.
+    On Linux the end of the thread that forked this process counts as the parent's end. On other systems a thread polls
+    the parent every second, and ends this process. Usable as a ``DataLoader``'s ``worker_init_fn``.
 
     Args:
         _worker: unused; ``DataLoader`` passes the number of the worker.

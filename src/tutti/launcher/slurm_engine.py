@@ -167,7 +167,7 @@ class SlurmEngine:
 def node_address(name: str) -> str | None:
     """Return the address of a node, for which Slurm (``scontrol``) is asked; None if Slurm does not know or answer.
 
-    For clusters where the node's name does not resolve.
+    For clusters where the node's name does not resolve. Blocks until Slurm answers, which may take seconds.
 
     Args:
         name: the node's name in Slurm.
@@ -180,7 +180,8 @@ def restarts(environ: Mapping[str, str]) -> int:
     """Return how many times Slurm has started this job again, such as after a requeue.
 
     Args:
-        environ: environment variables, of which ``SLURM_RESTART_COUNT`` is read; 0 without it.
+        environ: environment variables, of which ``SLURM_RESTART_COUNT`` is read; 0 without it. ValueError is raised
+            where it is no whole number.
     """
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 

@@ -143,7 +143,8 @@ class State:
         """Replace the training state of all ranks of an elastic job by rank 0's.
 
         Called before each call of the training function, by the function that ``run_fn`` returns. To be implemented by
-        subclasses; collective over all ranks. Raises NotImplementedError here.
+        subclasses as a collective over all ranks, such as a broadcast from rank 0; a new copy is kept for ``restore``.
+        Raises NotImplementedError here.
         """
         raise NotImplementedError
 
@@ -158,8 +159,8 @@ class State:
         """Exchange only the parts of an elastic job's training state that differ between ranks.
 
         The function that ``run_fn`` returns calls this method instead of ``sync`` if hosts were merely removed since
-        the last call of the training function: the other parts are then equal on all ranks. Does nothing by default;
-        collective over all ranks where a subclass implements it.
+        the last call of the training function: the other parts are then equal on all ranks. Does nothing by default. A
+        subclass may implement it by collectives over all ranks; every rank makes the call.
         """
 
 

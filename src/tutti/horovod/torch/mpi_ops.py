@@ -141,8 +141,8 @@ def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | st
             texts and None add none.
 
     Raises:
-        ValueError: two process sets have the same ranks, or a set names a rank that does not exist.
-        HorovodInternalError: the ranks could not join each other in 21 attempts.
+        ValueError: two process sets have the same ranks, or a set is empty or names a rank that does not exist.
+        HorovodInternalError: the ranks could not join each other in 21 attempts, or the launcher has ended.
         SystemExit: there is no place for this rank, because its slot was removed, or because other ranks have finished
             training before this rank became a member; the code is 0.
     """
@@ -449,7 +449,8 @@ def poll(handle: int) -> bool:
     """Return whether a collective has ended or failed, so that ``synchronize`` would not block. Does not block.
 
     Args:
-        handle: result of an asynchronous collective for which ``synchronize`` was not called yet.
+        handle: number that an asynchronous collective has returned, and for which ``synchronize`` was not called yet;
+            not the function that ``sparse_allreduce_async`` returns.
 
     Raises:
         ValueError: the handle is unknown.

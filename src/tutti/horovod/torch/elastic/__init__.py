@@ -32,9 +32,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     Raises:
         HorovodInternalError: from the decorated function: a rank has ended and the job is not elastic; the ranks of an
-            elastic job could not join each other in 21 attempts; there were more resets (failed collectives and changes
-            of hosts) than ``HOROVOD_RESET_LIMIT``; or the ranks' calls of a collective differ, and have differed since
-            the same commit before. After a failed collective the state is that of the last commit.
+            elastic job could not join each other in 21 attempts, or its launcher has ended; there were more resets
+            (failed collectives and changes of hosts) than ``HOROVOD_RESET_LIMIT``; or the ranks' calls of a collective
+            differ, and have differed since the same commit before. After a failed collective the state is that of the
+            last commit.
         ValueError: from the decorated function: ``HOROVOD_RESET_LIMIT`` is not a whole number.
         SystemExit: from the decorated function: this rank's slot in an elastic job was removed; the code is 0.
     """

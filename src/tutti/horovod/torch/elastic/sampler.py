@@ -176,13 +176,16 @@ class ElasticSampler(Sampler[int]):
         return self.epoch, self._processed.copy()
 
     def return_to(self, snapshot: tuple[int, dict[int, None]]) -> None:
-        """Set the epoch and the processed samples of this rank back to an earlier state.
+        """Set the epoch and the processed samples of this rank back to an earlier state; no communication.
 
-        The samples are divided anew over the ranks only if the epoch differs; otherwise their division stays until
-        ``reset``.
+        All samples of that state count as known to the other ranks: ``unshared`` is empty. The samples are divided anew
+        over the ranks only if the epoch differs; otherwise their division stays until ``reset``.
 
         Args:
-            snapshot: pair (epoch, processed samples) that the method ``snapshot`` has returned.
+            snapshot: pair (epoch, processed samples) that the method ``snapshot`` has returned; copied.
+
+        Raises:
+            ValueError: the epoch differs, and ``hvd.init`` was not called.
         """
         epoch, processed = snapshot
         changed, self.epoch, self._processed = epoch != self.epoch, epoch, processed.copy()
@@ -199,6 +202,8 @@ class ElasticSampler(Sampler[int]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the epoch and the processed samples, and divide the remaining samples anew over the ranks.
+
+        Performs no communication. All processed samples count as known to the other ranks: ``unshared`` is empty.
 
         Args:
             state_dict: dict with ``epoch`` and ``processed_indices``, as the method ``state_dict`` returns it; equal on

@@ -64,7 +64,7 @@ class StateHandler:
     def sync(self) -> None:
         """Load rank 0's ``state_dict`` into this handler's object, such as a scheduler, on every rank.
 
-        Collective over all ranks: a broadcast of the ``state_dict``; blocks.
+        Collective over all ranks: a broadcast of the ``state_dict``; blocks. The copy of the last ``save`` stays.
 
         Raises:
             ValueError: rank 0's ``state_dict`` has a part that cannot be sent; every rank's error names its type.
@@ -87,7 +87,7 @@ class ModelStateHandler(StateHandler):
     def sync(self) -> None:
         """Broadcast the parameters and persistent buffers of this handler's model, in place, from rank 0.
 
-        Collective over all ranks: one broadcast for each device type; blocks.
+        Collective over all ranks: one broadcast for each device type; blocks. The copy of the last ``save`` stays.
 
         Raises:
             HorovodInternalError: names, shapes or dtypes differ between ranks, or a rank is lost.
@@ -113,7 +113,7 @@ class OptimizerStateHandler(StateHandler):
         """Load rank 0's state and options into this handler's optimizer on every rank.
 
         Collective over all ranks: broadcasts the ``state_dict`` of rank 0; blocks. If the optimizer has no state yet,
-        gradients that are None become zeros, as in Horovod.
+        gradients that are None become zeros, as in Horovod. The copy of the last ``save`` stays.
 
         Raises:
             ValueError: the optimizer is L-BFGS, or rank 0's state of it holds objects that cannot be sent.
