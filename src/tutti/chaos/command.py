@@ -145,7 +145,8 @@ class Running:
         """Return the exit code that a run of another process has written to its summary; None while the run goes on.
 
         A run that ended without an exit code in its summary counts as killed: ``-SIGKILL``. The run goes on while its
-        launcher exists or, without a launcher, the first rank that was found. Does not wait.
+        launcher exists or, without a launcher, the first rank that was found. Does not wait. Not to be called where the
+        constructor has found no process of the run (``devices`` is 0).
         """
         main = self._members[0]
         with suppress(psutil.NoSuchProcess):

@@ -90,7 +90,7 @@ def corrupt_copies(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the directory of the checkpoint at ``path``, or of the newest checkpoint below it.
+    """Return the directory of the checkpoint at ``path``, or of the newest checkpoint below it, without verifying it.
 
     Args:
         path: a checkpoint (a directory with ``manifest.json``), a directory of checkpoints ``step-NNNNNNNN``, or a run

@@ -96,6 +96,8 @@ def _shards(weights: Weights, most: int) -> list[list[str]]:
 def export_dcp_folder(weights: Weights, output: Path) -> tuple[str, int]:
     """Write ``weights`` as a checkpoint of ``torch.distributed.checkpoint``. Needs torch, and memory for all tensors.
 
+    Local: this process alone writes all tensors; no process group is needed.
+
     Args:
         weights: the weights to write, such as ``open_weights`` returns: named tensors, read on demand.
         output: the new folder.
@@ -106,7 +108,7 @@ def export_dcp_folder(weights: Weights, output: Path) -> tuple[str, int]:
     Raises:
         UsageError: ``output`` exists.
         CheckpointError: a tensor cannot be read.
-        DiskError: the files cannot be written.
+        DiskError: the files cannot be written; the part of the folder that was written before stays.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -360,7 +360,8 @@ def _reason(error: Exception) -> str:
 def share_folder(comm: Communicator, folder: Path) -> None:
     """Create ``folder`` on rank 0 and check that every rank sees a file that rank 0 creates there.
 
-    Collective: a broadcast and an all-gather over ``comm``; blocks. The file is deleted at the end.
+    Collective: a broadcast and an all-gather over ``comm``; blocks, and waits up to five seconds until a network file
+    system shows the file on this rank. The file is deleted at the end.
 
     Args:
         comm: the ranks that share the folder, such as all ranks of the job.

@@ -34,7 +34,8 @@ def slices(state: State, copy: bool) -> dict[str, list[WritableSlice]]:
 
     Args:
         state: this rank's tensors and slices, by group and name.
-        copy: copy them to host memory; otherwise the slices alias ``state``, which must not change before the write.
+        copy: copy them to host memory, and return when the copies are complete; otherwise the slices alias ``state``,
+            which must not change before the write.
 
     Returns:
         For each group, such as ``model``, a list of ``WritableSlice``: each has the tensor's name, the slice's values

@@ -41,7 +41,7 @@ class WritableSlice:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> WritableSlice:
-        """Return the slice that covers all of a tensor, for a tensor that is not sharded.
+        """Return the slice that covers all of a tensor, for a tensor that is not sharded; the tensor is not copied.
 
         Args:
             name: the tensor's name, the same on every rank.

@@ -234,6 +234,10 @@ def shutdown() -> None:
     The registered functions get no arguments; if one raises, the others are called and the process group is destroyed
     all the same, and the last exception is then raised. A process group that ``init`` did not create is kept. A second
     call only calls the registered functions. ``init`` can join a job again afterwards.
+
+    No collective, but all ranks should call it at about the same time: where tutti's collectives were used, a
+    registered function may block until rank 0 has noted that this rank leaves; ``destroy_process_group`` of NCCL may
+    wait for the other ranks.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(_destroy)

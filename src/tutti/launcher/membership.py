@@ -54,8 +54,9 @@ class Membership:
 
         Args:
             failed: whether this generation failed, so that the launcher interrupts the other ranks of this generation.
-            leave: function without arguments that drops the connections of this generation; called once every rank
-                has left the generation, before the new rank is set.
+            leave: function without arguments that drops the connections of this generation; called when the launcher
+                has answered, which is after every rank has left the generation, and before the environment is set.
+                Called before the SystemExit too, but not before the PeerError.
 
         Raises:
             PeerError: the launcher of the elastic job has ended.

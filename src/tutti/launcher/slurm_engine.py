@@ -191,8 +191,8 @@ def requeue(code: int) -> None:
 
     The job is that of ``SLURM_JOB_ID``, without which KeyError is raised. The signals are SIGTERM, SIGUSR1 and SIGUSR2.
     Does nothing after other ends of the run, nor if Slurm itself is ending the job: a cancelled job would come back.
-    Prints a line on standard error if the job is requeued; if Slurm refuses or does not answer, nothing is printed or
-    raised, and the job is not requeued.
+    Blocks until Slurm answers, which may take seconds. Prints a line on standard error if the job is requeued; if Slurm
+    refuses or does not answer, nothing is printed or raised, and the job is not requeued.
 
     Args:
         code: exit code of the run, a member of ``tutti.errors.ExitCode`` or 128 + the number of a signal.

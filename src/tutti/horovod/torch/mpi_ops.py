@@ -519,8 +519,8 @@ def allreduce(
     """All-reduce a tensor over the ranks: return postscale_factor · op(prescale_factor · tensor).
 
     Collective over ``process_set``; blocks. Differentiable for sums and averages: the gradient is all-reduced by the
-    same operation and factors. Sparse COO tensors are summed or averaged by an all-gather of their indices and values,
-    and are not differentiable.
+    same operation and factors; a backward through another operation raises ValueError. Sparse COO tensors are summed or
+    averaged by an all-gather of their indices and values, and are not differentiable.
 
     Args:
         tensor: tensor of equal shape and dtype on all ranks; not changed.
@@ -686,7 +686,8 @@ def grouped_allreduce(
     """All-reduce several tensors over the ranks as one call, and return the list of results, new tensors.
 
     Each result is postscale_factor · op(prescale_factor · tensor) over the ranks. Collective over ``process_set``;
-    blocks. Differentiable for sums and averages: the gradient is all-reduced by the same operation and factors.
+    blocks. Differentiable for sums and averages: the gradient is all-reduced by the same operation and factors; a
+    backward through another operation raises ValueError.
 
     Args:
         tensors: as many on all ranks, each of equal shape and dtype on all ranks.
@@ -1229,9 +1230,9 @@ def reducescatter(
 
     Raises:
         ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
-            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
-            ``tensor`` is a scalar.
-        HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; ``tensor``
+            is a scalar; or ``op`` is no operation of Horovod's.
+        HorovodInternalError: ``op`` is another operation of Horovod's, ranks' calls differ, or a rank is lost.
     """
     check_initialized()
     compressed, ctx = compression.compress(tensor)
@@ -1270,9 +1271,9 @@ def reducescatter_async(
 
     Raises:
         ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank;
-            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; or
-            ``tensor`` is a scalar.
-        HorovodInternalError: ``op`` is another operation, or a rank is lost already.
+            ``tensor`` is sparse; the process set is not registered or does not have this rank as a member; ``tensor``
+            is a scalar; or ``op`` is no operation of Horovod's.
+        HorovodInternalError: ``op`` is another operation of Horovod's, or a rank is lost already.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -1310,8 +1311,8 @@ def grouped_reducescatter(
     Raises:
         ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
             is sparse; the process set is not registered or does not have this rank as a member; a tensor is a scalar;
-            or the tensors are on devices of different types.
-        HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
+            the tensors are on devices of different types; or ``op`` is no operation of Horovod's.
+        HorovodInternalError: ``op`` is another operation of Horovod's, ranks' calls differ, or a rank is lost.
     """
     check_initialized()
     compressed = [compression.compress(tensor) for tensor in tensors]
@@ -1351,8 +1352,8 @@ def grouped_reducescatter_async(
     Raises:
         ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
             is sparse; the process set is not registered or does not have this rank as a member; a tensor is a scalar;
-            or the tensors are on devices of different types.
-        HorovodInternalError: ``op`` is another operation, or a rank is lost already.
+            the tensors are on devices of different types; or ``op`` is no operation of Horovod's.
+        HorovodInternalError: ``op`` is another operation of Horovod's, or a rank is lost already.
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)

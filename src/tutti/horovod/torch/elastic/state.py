@@ -256,8 +256,9 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         """Give all ranks of an elastic job rank 0's state, and samplers all ranks' records; then save the whole state.
 
-        Collective over all ranks: broadcasts from rank 0 for each model, optimizer and other value, and two all-gathers
-        for each sampler; blocks. Samplers divide their remaining samples anew.
+        Collective over all ranks: broadcasts from rank 0 for each model, optimizer and other object with a
+        ``state_dict``, two all-gathers for each sampler, then one broadcast of all plain values; blocks. Samplers
+        divide their remaining samples anew.
 
         Raises:
             ValueError: a value of rank 0 has a type that cannot be sent; every rank's error names the type. Or the
