@@ -58,7 +58,8 @@ def corrupt_copies(
     """Test that damage to a checkpoint is noticed: damage copies of it, each in one place, and verify each copy.
 
     A copy counts as detected if ``checkpoint.read.verify``, by which a resuming run checks a checkpoint, refuses it.
-    The checkpoint itself is only read; two copies of it are made in a temporary folder.
+    The checkpoint itself is only read; it and another checkpoint of the run, if there is one, are copied to a temporary
+    folder.
 
     Args:
         path: a checkpoint, or a run directory, whose newest checkpoint is taken.
@@ -75,7 +76,7 @@ def corrupt_copies(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged already.
-        DiskError: there is no room for two copies.
+        DiskError: the copies cannot be made, such as for lack of room.
     """
     from tutti.checkpoint.read import verify
 

@@ -107,9 +107,9 @@ class Play:
         To resume is to start the run again with ``tutti train --resume``. Blocks until a run that this process started
         has ended; a run of another process is left running after the last fault, and is never resumed. Nor is a run
         that ends before the first fault, or with an exit code that the last fault does not explain (``Fault.ends``).
-        Faults that are left when the run ends are not injected. At the end, also after an
-        exception, a stopped process is continued and a filled disk emptied. Sets ``outcomes`` (a ``FaultOutcome`` for
-        each injected fault) and ``exit_code`` of the run.
+        Faults that are left when the run ends are not injected. At the end, also after an exception, a stopped process
+        is continued and a filled disk emptied. Sets ``outcomes`` (a ``FaultOutcome`` for each injected fault) and
+        ``exit_code`` of the run.
 
         Args:
             faults: faults sorted by step.

@@ -252,7 +252,10 @@ def number_tensor(value: Any) -> Tensor:
 
 
 def is_step_counter(key: str) -> bool:
-    """Return whether a key of optimizer state, perhaps of an inner optimizer, names a step counter of PyTorch's."""
+    """Return whether a key of optimizer state names a step counter of PyTorch's: ``step``, or ``PATH.step``.
+
+    The second form is that of an optimizer inside another one, such as ``base_optimizer.step``.
+    """
     return key.rpartition(".")[2] == "step"
 
 

@@ -25,7 +25,7 @@ _MOST = 16 << 20
 
 
 def head_answers() -> bool:
-    """Return whether the head of this process's Ray cluster answers within 15 seconds; blocks until it does.
+    """Return whether the head of this process's Ray cluster answers; blocks until the answer, for at most 15 seconds.
 
     To be called in a process that Ray has connected to a cluster, such as an actor.
     """
@@ -112,7 +112,8 @@ class RankSupervisor:
     def poll(self, seconds: float = 0.0) -> tuple[int | None, bytes, bytes]:
         """Return the exit code and the new output of this actor's rank process; wait for either at most ``seconds``.
 
-        To be called regularly: the process blocks in its output once 16 MiB of it have not been fetched.
+        To be called regularly: the process blocks in its output once 16 MiB of it have not been fetched. Once the
+        process has ended, this method kills what is left of its process group, which may hold the output open.
 
         Args:
             seconds: how long to wait while there is nothing to tell.

@@ -38,7 +38,8 @@ def batch_file(
         folder: prefix of the run directory; ``--out FOLDER-JOBID`` is appended to the command. None: no ``--out``.
 
     Raises:
-        UsageError: the number of nodes in ``config`` does not divide the largest number of devices.
+        UsageError: the number of nodes in ``config`` does not divide the largest number of devices, or the option
+            ``time`` of ``config`` is malformed.
     """
     least, most = sizes
     tasks = devices_per_node(most, config.nodes)

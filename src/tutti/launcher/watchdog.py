@@ -214,7 +214,10 @@ def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False)
 
 
 def save_limit() -> float:
-    """Return the seconds for which a save of this rank may make no progress; infinite where the limit is off."""
+    """Return the seconds for which a save of this rank may make no progress; infinite where the limit is off.
+
+    It is the limit that ``start_watchdog`` was given, or the default before that call.
+    """
     return phase_limit(_limits, Phase.SAVE)
 
 

@@ -563,7 +563,7 @@ def DistributedOptimizer(
             ``hvd.Compression``; ``op`` is another operation; ``backward_passes_per_step`` is not positive or not whole;
             ``gradient_predivide_factor`` is 0, or given with another ``op`` than ``Average``; ``groups`` is not
             positive, has a parameter twice, or holds something other than tensors; or a number in
-            ``HOROVOD_AUTOTUNE_…`` variables is not whole.
+            ``HOROVOD_AUTOTUNE_…`` variables is not whole. From ``step``: ``optimizer`` calls its closure several times.
         AssertionError: from backward, ``step``, ``synchronize`` or ``zero_grad`` of the new optimizer: there were more
             backward passes than ``backward_passes_per_step``, gradients were changed or set to zero while they are
             reduced, or backward had ``create_graph=True``.
