@@ -19,14 +19,15 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
     """Broadcast the values of ``tensors`` from the first rank of ``comm`` to its other ranks, in place.
 
     Collective over the ranks of ``comm``: several broadcasts, each after a comparison of the ranks' calls; blocks until
-    all tensors are there. Local with one rank.
+    all tensors are there. With one rank nothing is done.
 
     Tensors may be on several devices: FSDP2 moves parameters itself, later than buffers are moved. Consecutive tensors
     of equal dtype travel together; a message is closed as soon as it has 64 MiB.
 
     Args:
         comm: the ranks that take part.
-        tensors: equal in number, shape and dtype on all ranks.
+        tensors: equal in number, shape and dtype on all ranks. They are written in place, so that they must not require
+            a gradient unless the caller disables autograd; of a parameter, give ``.data``.
         name: names the call in both errors; equal on all ranks.
 
     Raises:
@@ -57,7 +58,7 @@ def broadcast_result(comm: Communicator, source: int, function: Callable[[], Any
         name: names the result in both errors of the broadcast; equal on all ranks.
 
     Returns:
-        The result, on all ranks as JSON decodes it: tuples are lists.
+        The result, on all ranks as JSON decodes it: tuples are lists. With one rank the result itself.
 
     Raises:
         TuttiError: on all ranks, the exception of ``function`` in its own class, if it is tutti's own.

@@ -113,7 +113,7 @@ class CollectiveHandle:
         Returns:
             What the blocking function of the same kind returns, such as the reduced tensor for ``allreduce_async``, and
             the list of results for grouped calls; of a call in place the tensors that it was given. A second call
-            returns it again.
+            returns the same result again, or raises the same error.
 
         Raises:
             MismatchError: ranks' calls differ; on every rank, with both calls. Or every rank waits in a call that at
@@ -273,8 +273,8 @@ class CollectiveSession:
     def await_(self, handle: CollectiveHandle) -> None:
         """Block until an asynchronous collective is complete or has failed; leave the outcome in its handle.
 
-        The outcome is in the attributes ``result`` and ``error`` of ``handle``; this method raises neither. If all
-        threads of this rank that make collective calls have waited for two seconds, the coordinator on rank 0 is told,
+        The outcome is in the attributes ``result`` and ``error`` of ``handle``; this method raises neither. If after
+        two seconds all threads of this rank that make collective calls are waiting, the coordinator on rank 0 is told,
         so that it can find a deadlock between ranks that wait for different calls.
 
         Args:
@@ -382,8 +382,8 @@ class CollectiveSession:
         """End this rank's part in a session of named collectives; a second call does nothing.
 
         Not a barrier: other ranks may go on. Collectives on which all ranks have agreed already are performed first.
-        Pending calls that some rank has not made fail with PeerError, on all ranks. Blocks until the coordinator on
-        rank 0 has answered.
+        Pending calls that some rank has not made fail with PeerError, on all ranks, and so do later calls in this
+        session. Blocks until the coordinator on rank 0 has answered.
         """
         with self.lock:
             if self.closed:
@@ -816,9 +816,9 @@ class CollectiveEngine:
     def event(self, call: CollectiveCall, began: float, submitted: float) -> None:
         """Report one collective to the engine's timeline callback, the attribute ``sink``, unless that is None. Local.
 
-        Called when a collective has been performed. ``sink(name, activity, start, end)`` is called
-        twice: for ``NEGOTIATE_ALLREDUCE`` (or another kind), from ``submitted`` to ``began``, and for ``ALLREDUCE``,
-        from ``began`` to now.
+        Called when a collective has been performed. ``sink(name, activity, start, end)`` is called twice: for
+        ``NEGOTIATE_ALLREDUCE`` (or another kind), from ``submitted`` to ``began``, and for ``ALLREDUCE``, from
+        ``began`` to now.
 
         Args:
             call: the collective, which ends at the time of this call.

@@ -79,7 +79,8 @@ def reduce_all(
 ) -> list[Tensor]:
     """All-reduce several tensors of one dtype as one flat message, and return the results.
 
-    Collective over ``ranks``; blocks. Prescale, reduction, averaging and postscale are applied.
+    Collective over ``ranks``; blocks, on an accelerator only the current stream. Prescale, reduction, averaging and
+    postscale are applied.
 
     Args:
         tensors: not empty, of one dtype and device; equal shapes on all ranks. Not overwritten.
@@ -129,10 +130,11 @@ def gather_all(
 ) -> Tensor:
     """All-gather: concatenate the ranks' tensors along the first dimension, in rank order.
 
-    Collective over ``ranks``; blocks.
+    Collective over ``ranks``: an all-gather, or where ``counts`` differ a broadcast from each rank. Blocks, on an
+    accelerator only the current stream.
 
     Args:
-        tensor: this rank's, (counts[me], …).
+        tensor: this rank's, (counts[me], …); trailing dimensions and dtype are equal on all ranks.
         counts: size of the first dimension of each rank's tensor, in the order of ``ranks``.
         ranks: global ranks of the members.
         me: index of this rank in ``ranks``.
@@ -163,7 +165,9 @@ def gather_all(
 
 
 def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | None) -> None:
-    """Broadcast contiguous tensors in place from global rank ``root``. Collective over the ranks of ``group``; blocks.
+    """Broadcast contiguous tensors in place from global rank ``root``, one broadcast for each tensor.
+
+    Collective over the ranks of ``group``; blocks, on an accelerator only the current stream.
 
     Args:
         tensors: contiguous tensors, each of equal shape and dtype on all ranks; overwritten on all ranks but ``root``.
@@ -183,7 +187,8 @@ def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | N
 def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:
     """All-to-all of rows: send ``send[r]`` rows to the r-th rank of ``group`` and receive ``receive[r]`` rows from it.
 
-    Collective over the ranks of ``group``; blocks. A row is a slice along the first dimension.
+    Collective over the ranks of ``group``; blocks, on an accelerator only the current stream. A row is a slice along
+    the first dimension.
 
     Args:
         tensor: (sum(send), …), rows for the first rank of the group first.
@@ -215,7 +220,7 @@ def scatter_reduced(tensor: Tensor, call: CollectiveCall, me: int, size: int, gr
     """Reduce-scatter: reduce over the ranks of ``group`` and return this rank's part of the first dimension.
 
     Each rank gets ⌊rows / ranks⌋ consecutive rows, the first (rows mod ranks) ranks one more. Collective over the ranks
-    of ``group``; blocks. Performed as an all-to-all and a local sum in rank order.
+    of ``group``: an all-to-all, before a local sum in rank order. Blocks, on an accelerator only the current stream.
 
     Args:
         tensor: (rows, …), of equal shape on all ranks.

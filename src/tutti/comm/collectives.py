@@ -80,7 +80,9 @@ class ProcessSet:
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Return whether this process's rank is a member of the process set, and so may call collectives on it.
+        """Return whether this process's rank is a member of the process set. Local.
+
+        Members may call collectives on the set, once all ranks have registered it by ``add_process_set``.
 
         Raises UsageError before ``tutti.init``.
         """
@@ -302,8 +304,8 @@ def allreduce_async(
 
     Raises:
         UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
-            needed); the tensor is sparse, or with ``in_place`` expanded (several of its elements share memory); this
-            rank is no member of ``process_set``; or ``tutti.init`` was not called.
+            needed); the tensor is sparse, or with ``in_place`` expanded (several of its elements share memory);
+            ``process_set`` is not registered, or this rank is no member of it; or ``tutti.init`` was not called.
         ValueError: ``op`` is no such operation.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
@@ -348,8 +350,8 @@ def grouped_allreduce_async(
     Raises:
         UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
             needed); a tensor is sparse, or with ``in_place`` expanded (several of its elements share memory); tensors
-            are on devices of several types; this rank is no member of ``process_set``; or ``tutti.init`` was not
-            called.
+            are on devices of several types; ``process_set`` is not registered, or this rank is no member of it; or
+            ``tutti.init`` was not called.
         ValueError: ``op`` is no such operation.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
@@ -389,8 +391,8 @@ def allreduce(
 
     Raises:
         UsageError: ``op`` is not defined for the dtype or, with another operation than sum and average, for a sparse
-            tensor; ``adasum`` for a number of ranks that is no power of two; this rank is no member of ``process_set``;
-            or ``tutti.init`` was not called. In the backward: ``op`` has no gradient.
+            tensor; ``adasum`` for a number of ranks that is no power of two; ``process_set`` is not registered, or this
+            rank is no member of it; or ``tutti.init`` was not called. In the backward: ``op`` has no gradient.
         ValueError: ``op`` is no such operation.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
@@ -431,8 +433,8 @@ def grouped_allreduce(
 
     Raises:
         UsageError: ``op`` is not defined for the dtype, or ``adasum`` for this number of ranks (a power of two is
-            needed); a tensor is sparse, or tensors are on devices of several types; this rank is no member of
-            ``process_set``; or ``tutti.init`` was not called.
+            needed); a tensor is sparse, or tensors are on devices of several types; ``process_set`` is not registered,
+            or this rank is no member of it; or ``tutti.init`` was not called.
         ValueError: ``op`` is no such operation.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
@@ -453,12 +455,14 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start to sum or average sparse tensors by gathering indices and values; return a function that awaits the result.
 
-    Performs one all-gather of indices and values over ``process_set``, before which shapes, dtypes, operation and
-    factors of the ranks are compared. Not differentiable. Numbers are those of ``allreduce`` of the dense tensors, with
-    those of integers truncated.
+    Collective over ``process_set``: one all-gather of indices and values, before which shapes, dtypes, operation and
+    factors of the ranks are compared. The call does not block, but for a process's first collective, which waits for
+    rank 0's; not differentiable. The numbers are those of ``allreduce`` of the dense tensors, with averages of integers
+    truncated.
 
     Args:
-        tensor: sparse COO tensor, of equal shape and dtype on all ranks.
+        tensor: sparse COO tensor, of equal shape and dtype on all ranks; must not be changed before the result is
+            there.
         op: ``average`` or ``sum``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
@@ -470,8 +474,8 @@ def sparse_allreduce_async(
         raises MismatchError where ranks' calls differ, and PeerError where a rank is lost or late.
 
     Raises:
-        UsageError: ``op`` is another operation or not defined for the dtype; the tensor is not sparse; this rank is no
-            member of ``process_set``; or ``tutti.init`` was not called.
+        UsageError: ``op`` is another operation or not defined for the dtype; the tensor is not sparse; ``process_set``
+            is not registered, or this rank is no member of it; or ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -527,7 +531,8 @@ def grouped_allgather_async(
     differentiable. Each result is the concatenation of the ranks' tensors along the first dimension, in rank order.
 
     Args:
-        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row. They
+            must not be changed before ``wait``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
@@ -536,8 +541,8 @@ def grouped_allgather_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: a tensor is sparse; tensors are on devices of several types; this rank is no member of
-            ``process_set``; or ``tutti.init`` was not called.
+        UsageError: a tensor is sparse; tensors are on devices of several types; ``process_set`` is not registered, or
+            this rank is no member of it; or ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -562,7 +567,8 @@ def allgather_async(
     differentiable. The result is the concatenation of the ranks' tensors along the first dimension, in rank order.
 
     Args:
-        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row. It must not
+            be changed before ``wait``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
@@ -571,7 +577,8 @@ def allgather_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: a tensor is sparse; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        UsageError: a tensor is sparse; ``process_set`` is not registered, or this rank is no member of it; or
+            ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -584,7 +591,7 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
     """All-gather: concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
 
     Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
-    ranks' gradients.
+    ranks' gradients, for which backward performs an all-reduce and an all-gather of the numbers of rows.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -595,7 +602,8 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
         A new tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
 
     Raises:
-        UsageError: the tensor is sparse; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+        UsageError: the tensor is sparse; ``process_set`` is not registered, or this rank is no member of it; or
+            ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -609,7 +617,7 @@ def grouped_allgather(
     """All-gather several tensors as one call: concatenate the ranks' tensors along the first dimension, for each.
 
     Collective over ``process_set``; blocks. Differentiable: this rank's gradients are its rows of the average of the
-    ranks' gradients.
+    ranks' gradients, for which backward performs an all-reduce and an all-gather of the numbers of rows.
 
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -620,8 +628,8 @@ def grouped_allgather(
         For each of ``tensors`` a new tensor of shape (sum of the ranks' rows, …), in rank order, equal on all ranks.
 
     Raises:
-        UsageError: a tensor is sparse; tensors are on devices of several types; this rank is no member of
-            ``process_set``; or ``tutti.init`` was not called.
+        UsageError: a tensor is sparse; tensors are on devices of several types; ``process_set`` is not registered, or
+            this rank is no member of it; or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -655,9 +663,9 @@ def grouped_broadcast_async(
         ended, left or did not make the call in time.
 
     Raises:
-        UsageError: ``root`` or this rank is no member of ``process_set``; a tensor is sparse, or with ``in_place``
-            expanded (several of its elements share memory); tensors are on devices of several types; or ``tutti.init``
-            was not called.
+        UsageError: ``process_set`` is not registered, or ``root`` or this rank is no member of it; a tensor is sparse,
+            or with ``in_place`` expanded (several of its elements share memory); tensors are on devices of several
+            types; or ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -705,8 +713,9 @@ def broadcast_async(
         MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
-        UsageError: ``root`` or this rank is no member of ``process_set``; the tensor is sparse, or with ``in_place``
-            expanded (several of its elements share memory); or ``tutti.init`` was not called.
+        UsageError: ``process_set`` is not registered, or ``root`` or this rank is no member of it; the tensor is
+            sparse, or with ``in_place`` expanded (several of its elements share memory); or ``tutti.init`` was not
+            called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -719,7 +728,7 @@ def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set
     """Broadcast: return a new tensor with the values of ``tensor`` on global rank ``root``.
 
     Collective over ``process_set``; blocks. Differentiable: the gradient is the average of the ranks' gradients on
-    ``root``, zero elsewhere.
+    ``root``, zero elsewhere; backward performs an all-reduce over ``process_set``.
 
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root`` count.
@@ -731,8 +740,8 @@ def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set
         A new tensor of the shape and dtype of ``tensor``, equal on all ranks.
 
     Raises:
-        UsageError: ``root`` or this rank is no member of ``process_set``; the tensor is sparse; or ``tutti.init`` was
-            not called.
+        UsageError: ``process_set`` is not registered, or ``root`` or this rank is no member of it; the tensor is
+            sparse; or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -779,22 +788,22 @@ def alltoall_async(
     differentiable.
 
     Args:
-        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. It must not be changed before ``wait``.
         splits: rows for each member, the first member's first, as an int32 tensor or a sequence of integers; default:
             equal parts. Rows beyond their sum are not sent.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle; its ``wait`` returns (received rows, the first member's first; int32 tensor with the number of rows
-        from each member), and raises MismatchError where ranks' calls differ, PeerError where a rank has ended, left or
-        is late.
+        Handle; its ``wait`` returns a pair: the received rows, a new tensor, the first member's first; and the number
+        of rows from each member, an int32 tensor on the device of the tensor ``splits``, else on the CPU. ``wait``
+        raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left or is late.
 
     Raises:
         SplitError: ``splits`` are not int32, not one number for each member, negative, or in sum more than the rows; or
             they are not given, and the number of members does not divide the rows.
-        UsageError: ``tensor`` is a scalar or sparse; this rank is no member of ``process_set``; or ``tutti.init`` was
-            not called.
+        UsageError: ``tensor`` is a scalar or sparse; ``process_set`` is not registered, or this rank is no member of
+            it; or ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -823,20 +832,21 @@ def alltoall(
     that sent the row, by another all-to-all.
 
     Args:
-        tensor: (rows, …), with equal trailing dimensions on all ranks.
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
         splits: rows for each member, the first member's first, as an int32 tensor or a sequence of integers; default:
             equal parts. Rows beyond their sum are not sent.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        The received rows, the first member's first, and the number of rows from each member, an int32 tensor.
+        The received rows, a new tensor, the first member's first; and the number of rows from each member, an int32
+        tensor on the device of the tensor ``splits``, else on the CPU.
 
     Raises:
         SplitError: ``splits`` are not int32, not one number for each member, negative, or in sum more than the rows; or
             they are not given, and the number of members does not divide the rows.
-        UsageError: ``tensor`` is a scalar or sparse; this rank is no member of ``process_set``; or ``tutti.init`` was
-            not called.
+        UsageError: ``tensor`` is a scalar or sparse; ``process_set`` is not registered, or this rank is no member of
+            it; or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -862,7 +872,7 @@ def grouped_reducescatter_async(
     ranks have one row more.
 
     Args:
-        tensors: each (rows, …), of equal shape and dtype on all ranks.
+        tensors: each (rows, …), of equal shape and dtype on all ranks; must not be changed before ``wait``.
         op: ``average`` or ``sum``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
@@ -875,8 +885,8 @@ def grouped_reducescatter_async(
 
     Raises:
         UsageError: ``op`` is another operation or not defined for the dtype; a tensor is sparse or has no first
-            dimension; tensors are on devices of several types; this rank is no member of ``process_set``; or
-            ``tutti.init`` was not called.
+            dimension; tensors are on devices of several types; ``process_set`` is not registered, or this rank is no
+            member of it; or ``tutti.init`` was not called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -918,7 +928,7 @@ def reducescatter_async(
     ranks have one row more.
 
     Args:
-        tensor: (rows, …), of equal shape and dtype on all ranks.
+        tensor: (rows, …), of equal shape and dtype on all ranks; must not be changed before ``wait``.
         op: ``average`` or ``sum``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
@@ -931,7 +941,8 @@ def reducescatter_async(
 
     Raises:
         UsageError: ``op`` is another operation or not defined for the dtype; the tensor is sparse or has no first
-            dimension; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+            dimension; ``process_set`` is not registered, or this rank is no member of it; or ``tutti.init`` was not
+            called.
         PeerError: a rank was lost earlier, so that no collective can be started.
         DuplicateNameError: a call with this name is still pending on this rank.
     """
@@ -970,7 +981,8 @@ def reducescatter(
 
     Raises:
         UsageError: ``op`` is another operation or not defined for the dtype; the tensor is sparse or has no first
-            dimension; this rank is no member of ``process_set``; or ``tutti.init`` was not called.
+            dimension; ``process_set`` is not registered, or this rank is no member of it; or ``tutti.init`` was not
+            called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -1006,8 +1018,8 @@ def grouped_reducescatter(
 
     Raises:
         UsageError: ``op`` is another operation or not defined for the dtype; a tensor is sparse or has no first
-            dimension; tensors are on devices of several types; this rank is no member of ``process_set``; or
-            ``tutti.init`` was not called.
+            dimension; tensors are on devices of several types; ``process_set`` is not registered, or this rank is no
+            member of it; or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -1028,7 +1040,8 @@ def barrier(process_set: ProcessSet = all_ranks) -> None:
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        UsageError: this rank is no member of ``process_set``, or ``tutti.init`` was not called.
+        UsageError: ``process_set`` is not registered, or this rank is no member of it, or ``tutti.init`` was not
+            called.
         MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
         PeerError: a rank has ended, left, or did not make the call in time.
     """
@@ -1137,8 +1150,8 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
         A value equal to that of ``root``, decoded from its bytes on every rank, ``root`` included.
 
     Raises:
-        UsageError: the value is of another type, which the error names on every rank; ``root`` or this rank is no
-            member of ``process_set``; or ``tutti.init`` was not called.
+        UsageError: the value is of another type, which the error names on every rank; ``process_set`` is not
+            registered, or ``root`` or this rank is no member of it; or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.
@@ -1168,8 +1181,8 @@ def allgather_object(value: Any, name: str | None = None, *, process_set: Proces
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        UsageError: a rank's value is of another type; the error names rank and type, on every rank. Or this rank is no
-            member of ``process_set``, or ``tutti.init`` was not called.
+        UsageError: a rank's value is of another type; the error names rank and type, on every rank. Or ``process_set``
+            is not registered, or this rank is no member of it, or ``tutti.init`` was not called.
         DuplicateNameError: a call with this name is still pending on this rank.
         MismatchError: ranks' calls differ.
         PeerError: a rank has ended, left, or did not make the call in time.

@@ -119,7 +119,8 @@ class Communicator:
         """Indices, within this communicator, of the ranks that are alive as far as known: in increasing order.
 
         All ranks, unless ``Communicators.tolerate_loss`` lets the run go on without killed ranks. Then it is the ranks
-        that took part in the last ``all_reduce``, ``broadcast``, ``all_gather`` or method built on them. Local.
+        that took part in the most recent ``all_reduce``, ``broadcast``, ``all_gather`` or method built on them, of this
+        communicator or of the other one that tolerates losses (``world``, ``replica``). Local.
         """
         return range(self.size) if self.meetings is None else self.meetings.there
 
@@ -181,9 +182,9 @@ class Communicator:
         Collective over the ranks of this communicator; does not block.
 
         Args:
-            flat: of equal shape and dtype on all ranks, which is not checked; not to be used before ``wait`` of the
-                handle.
-            text: names the call in the errors of ``wait``.
+            flat: contiguous, of equal shape and dtype on all ranks, which is not checked; not to be used before
+                ``wait`` of the handle.
+            text: names the call in the errors of ``wait``; equal on all ranks.
 
         Returns:
             A ``Pending``, whose ``wait`` blocks until ``flat`` holds the sum, or raises PeerError (a rank is lost or
@@ -205,7 +206,7 @@ class Communicator:
             receive: (sum(parts), n), overwritten; rows from rank 0 first.
             parts: for each rank, the number of rows that it sends to every rank, itself included.
             mine: rows that this rank sends to each rank, ``parts[rank]``.
-            text: names the call in PeerError and MismatchError.
+            text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Raises:
             MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
@@ -229,7 +230,7 @@ class Communicator:
             send: (sum(sizes),), the part for rank 0 first.
             sizes: elements for each rank.
             come: elements from each rank.
-            text: names the call in PeerError and MismatchError.
+            text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Returns:
             The received elements, a tensor of shape (sum(come),), the part from rank 0 first; with one rank ``send``
@@ -253,7 +254,7 @@ class Communicator:
 
         Args:
             mine: (n,), this rank's slice; equal n and dtype on all ranks.
-            text: names the call in PeerError and MismatchError.
+            text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Returns:
             The concatenated slices, a tensor of shape (size · n,), equal on all ranks; ``size`` is the number of ranks.
@@ -285,7 +286,7 @@ class Communicator:
         Args:
             whole: (size · n,), overwritten. With one rank nothing is copied.
             mine: (n,), this rank's slice; may be a view of its place in ``whole``; with one rank it is ``whole``.
-            text: names the call in PeerError and MismatchError.
+            text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Raises:
             MismatchError: deadlock: the ranks wait in different calls; in shared memory also where their calls, numbers
@@ -307,7 +308,7 @@ class Communicator:
         Args:
             mine: (n,), overwritten.
             whole: (size · n,), this rank's summand, slice of rank 0 first.
-            text: names the call in PeerError and MismatchError.
+            text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Raises:
             MismatchError: deadlock: the ranks wait in different calls; in shared memory also where their calls, numbers
@@ -400,7 +401,7 @@ class Communicator:
         Args:
             tensor: of equal shape and dtype on all ranks, which is not checked.
             source: index of the sending rank within this communicator.
-            text: names the call in PeerError and MismatchError.
+            text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Raises:
             MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
@@ -618,11 +619,12 @@ class Communicator:
 
         Args:
             lines: the text to compare, line by line.
-            name: subject of the text, which both errors name.
+            name: subject of the text, which both errors name; equal on all ranks.
             remedy: how to make the ranks agree, a text for MismatchError.
 
         Raises:
-            MismatchError: on every rank, naming two ranks and the first line in which they differ.
+            MismatchError: on every rank, naming two ranks and the first line in which they differ. Or the ranks are in
+                different calls.
             PeerError: a rank has ended, or did not make the call in time.
         """
         if self.size == 1:
@@ -666,8 +668,9 @@ class Communicator:
         Collective over the ranks of this communicator, which all-gathers the descriptions of the calls; blocks.
 
         Args:
-            call: describes this rank's call.
-            other: index in ``alive_ranks`` of a rank whose call differs from the first one's; equal on all ranks.
+            call: describes this rank's call, as text that the error shows.
+            other: position in ``alive_ranks`` of a rank whose call differs from that of the first rank in it; equal on
+                all ranks.
 
         Returns:
             The error, whose message names both ranks and their calls.
@@ -689,7 +692,7 @@ class Communicator:
         """All-gather a string from each rank, cut to 1 KiB of UTF-8. Collective over this communicator's ranks; blocks.
 
         Args:
-            text: this rank's string.
+            text: this rank's string; may differ between ranks.
             name: names the call in MismatchError and PeerError; equal on all ranks.
 
         Returns:

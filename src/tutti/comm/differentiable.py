@@ -82,8 +82,8 @@ class TensorRanks:
     def reduce(self, part: Tensor, name: str) -> Tensor:
         """All-reduce (sum) ``part`` over the tensor-parallel ranks; its backward is the identity.
 
-        Collective over the tensor-parallel ranks. For the output of layers that are split over the ranks: the operator
-        g of Shoeybi et al. 2019 (arXiv 1909.08053).
+        Collective over the tensor-parallel ranks; blocks. For the output of layers that are split over the ranks: the
+        operator g of Shoeybi et al. 2019 (arXiv 1909.08053).
 
         Args:
             part: this rank's summand, of equal shape on all ranks.
@@ -100,11 +100,11 @@ class TensorRanks:
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim`` into the whole tensor, in rank order.
 
-        Collective over the tensor-parallel ranks. Its backward takes this rank's slice of the gradient and sends
-        nothing, so that the gradient must be equal on all ranks.
+        Collective over the tensor-parallel ranks; blocks. Its backward takes this rank's slice of the gradient and
+        sends nothing, so that the gradient must be equal on all ranks.
 
         Args:
-            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
+            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, self.size, self.rank))``.
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
@@ -140,8 +140,8 @@ class TensorRanks:
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter: return this rank's slice along ``dim`` of the sum of ``part`` over the tensor-parallel ranks.
 
-        Collective over the tensor-parallel ranks, as is its backward, which all-gathers the gradient: the operator ḡ of
-        Korthikanti et al. 2022 (arXiv 2205.05198).
+        Collective over the tensor-parallel ranks, as is its backward, which all-gathers the gradient; both block. The
+        operator ḡ of Korthikanti et al. 2022 (arXiv 2205.05198).
 
         Args:
             part: this rank's summand, of ``length`` along ``dim``.
@@ -151,7 +151,8 @@ class TensorRanks:
                 ranks wait in different calls).
 
         Returns:
-            The slice of the sum, a new contiguous tensor of size ``len(even_share(length, size, rank))`` along ``dim``.
+            The slice of the sum, a new contiguous tensor, whose size along ``dim`` is
+            ``len(even_share(length, self.size, self.rank))``.
         """
         self._copied = None
         result: Tensor = _Scatter.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
@@ -161,12 +162,12 @@ class TensorRanks:
         """All-gather the ranks' slices along ``dim``, for an input that each rank uses differently.
 
         Collective over the tensor-parallel ranks, as is its backward, which reduce-scatters the ranks' different
-        gradients: the operator g of Korthikanti et al. 2022 (arXiv 2205.05198).
+        gradients; both block. The operator g of Korthikanti et al. 2022 (arXiv 2205.05198).
 
         Consecutive calls with the same tensor return one result, and so share the all-gather and the reduce-scatter.
 
         Args:
-            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
+            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, self.size, self.rank))``.
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
@@ -204,8 +205,8 @@ class TensorRanks:
     def join(self, tensor: Tensor, name: str) -> Tensor:
         """All-gather the tensor-parallel ranks' tensors of one shape and stack them along a new first dimension.
 
-        Collective over the tensor-parallel ranks. Its backward takes this rank's slice of the gradient and sends
-        nothing, so that the gradient must be equal on all ranks.
+        Collective over the tensor-parallel ranks; blocks. Its backward takes this rank's slice of the gradient and
+        sends nothing, so that the gradient must be equal on all ranks.
 
         Args:
             tensor: of equal shape on all ranks.
@@ -242,7 +243,7 @@ class TensorRanks:
         Collective over the tensor-parallel ranks; blocks. Uneven slices are padded to the largest for the message.
 
         Args:
-            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
+            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, self.size, self.rank))``.
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
@@ -278,7 +279,8 @@ class TensorRanks:
                 (the ranks wait in different calls).
 
         Returns:
-            The slice of the sum, a new contiguous tensor of size ``len(even_share(length, size, rank))`` along ``dim``.
+            The slice of the sum, a new contiguous tensor, whose size along ``dim`` is
+            ``len(even_share(length, self.size, self.rank))``.
         """
         first = tensor.movedim(dim, 0)
         shares = [even_share(length, self.size, rank) for rank in range(self.size)]

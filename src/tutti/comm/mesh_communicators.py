@@ -43,8 +43,10 @@ class Communicators:
     def axis(self, *names: str) -> Communicator:
         """Return the communicator along axes of the device mesh, for collectives and messages among these ranks.
 
-        Its ranks have the same coordinates as this rank on all other axes. The first call for the same axes makes
-        process groups and is collective over all ranks of the job; later calls return the cached communicator.
+        Its ranks have the same coordinates as this rank on all other axes. The first call for these axes, in this
+        order, is collective over all ranks of the job and blocks: it makes process groups and, where the ranks of a
+        communicator are on one node, shared memory for their control messages. Later calls return the cached
+        communicator and send nothing.
 
         Args:
             names: one or more of ``replica`` and ``shard`` (data parallelism; the ranks along ``shard`` hold one copy
@@ -52,6 +54,9 @@ class Communicators:
 
         Raises:
             RuntimeError: in the first call, a rank does not make the call within the timeout.
+            PeerError: in the first call, a rank has ended, or did not make the call in time, while the shared memory
+                was made.
+            MismatchError: in the first call, ranks are in different calls.
         """
         if names not in self._axes:
             self._axes[names] = self._line(f"{' × '.join(names)} axis", *names)
@@ -86,7 +91,8 @@ class Communicators:
     def p2p_channels(self, kinds: Mapping[str, int], *names: str) -> Communicator:
         """Make the process groups for ``start_send`` between neighbours along mesh axes.
 
-        Collective over all ranks of the job. Channels connect neighbours on the axes, and the last rank with the first.
+        Collective over all ranks of the job; blocks. Channels connect neighbours on the axes, and the last rank with
+        the first.
 
         Args:
             kinds: name of each kind of message → its direction: 1 to the next rank, -1 to the previous one.
@@ -146,8 +152,9 @@ class Communicators:
     def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
         """Return a communicator over some of the ranks along a mesh axis, with its own process group.
 
-        Collective over all ranks of the job, members or not. Ranks along the axis have the same coordinates on all
-        other axes; one such subgroup is made for each choice of these coordinates, and a member gets its own.
+        Collective over all ranks of the job, members or not; blocks. Ranks along the axis have the same coordinates on
+        all other axes; one such subgroup is made for each choice of these coordinates, and a member gets its own. A
+        later call with the same arguments uses the same process groups, and sends nothing.
 
         Args:
             name: mesh axis: ``replica``, ``shard``, ``stage`` or ``tensor``.
@@ -172,14 +179,17 @@ class Communicators:
     def new_group(self, purpose: str) -> Communicator:
         """Return a new communicator of the data-parallel ranks (axes replica and shard) with its own process group.
 
-        Collective over all ranks of the job; blocks while the group is made. For messages that overlap with the
-        gradient reduction on ``replica``, which one process group would serialise.
+        Collective over all ranks of the job: makes the process groups and, where the data-parallel ranks are on one
+        node, shared memory for their control messages; blocks. For messages that overlap with the gradient reduction
+        on ``replica``, which one process group would serialise.
 
         Args:
             purpose: key of the process group, which PeerError and MismatchError show; one key gives one group.
 
         Raises:
             RuntimeError: a rank does not make the call within the timeout.
+            PeerError: a rank has ended, or did not make the call in time, while the shared memory was made.
+            MismatchError: ranks are in different calls.
         """
         return self._line(f"replica, {purpose}", "replica", "shard", purpose=purpose)
 

@@ -34,8 +34,8 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
 
     Args:
         value: the value to encode.
-        tensors: if given, tensors in ``value`` are appended to this list, and the bytes hold only their index, dtype
-            and shape; None: the bytes hold their elements, too.
+        tensors: if given, tensors in ``value`` are appended to this list, detached and not copied, and the bytes hold
+            only their index, dtype and shape; None: the bytes hold their elements, too.
 
     Returns:
         The bytes. A bytearray is encoded as bytes, a defaultdict as a dict.
@@ -60,7 +60,8 @@ def encode_or_error(value: Any, where: str, tensors: list[Tensor] | None = None)
     Args:
         value: the value to encode.
         where: rank and call, as text for the error.
-        tensors: if given, tensors in ``value`` are appended to this list, and the bytes only describe them.
+        tensors: if given, tensors in ``value`` are appended to this list, detached and not copied, and the bytes only
+            describe them.
 
     Returns:
         The bytes of the value or of the error.

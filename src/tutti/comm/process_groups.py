@@ -35,7 +35,7 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
 
     Raises:
         UsageError: ``tutti.init`` was not called.
-        RuntimeError: a member did not make the call in time.
+        RuntimeError: a rank did not make the call in time.
     """
     if len(ranks) == 1:
         return None, None
@@ -57,10 +57,12 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
 
 
 def channel_purpose(kind: str, sender: int) -> str:
-    """Return the ``purpose`` of the process group for messages of one kind from one rank to another.
+    """Return the ``purpose`` argument of ``process_groups`` for point-to-point messages of one kind from one rank.
+
+    Sender and receiver must make the group of the two of them with the same ``purpose``. Makes no group.
 
     Args:
         kind: name of the kind of message.
-        sender: the rank that sends them.
+        sender: global rank of the sender.
     """
     return f"{kind} from rank {sender}"

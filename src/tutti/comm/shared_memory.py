@@ -88,8 +88,8 @@ class SharedMemorySegment:
         The tensor has a storage of its own, which holds only these elements; all ranks see writes to it.
 
         Args:
-            start: byte at which the tensor begins, counted from the slot of the first rank; the ranks' slots follow one
-                another.
+            start: byte at which the tensor begins, counted from the begin of the first rank's slot; the ranks' slots
+                follow one another.
             count: number of elements.
             dtype: dtype of the elements.
         """
@@ -104,7 +104,7 @@ class SharedMemorySegment:
         Collective over the ranks of the segment.
 
         Args:
-            text: names the call in both errors.
+            text: names the call in both errors; equal on all ranks.
 
         Raises:
             PeerError: a rank has ended, or did not arrive within the timeout.
@@ -217,12 +217,14 @@ class SmallMessages:
         """All-gather a small CPU tensor through shared memory. Collective over the ranks of one communicator; blocks.
 
         Args:
-            mine: this rank's tensor of n elements; n and dtype are equal on all ranks.
-            text: names the call in PeerError and in the MismatchError of ranks that all wait in different calls.
+            mine: this rank's tensor of n elements, for which ``takes`` is True; n and dtype are equal on all ranks.
+            text: names the call in PeerError and in the MismatchError of ranks that all wait in different calls; equal
+                on all ranks.
             call: describes the call and must be equal on all ranks; "" for ``text`` with n and dtype.
 
         Returns:
-            A view (size, n) of all ranks' tensors in shared memory, in rank order. The next call but one overwrites it.
+            A view (ranks, n) of all ranks' tensors in shared memory, in rank order; do not write to it. The next call
+            but one overwrites it.
 
         Raises:
             MismatchError: ranks are in different calls, or their tensors differ in size or dtype.
