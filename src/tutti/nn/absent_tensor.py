@@ -83,7 +83,7 @@ def put_away(
     undo: Callable[[], None] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Replace the tensors of a model that this rank does not compute with by placeholders, and free their memory.
+    """Replace parameters and persistent buffers that this rank does not compute with by placeholders without memory.
 
     For a model that is cut into pipeline stages, on a rank that computes some of them. A placeholder has the tensor's
     shape and dtype; an operation that reads or writes its values raises UsageError, which says where the values are. A
@@ -94,7 +94,7 @@ def put_away(
         plain: the whole model, changed in place.
         places: for the error's text, where the values of a tensor are (such as "on another stage"), by the first name
             of the parameter or persistent buffer; tensors without an entry are "on another rank".
-        here: the modules that this rank computes; their tensors stay.
+        here: the modules that this rank computes; their tensors stay, and so do all non-persistent buffers.
         undo: called before an operation on a parameter's placeholder is refused, to take back what the script has
             written to other parameters; None for nothing.
         device: device of the placeholders, so that a script groups parameters alike on every rank; None for that of

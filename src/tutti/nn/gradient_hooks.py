@@ -105,14 +105,16 @@ def wrap_hooks(
 ) -> list[str]:
     """Replace the script's ``register_hook`` hooks of parameters by wrapped ones, in place in PyTorch's hook tables.
 
-    The handles that ``register_hook`` returned still remove them. Hooks that are wrapped already stay.
+    The handles that ``register_hook`` returned still remove the hooks, and their order stays. Hooks that are a
+    ``ScriptHook`` already, as after an earlier call, stay as they are.
 
     Args:
-        named: the parameters, by name.
-        wrap: makes the hook that is called in place of one of the script's.
+        named: (name, parameter) pairs.
+        wrap: function of one of the script's hooks that returns the ``ScriptHook`` to be called in its place.
 
     Returns:
-        Name of the parameter of each hook that was wrapped by this call; a parameter with several occurs several times.
+        The parameter's name for each hook that this call has wrapped; the name of a parameter with several such hooks
+        occurs as often.
     """
     found = []
     for name, parameter in named:

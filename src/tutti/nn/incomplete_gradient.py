@@ -50,11 +50,18 @@ class IncompleteGradient(Tensor):
 
     @property
     def edited(self) -> bool:
-        """Whether the script has changed the gradient's values; False where it cannot."""
+        """Whether the script has changed the gradient's values on this rank. Not collective.
+
+        Always False in this class, whose placeholders refuse such changes; subclasses that allow them override it.
+        """
         return False
 
     def compared(self) -> Tensor | None:
-        """Return the tensor by which ranks compare their edits of the gradient; None where it cannot be edited."""
+        """Return the tensor whose values all ranks must have alike after the script's edits of the gradient, or None.
+
+        The caller compares it over the ranks. None in this class, whose gradients the script cannot edit; subclasses
+        return a tensor of their own, not a copy.
+        """
         return None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -107,7 +114,8 @@ def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
     """Set the ``.grad`` of each parameter to a placeholder that raises UsageError where the script reads or edits it.
 
     For gradients of which this rank has only a part, or none: a norm that the script computed from that part, for
-    example, would be wrong. The script may still clear the placeholder, as ``zero_grad()`` does.
+    example, would be wrong. The script may still clear the placeholder, as ``zero_grad()`` does. The previous ``.grad``
+    is dropped: a caller that needs it keeps it. Not collective.
 
     Args:
         parameters: the script's parameters.

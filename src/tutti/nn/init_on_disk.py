@@ -35,11 +35,11 @@ def spilling(folder: str | Path | None = None, above: int = 0) -> Iterator[None]
 
     Args:
         folder: a folder on a disk; default: the first writable one of ``TMPDIR``, ``/var/tmp`` and the current folder
-            that is not on a memory file system.
+            that is not on a memory file system; without any such folder ``TMPDIR``.
         above: bytes of such tensors that stay in memory, in the order of their creation, before files are used.
 
     Raises:
-        DiskError: the file cannot be made, such as on a full disk.
+        DiskError: within the context, the file of a new tensor cannot be made, such as on a full disk.
     """
     with _Spilling(_folder() if folder is None else Path(folder), above):
         yield

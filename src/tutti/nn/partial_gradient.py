@@ -126,6 +126,10 @@ class GradientParts:
         Returns:
             A tensor without dimensions, equal on all ranks of the group; float32 for gradients of 16 bits. Later calls
             return the same memory: do not write to it.
+
+        Raises:
+            PeerError: a rank of the group is lost or late.
+            MismatchError: the ranks wait in different calls.
         """
         if order not in self._norms:
             own = [part() if counted else None for part, _, counted in self._parts]
@@ -152,13 +156,17 @@ class GradientParts:
     def total(self, index: int) -> Tensor:
         """Return, on all ranks of the group, a gradient that some of them have whole and the others not at all.
 
-        For pipeline stages, not for slices or rows. Collective over the group: an all-reduce.
+        For pipeline stages, not for slices or rows. Collective over the group: an all-reduce; blocks.
 
         Args:
             index: position of the gradient among the calls of ``conceal``.
 
         Returns:
-            A new tensor on the group's device, equal on all ranks.
+            A new tensor of the gradient's shape on the device of the group's communicator, equal on all ranks.
+
+        Raises:
+            PeerError: a rank of the group is lost or late.
+            MismatchError: the ranks wait in different calls.
         """
         part, _, counted = self._parts[index]
         own = part() if counted else None
@@ -169,13 +177,19 @@ class GradientParts:
         return gradient
 
     def largest(self, flag: Tensor) -> Tensor:
-        """Return the largest value of a one-element tensor over the ranks of the group. Collective: an all-gather.
+        """Return the largest value of a one-element tensor over the ranks of the group.
+
+        Collective over the group: an all-gather; blocks.
 
         Args:
-            flag: a tensor of one element, of any shape.
+            flag: this rank's tensor of one element, of any shape.
 
         Returns:
             A new tensor of shape (1,) on the device of ``flag``, equal on all ranks.
+
+        Raises:
+            PeerError: a rank of the group is lost or late.
+            MismatchError: the ranks wait in different calls.
         """
         return self._gather(flag.reshape(1)).amax(0)
 
@@ -218,11 +232,19 @@ class PartGradient(IncompleteGradient):
 
     @property
     def edited(self) -> bool:
-        """Whether the script has written to the gradient, or added to it."""
+        """Whether the script has written to the gradient on this rank, or added a tensor or number to it.
+
+        Counts from when this placeholder was made. Not collective: all ranks whose scripts have made the same edits
+        have the same value.
+        """
         return bool(tensor_version(self.probe) or self.added_to)
 
     def compared(self) -> Tensor:
-        """Return ``probe``, to which every edit of the gradient is applied, too."""
+        """Return the attribute ``probe``, a tensor of shape (3,) to which every edit of the gradient is applied, too.
+
+        Ranks that have made the same edits have the same values in it; the caller compares these over the ranks. Not a
+        copy, and not collective.
+        """
         return self.probe
 
     @classmethod
@@ -266,11 +288,17 @@ class PartGradient(IncompleteGradient):
     def assign(self, value: Tensor, source: Tensor) -> None:
         """Copy a tensor that the script assigns to ``.grad`` into this placeholder's gradient.
 
-        The placeholder stays in ``.grad``.
+        The placeholder stays in ``.grad``. Counts as an edit of the gradient. Not collective; the script must make the
+        same assignment on every rank of the group.
 
         Args:
             value: the tensor, whole or this rank's part of it.
-            source: the same tensor as the script has it; ``check_source`` finds later writes to it.
+            source: the tensor object that the script has assigned, of which ``value`` may be a part or a copy;
+                ``check_source`` finds later writes to it.
+
+        Raises:
+            UsageError: the gradient does not take a tensor's values, but only norms, scaling and clamping
+                (``how_split`` is None, as with pipeline stages).
         """
         self.copy_(value)
         self._source = source, tensor_version(source)
@@ -340,8 +368,9 @@ class PartGradient(IncompleteGradient):
     def assembled(self) -> Tensor:
         """Return the whole gradient, all-gathered from the parts, as a new tensor.
 
-        Collective over the ranks that hold the parts: one all-gather. ``how_split`` must not be None, and this rank
-        must have a part.
+        Collective over the ranks that hold the parts, by the gatherer of ``how_split``: an all-gather over the shard
+        ranks where they hold rows, and an all-reduce over the tensor ranks where they hold slices. Blocks.
+        ``how_split`` must not be None, and this rank must have a part.
         """
         split = cast(GradientSplit, self.how_split)
         [gathered] = split.gatherer.gather(split.key, [cast(Tensor, self.own())])
@@ -385,7 +414,8 @@ class PartGradient(IncompleteGradient):
     def write(self, whole: Tensor) -> Any:
         """Copy this rank's part of a whole tensor into its part of the gradient, in place. Not collective.
 
-        Every rank of the group must make the call with the same tensor.
+        Every rank of the group must make the call with the same tensor. ``how_split`` must not be None, and this rank
+        must have a part. Counts as an edit of the gradient.
 
         Args:
             whole: the new values of the whole gradient, of its shape.
@@ -587,15 +617,17 @@ def _digest(tensor: Tensor) -> Tensor:
 def agree_on_operand(comm: Communicator, tensor: Tensor, what: str) -> None:
     """Check that a whole tensor of the script, of which each rank takes its part, is the same on all ranks.
 
-    Collective over ``comm``: an all-gather of a few numbers.
+    Collective over the ranks of ``comm``: an all-gather of three numbers that are computed from the tensor's values;
+    blocks.
 
     Args:
         comm: the ranks that take parts of the tensor.
-        tensor: the tensor.
-        what: the beginning of the error's text, such as "the script computes with a tensor".
+        tensor: this rank's tensor, whole.
+        what: the beginning of the error's text, such as "the script computes with a tensor"; equal on all ranks.
 
     Raises:
-        MismatchError: it differs over ranks.
+        MismatchError: the tensor differs between ranks, or the ranks are in different calls.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     digests = comm.all_gather(_digest(tensor).to(comm.device), what)
     if any(not torch.equal(digest.nan_to_num(), digests[0].nan_to_num()) for digest in digests):

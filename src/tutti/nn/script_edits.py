@@ -181,7 +181,9 @@ class EditWatch(QuietMode):
         self.edits = ScriptEdits()
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of PyTorch, and record the call unless the mode is quiet.
+        """Call a function of PyTorch, and record the call in ``edits`` unless the attribute ``quiet`` is True.
+
+        Called for each call of PyTorch while the mode is active.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -189,6 +191,9 @@ class EditWatch(QuietMode):
 
         Returns:
             The function's result.
+
+        Raises:
+            UsageError: in subclasses, the call is one that they refuse.
         """
         if self.quiet:
             return func(*args, **kwargs)

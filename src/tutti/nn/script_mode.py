@@ -293,6 +293,12 @@ def by_place(args: Sequence[Any], change: Callable[[tuple[Any, ...]], Sequence[A
             stay.
         change: called with a tuple of the lists' elements at one index; returns a sequence of as many replacements.
 
+    Returns:
+        The arguments in their order, each list or tuple replaced by a list.
+
+    Raises:
+        ValueError: the lists differ in length.
+
     >>> by_place(([1, 2], [10, 20], 0.5), lambda pair: (pair[0], sum(pair)))
     ([1, 2], [11, 22], 0.5)
     """

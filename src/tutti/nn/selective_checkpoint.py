@@ -35,7 +35,8 @@ _EXPENSIVE = {getattr(torch.ops.aten, name).default for name in _NAMES if hasatt
 def selective_checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return two contexts for ``context_fn`` of ``torch.utils.checkpoint``: for a forward and for its recomputation.
 
-    Expensive operators are matrix products, convolutions and fused attention.
+    Expensive operators are matrix products, convolutions and fused attention without dropout. The pair serves one
+    forward: make a new pair for each call of ``checkpoint``.
 
     Returns:
         ``(forward, recomputation)``: the first context saves results of expensive operators; the second reuses them in

@@ -20,11 +20,17 @@ class SourceValues(ABC):
 
     @abstractmethod
     def unchanged(self) -> bool:
-        """Return whether the tensor has the values that it had when this object was made. Not collective."""
+        """Return whether the model's tensor has, on this rank, the values of which the copy was made. Not collective.
+
+        Abstract. ``StateCopy`` calls it before each read or write of the copy.
+        """
 
     @abstractmethod
     def undo(self) -> None:
-        """Revert what the script has written to the model, as far as that is possible, before it is refused."""
+        """Revert the script's writes to the model's tensors, as far as that is possible. Not collective.
+
+        Abstract. ``StateCopy`` calls it right before it raises UsageError for a read or write of the copy.
+        """
 
 
 class StateCopy(Tensor):

@@ -29,14 +29,25 @@ class GradientSums:
 
     @property
     def readable(self) -> bool:
-        """Whether the gradients have been read, or can still be."""
+        """Whether ``values`` can return the gradients: this rank has read them, or the other processes still hold them.
+
+        Sends nothing.
+        """
         return self._read is not None or self._values is not None
 
     def values(self) -> Sequence[Tensor]:
-        """Return the summed gradients, read by the first call. Not collective; do not write to the tensors.
+        """Return the summed gradients of all parameters, which the first call reads from the other processes.
+
+        The first call blocks until they have replied; later calls send nothing. Not collective: other ranks need not
+        call it.
+
+        Returns:
+            One tensor for each parameter, in the order of the constructor's ``read``, the same objects in each call. Do
+            not write to them.
 
         Raises:
-            UsageError: the update has been made, and this rank had not read the gradients before.
+            UsageError: ``close`` was called, as the update has been made, and this rank had not read the gradients
+                before.
         """
         if self._values is None:
             if self._read is None:
@@ -50,7 +61,10 @@ class GradientSums:
         return self._values
 
     def close(self) -> None:
-        """Note that the other processes no longer hold the sums: gradients that were not read are lost."""
+        """Note that the other processes no longer hold the sums, because the update has been made. Sends nothing.
+
+        If this rank has not called ``values`` before, the gradients are lost, and ``values`` raises UsageError.
+        """
         self._read = None
 
 
@@ -84,12 +98,19 @@ class SummedGradient(IncompleteGradient):
 
     @property
     def readable(self) -> bool:
-        """Whether this rank has the gradient's values, or can still read them."""
+        """Whether ``value`` can return the gradient: this rank has its values, or the other processes still hold them.
+
+        Sends nothing.
+        """
         return self._own is not None or self.zeroed or self._sums.readable
 
     @property
     def edited(self) -> bool:
-        """Whether the script has changed the gradient, judged by its values: also through ``.data`` or NumPy."""
+        """Whether the script has changed the gradient on this rank. Sends nothing.
+
+        True if it has zeroed the gradient in place, or if its values differ from the sums that this rank has read, so
+        that writes through ``.data`` or NumPy count.
+        """
         if self.zeroed or self._cleared or self._own is None:
             return self.zeroed or self._cleared
         return not torch.equal(self._own.nan_to_num(), self._sums.values()[self._index].nan_to_num())
@@ -105,13 +126,21 @@ class SummedGradient(IncompleteGradient):
         return self._sums is sums
 
     def compared(self) -> Tensor:
-        """Return the tensor by which ranks compare their edits: the gradient as the script has left it."""
+        """Return the gradient as the script has left it, which all ranks must have alike; the same tensor as ``value``.
+
+        The caller compares it over the ranks. Not collective; like ``value``, the first call may read the gradients of
+        all parameters.
+
+        Raises:
+            UsageError: the update has been made, and this rank had not read the gradient before.
+        """
         return self.value()
 
     def value(self) -> Tensor:
-        """Return the gradient as the script has left it, as this rank's own tensor, which edits change.
+        """Return the gradient as the script has left it: this rank's own tensor, which the script edits in place.
 
-        The first call on a gradient of ``sums`` reads the gradients of all parameters. Not collective.
+        Not a copy, and the same tensor in each call. The first call for any gradient of the same ``GradientSums`` reads
+        the gradients of all parameters from the other processes, and blocks until they have replied. Not collective.
 
         Raises:
             UsageError: the update has been made, and this rank had not read the gradient before.

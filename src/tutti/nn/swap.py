@@ -115,7 +115,7 @@ def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
 
 
 def describe_tensors(parts: Sequence[nn.Module]) -> list[str]:
-    """Return name, dtype, shape and trainability of every parameter and buffer as text, one line for each tensor.
+    """Return name, dtype, shape and trainability of each parameter and persistent buffer as text, a line for each.
 
     Ranks compare the lines to find out whether they have built the same model.
 

@@ -63,7 +63,8 @@ class SyncBatchNorm(TakenOver):
 
         In training it also updates the running statistics, equally on all data-parallel ranks. In training collective
         over these ranks, if there are several: an all-gather in the forward, which blocks until every rank has called
-        it, and an all-reduce in the backward. In evaluation it is plain batch norm, by the running statistics.
+        it, and an all-reduce in the backward. In evaluation it is plain batch norm, by the running statistics or,
+        without these, by those of this rank's samples.
 
         Args:
             input: this rank's samples, possibly zero of them.
@@ -71,8 +72,8 @@ class SyncBatchNorm(TakenOver):
         Raises:
             ValueError: ``input`` has fewer than two dimensions, or all ranks together have fewer than two values a
                 channel.
-            MismatchError: ranks call different batch norms at the same time.
-            PeerError: a rank is gone.
+            MismatchError: ranks call different batch norms at the same time, or wait in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
             UsageError: in a backward with ``create_graph=True``.
         """
         self._check_input_dim(input)
