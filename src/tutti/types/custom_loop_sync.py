@@ -48,10 +48,13 @@ class CustomLoopSync(GradientSync, Protocol):
 
         A custom training loop is the script's own loop with forward, backward and update. Called on every rank once,
         before the first step. Collective under ``central_storage`` alone, whose data ranks allocate shared memory;
-        other strategies send nothing. Complete gradients are those of the mean loss over the global batch; where ranks
-        hold shards of them, ``.grad`` is the shard of the complete gradient; with parameter servers it stays
-        unreadable. From now on a buffer that the script writes after an update counts for the rank's last logical
-        worker alone.
+        other strategies send nothing. Complete gradients are those of the mean loss over the global batch. Where this
+        rank has a part of them only, or none, as with parameter servers, ``.grad`` is the part or a placeholder
+        (``add_gradients``). From now on a buffer that the script writes after an update counts for the rank's last
+        logical worker alone.
+
+        Raises:
+            UsageError: under ``central_storage``, shared memory has too little room.
         """
 
     def leave_custom_loop(self) -> None:
@@ -97,12 +100,17 @@ class CustomLoopSync(GradientSync, Protocol):
 
         A custom training loop calls this method before the next backward, and ``add_gradients`` after it, to accumulate
         over several reductions. Gradients that the script has cleared are not returned. Not collective, except where
-        synchronous parameter servers hold sums without an update: these are read, and dropped there. With other
-        parameter servers the sums stay on the servers, and the result is empty.
+        synchronous parameter servers hold sums of which no update was made: these are read, and the call is collective
+        over the data ranks, which have the servers drop them. With other parameter servers the sums stay on the
+        servers, and the result is empty.
 
         Returns:
             The gradients, copies with FSDP2, by parameter object of the optimizer (with shards this rank's rows);
-            parameters without a gradient are left out.
+            parameters without a gradient are left out. With synchronous parameter servers a placeholder stands for a
+            gradient that the script has zeroed in place.
+
+        Raises:
+            PeerError: a parameter server does not reply in time, or has ended.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
@@ -204,8 +212,9 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Complete gradients are reduced over the global batch. All ranks among which the gradients are split must call
         it: an all-reduce over the shard ranks (FSDP2, ZeRO), and one over the stages and tensor ranks of a replica,
-        where it has several. Otherwise nothing is sent. Under local SGD in a step with updates of its own, the norm is
-        that of this rank's worker.
+        where it has several. With synchronous parameter servers the call waits for the servers, and is not collective.
+        Otherwise nothing is sent. Under local SGD in a step with updates of its own, the norm is that of this rank's
+        worker.
 
         Args:
             members: the parameters, as objects of the script's model; those without a gradient count as 0.
@@ -216,6 +225,7 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Raises:
             MismatchError: the ranks of a replica are in different steps.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
             ValueError: with parameter servers that ranks cannot read, always: the gradients are there.
         """
 
@@ -267,7 +277,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
     def updates_alone(self, step_context: StepContext) -> bool:
         """Return whether each worker makes updates of its own in this step, with the gradient of its own samples.
 
-        False in synchronous steps, with which a run may begin.
+        False in synchronous steps, with which a run may begin. Equal on all ranks; not collective.
 
         Args:
             step_context: the step under way.
@@ -276,37 +286,51 @@ class AloneLoopSync(CustomLoopSync, Protocol):
     def end_own(self, worker: int, part: LossSums | None) -> None:
         """Make ``.grad`` the gradient of the mean over a worker's own samples, and note its loss sums. Not collective.
 
+        Divides ``.grad``, in which the worker's backwards have accumulated, in place by the worker's own count and the
+        loss scale. Called after the worker's last backward in a step in which ``updates_alone`` is True, in place of
+        ``end_worker`` and before ``step_own``.
+
         Args:
             worker: index of the logical worker.
-            part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step.
+            part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step: then
+                ``.grad`` stays as it is.
+
+        Raises:
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
         """
 
     def reduce_losses(self, step_context: StepContext) -> StepStats:
         """Return loss, metrics and mean gradient norm over all workers, from the sums that ``end_own`` noted.
 
-        Collective over the data ranks: an all-to-all and an all-gather of a few numbers a worker. Gradients are not
-        exchanged.
+        Collective over the data ranks: an all-to-all and an all-gather of a few numbers a worker; blocks. Gradients are
+        not exchanged. Called on every rank in each step in which ``updates_alone`` is True.
 
         Args:
-            step_context: the step under way, which is compared over the ranks.
+            step_context: the step under way, whose number and batch size are compared over the ranks.
 
         Returns:
-            A ``StepStats``, equal on all ranks; ``finite`` is False where the gradient of any worker is not finite.
+            A ``StepStats``, equal on all ranks: ``loss`` and ``metrics`` are means over the samples or tokens of all
+            workers, ``grad_norm`` is the mean of the norms of the finite gradients, and ``finite`` is False where the
+            gradient of any worker is not finite.
 
         Raises:
             MismatchError: ranks are in different steps, or make different calls.
+            PeerError: a rank is lost, or does not take part within the timeout.
+            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
         """
 
     def step_own(self, step_context: StepContext) -> UpdateResult:
         """Clip the worker's own gradient and step its optimizer; skip the update where the gradient is not finite.
 
-        Within ``stepping`` only one of the worker's optimizers. Not collective.
+        The gradient is the one that ``end_own`` has left in ``.grad``. Within ``stepping`` only one of the worker's
+        optimizers steps, and its gradients alone are clipped. Not collective.
 
         Args:
             step_context: the step under way, with the factor on the initial learning rates.
 
         Returns:
-            An ``UpdateResult``: ``skipped``, and then ``nonfinite``, are those of this worker alone.
+            An ``UpdateResult`` with ``updates`` 1, also for a skipped update, and ``together`` False; ``skipped``, and
+            then ``nonfinite`` (names of at most three parameters), are those of this worker alone.
         """
 
     def end_step(self, step_context: StepContext) -> bool:
@@ -323,5 +347,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
             Whether the parameters have been averaged, so that they are those of the whole run now.
 
         Raises:
-            UsageError: the script has written frozen parameters, which the workers of this rank share.
+            UsageError: this rank has several workers, and the script has written parameters since the last update, or
+                frozen parameters, which its workers share.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """

@@ -87,8 +87,9 @@ class GradientSync(Protocol):
         (local SGD, asynchronous servers). What the call waits for depends on the strategy: where several data ranks
         share a worker, the message with the worker's buffers from the rank before; with ZeRO stage 1, in the first call
         of a step an all-gather of the parameters over the shard ranks if the script has written their rows, which all
-        of these ranks must then have done; with asynchronous servers of mode ``bounded``, workers that are too many
-        steps behind. Otherwise nothing.
+        of these ranks must then have done; with synchronous servers, if the script has left their sums of gradients
+        without an update, the data ranks, which have the servers drop the sums; with asynchronous servers of mode
+        ``bounded``, workers that are too many steps behind. Otherwise nothing.
 
         Args:
             worker: index of the logical worker, one of those of this rank.

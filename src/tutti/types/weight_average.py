@@ -45,7 +45,7 @@ class Average(Protocol):
         """Return parameters and buffers by name, with the averaged weights in place of the trained parameters.
 
         Called for evaluations, ``run.state(averaged=True)`` and hashes of the average, on every rank. Under
-        ``central_storage`` it waits at a barrier of all ranks of the node; with other strategies nothing is sent.
+        ``central_storage`` it waits at a barrier of the data ranks; with other strategies nothing is sent.
 
         Args:
             merged: this rank's parameters and buffers by name, from ``GradientSync.merged``: those of one model, merged

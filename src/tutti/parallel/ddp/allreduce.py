@@ -128,6 +128,7 @@ class AllReduceSync:
 
         Raises:
             MismatchError: the data ranks hold models with different parameters or buffers.
+            PeerError: a rank has ended, or did not make the call in time.
             UsageError: an optimizer needs tensors of several pipeline stages together, or whole tensors and a closure;
                 a trial step draws from PyTorch's global random generator; or ``algorithm=shared_memory``, and the ranks
                 cannot share memory.
@@ -185,6 +186,7 @@ class AllReduceSync:
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker; or, where ranks
                 share a worker, any buffer between the steps.
+            PeerError: the previous rank of a shared worker is lost, or does not send the buffers within the timeout.
         """
         self._step_context, self._worker = step_context, worker
         self._buffers.enter(worker, step_context.taken)
@@ -259,7 +261,7 @@ class AllReduceSync:
         Called on every data rank after ``reduce_gradients``; all ranks make the same update. Gradients are scaled so
         that their norm is at most the run's clipping norm, if the run has one. Collective over the ranks of a replica
         where an optimizer gathers whole tensors, and for a skipped update, in which these ranks all-gather the names of
-        their non-finite parameters. Otherwise nothing is sent.
+        their non-finite parameters. Otherwise nothing is sent. Within ``stepping`` only one optimizer steps.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
@@ -272,6 +274,7 @@ class AllReduceSync:
 
         Raises:
             UsageError: an optimizer does not take the sparse gradients of its parameters.
+            PeerError: in a collective, a rank of the replica is lost, or does not take part within the timeout.
         """
         if stats.finite:
             norm = self.clip_gradients(stats.grad_norm)
@@ -292,7 +295,8 @@ class AllReduceSync:
 
         Logical workers are the N fixed shares of the global batch, each with buffers of its own. Batch-norm statistics
         are pooled over all workers, other floating buffers averaged, and of integers the largest is taken. Collective
-        over the data ranks: an all-gather of all workers' buffers for each dtype (none for N = 1).
+        over the data ranks: an all-gather of all workers' buffers for each dtype. For N = 1 nothing is sent, unless
+        ranks share the worker and the last step ended without a backward.
 
         Returns:
             A dict from names in the model to tensors. Parameters share memory with the model's own, which the next
@@ -580,6 +584,7 @@ class AllReduceSync:
 
         Raises:
             MismatchError: the ranks of the replica are in different steps.
+            PeerError: a rank of the replica is lost, or does not take part within the timeout.
         """
         own = set(members)
         counted = [p for name, p in self._named if p in own and name not in self._replica.not_owned]
@@ -591,9 +596,10 @@ class AllReduceSync:
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
         """Return a context in which ``optimizer_step`` steps only one of the script's several optimizers.
 
-        On exit, gradients that differ between the ranks of a replica (tensor slices, or parameters of one pipeline
-        stage), which ``apply_edits`` has put into ``.grad`` for the update, are replaced by the placeholders of
-        ``add_gradients`` again.
+        Within the context ``clip_gradients`` scales the gradients of this optimizer alone, too. On exit, gradients that
+        differ between the ranks of a replica (tensor slices, or parameters of one pipeline stage), which
+        ``apply_edits`` has put into ``.grad`` for the update, are replaced by the placeholders of ``add_gradients``
+        again. Not collective.
 
         Args:
             index: position of the optimizer among those of the script, from 0; None steps all of them.
@@ -624,9 +630,9 @@ class AllReduceSync:
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` updates full parameters with full gradients on this rank.
 
-        Only then may its step have a closure. False with pipeline stages or tensor parallelism, where an optimizer of
-        the run steps on whole tensors that are gathered for its step, and for an optimizer that is not one of this
-        strategy's own.
+        Only then may its step have a closure. False in three cases: with pipeline stages or tensor parallelism; in a
+        run of which any optimizer steps on whole tensors that are gathered for its step; and for an optimizer that
+        ``make_optimizer`` of ``attach`` has not built. Not collective.
 
         Args:
             optimizer: any optimizer, such as one that the script steps by itself.
@@ -664,8 +670,9 @@ class AllReduceSync:
         """Train parameters that the script has unfrozen: plan the gradient buckets again with them.
 
         Also builds the optimizer of a rank that had nothing to train before. Collective over the data ranks: an
-        all-gather that compares the models, and the set-up of the all-reduce's memory or links. The new gradient-ready
-        hook is connected by ``ReplicaRunner.connect``.
+        all-gather that compares the models, and the set-up of the all-reduce's shared memory. With an all-reduce
+        schedule of tutti (option ``algorithm`` of the strategy, such as a ring) the set-up of its links is collective
+        over all ranks of the run. The new gradient-ready hook is connected by ``ReplicaRunner.connect``.
 
         Args:
             names: names of the parameters whose ``requires_grad`` the script has set to True since the previous
@@ -675,6 +682,7 @@ class AllReduceSync:
         Raises:
             UsageError: an optimizer's step gathers tensors that are split over ranks, and cannot take more parameters.
             MismatchError: the models of the data ranks differ, in ``requires_grad`` for example.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])
@@ -841,7 +849,9 @@ def _sum(row: Sequence[float]) -> float:
 
 
 def culprits(comm: Communicator, named: NamedParameters) -> tuple[str, ...]:
-    """Find the parameters that have a NaN or infinity in ``.grad`` on any rank. Collective: an all-gather of the names.
+    """Find the parameters that have a NaN or infinity in ``.grad`` on any rank of ``comm``.
+
+    Collective over the ranks of ``comm``: an all-gather of the names; blocks.
 
     Args:
         comm: the ranks to search.
@@ -849,6 +859,10 @@ def culprits(comm: Communicator, named: NamedParameters) -> tuple[str, ...]:
 
     Returns:
         Names of the parameters found, each once, in rank order and equal on all ranks; at most three from each rank.
+
+    Raises:
+        PeerError: a rank has ended, or did not make the call in time.
+        MismatchError: the ranks are in different calls.
     """
     found = nonfinite_names((name, p.grad) for name, p in named)
     gathered = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")

@@ -71,6 +71,7 @@ class BufferHandover:
         Raises:
             UsageError: the script has changed a buffer between the steps; or, in an unfinished previous step, a forward
                 has changed one in a way that ranks cannot follow.
+            PeerError: the previous rank is lost, or does not send its buffers within the timeout.
         """
         if step == self._step or not self._all:
             return
@@ -88,10 +89,10 @@ class BufferHandover:
         """Start to send this rank's module buffers to the next data rank that shares the logical worker.
 
         A logical worker is one of N fixed shares of the global batch; with more data ranks than workers, several
-        consecutive ranks compute a worker's micro-batches. Called after this rank's last forward of the step. Does not
-        wait for the receiver; later calls in the same step do nothing. Nothing is sent by the worker's last rank, and
-        after the first step by any rank if forwards change no buffers. Outside reproducible mode batch-norm statistics
-        are not sent.
+        consecutive ranks compute a worker's micro-batches. Called after this rank's last forward of the step. The send
+        is point to point and does not wait for the receiver (``finish`` does); later calls in the same step do nothing.
+        Nothing is sent by the worker's last rank, and after the first step by any rank if forwards change no buffers.
+        Outside reproducible mode batch-norm statistics are not sent.
 
         Raises:
             UsageError: a forward has changed a buffer where ranks cannot compute one after the other, or for the first
@@ -123,6 +124,7 @@ class BufferHandover:
         Raises:
             UsageError: a buffer has changed after ``pass_on``, outside the forwards; or a forward has changed a buffer
                 where ranks cannot compute one after the other, or for the first time after the first step.
+            PeerError: a data rank is lost, or does not make the call in time.
         """
         if not self._all:
             return
@@ -153,6 +155,7 @@ class BufferHandover:
         Raises:
             UsageError: a buffer has changed outside the forwards, or in a forward whose changes the ranks cannot
                 follow.
+            PeerError: a data rank is lost, or does not make the call in time.
         """
         if self._open:
             self.finish()

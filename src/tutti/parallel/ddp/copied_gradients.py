@@ -21,13 +21,17 @@ def share_gradients(copied: Iterable[nn.Parameter], comm: Communicator) -> None:
     between tensor ranks with slices of unequal sizes and between stages, and on the links between the ranks. The sums
     of two ranks then differ by rounding, and so would their copies of the parameter, more in each step.
 
-    Collective over the ranks of ``comm``: one broadcast from its rank 0 for each dtype. The result is written into
-    ``.grad`` in place. A ``.grad`` that is None stays None, and counts as zeros where rank 0 sends it. Sparse gradients
-    and frozen parameters are left out.
+    Collective over the ranks of ``comm``: one broadcast from its rank 0 for each dtype; blocks. The result is written
+    into ``.grad`` in place. A ``.grad`` that is None stays None, and counts as zeros where rank 0 sends it. Sparse
+    gradients and frozen parameters are left out.
 
     Args:
         copied: this rank's copies, or its rows of them, in an order equal on all ranks.
         comm: the ranks that hold the copies.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
+        MismatchError: the ranks wait in different calls.
     """
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for parameter in copied:

@@ -31,14 +31,17 @@ class HostParameters:
     def fetch(self) -> None:
         """Copy the values of all parameters from their tensors in host memory to their tensors on the accelerator.
 
-        Each parameter has both tensors; the optimizer updates the host's, and forwards use the accelerator's.
+        Each parameter has both tensors; the optimizer updates the host's, and forwards use the accelerator's. Called
+        after an update in host memory; not collective: where ranks share the host's tensors, the caller first waits
+        until all ranks have updated them.
         """
         foreach_copy_(list(self._here.values()), list(self._homes.values()))
 
     def send(self, parameters: Collection[nn.Parameter]) -> None:
         """Copy parameter values from their tensors on the accelerator to their tensors in host memory.
 
-        Each parameter has both tensors; the optimizer updates the host's, and forwards use the accelerator's.
+        Each parameter has both tensors; the optimizer updates the host's, and forwards use the accelerator's. Called
+        where the script may have written the accelerator's tensors. Blocks until the values are there. Not collective.
 
         Args:
             parameters: the parameters to copy, each a key of the constructor's ``homes`` (host tensors by parameter).

@@ -139,6 +139,7 @@ class StartedSum(Protocol):
 
         Raises:
             PeerError: a rank is lost, or does not take part within the timeout.
+            MismatchError: the ranks wait in different calls.
         """
 
 
@@ -461,8 +462,9 @@ class TreeReducer:
         """Complete the summation tree of gradients over the data ranks and set every ``.grad`` to its sum.
 
         The terms are the gradients of the logical workers (fixed shares of the global batch), added in a fixed order.
-        Collective over the data ranks: an all-to-all of partial sums and an all-gather for each dtype. Every ``.grad``
-        is a view of the sum's memory.
+        Collective over the data ranks, for each dtype: an all-to-all of partial sums and an all-gather of their sum,
+        before them an all-gather of the numbers of contributions where ranks share a worker. Every ``.grad`` is a view
+        of the sum's memory, which no later step overwrites.
 
         Args:
             step_context: the step under way, compared with that of all contributions to the sum.

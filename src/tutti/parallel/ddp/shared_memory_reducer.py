@@ -111,7 +111,8 @@ class SharedReducer:
         """Copy the gradients of the bucket of ``parameter`` to shared memory once all of them are complete.
 
         A bucket is a fixed group of parameters; the data ranks of one node share the memory. Called by autograd as a
-        post-accumulate-grad hook. Does not wait for other ranks. Before ``prepare_for_backward`` nothing happens.
+        post-accumulate-grad hook. Does not wait for other ranks. Where each parameter has an owner rank, ``.grad`` of
+        the bucket's parameters then becomes None. Before ``prepare_for_backward`` nothing happens.
 
         Args:
             parameter: the parameter whose gradient backward has just completed.
@@ -284,6 +285,10 @@ def attach_shared(
         A ``SharedReducer``, whose ``finish`` sums the gradients of a step. None on every rank if the ranks are on
         several hosts, the processor is not x86-64 or shared memory is too small, for a single rank, for accelerators
         without ``of_devices``, and without trainable parameters.
+
+    Raises:
+        PeerError: a rank has ended, or did not make the call in time.
+        MismatchError: ranks are in different calls.
     """
     comm = run_context.comms.replica
     trainable = [(name, p) for name, p in parameters if p.requires_grad]

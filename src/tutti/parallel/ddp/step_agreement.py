@@ -90,6 +90,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
     Raises:
         MismatchError: steps, batches or optimizer settings differ, or no difference is found.
+        PeerError: a rank has ended, or did not make the call in time.
         UsageError: the script has written other parameter values on each rank, or parts of parameters in another way.
     """
     lines = [f"step {step_context.taken + 1}", f"a global batch of {step_context.samples} samples"]
@@ -120,16 +121,18 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None:
     """Raise UsageError if ranks have edited a parameter or gradient, of which each has a part, in different ways.
 
-    Collective over the ranks of ``comm``: an all-gather of digests.
+    Collective over the ranks of ``comm``: an all-gather of digests; blocks.
 
     Args:
         comm: the ranks to compare.
-        lines: a line for each tensor that the script has edited on this rank; the same for the same edits.
+        lines: a line for each tensor that the script has edited on this rank, in an order that is equal on all ranks;
+            the same line for the same edits, as ``EditRecords.take`` returns.
         where: place in the run and the script for the error message.
 
     Raises:
         UsageError: the edits differ on some rank; raised on every rank.
         MismatchError: another rank is in another call.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     try:
         comm.agree(lines, "edits", "")
@@ -151,8 +154,8 @@ def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None
 def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
     """Compare the settings of the script's optimizers (learning rates, momenta, …) over ranks.
 
-    Collective over the ranks of ``comm``: an all-gather of digests. Called to find the setting that differs, and in
-    custom training loops before updates.
+    Collective over the ranks of ``comm``: an all-gather of digests; blocks. Called to find the setting that differs,
+    and in custom training loops before updates.
 
     Args:
         comm: the ranks to compare.
@@ -160,6 +163,7 @@ def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
 
     Raises:
         MismatchError: the settings differ on some rank; raised on every rank.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     remedy = (
         "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"

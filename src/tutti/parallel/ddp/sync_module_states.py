@@ -14,7 +14,8 @@ from tutti.nn.swap import buffers, describe_tensors, parameters
 def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
     """Compare names, shapes, dtypes, order and trainability of parameters and buffers over the ranks.
 
-    Values are not compared. Collective over the ranks of ``comm``: an all-gather of digests.
+    Of buffers only the persistent ones count; values are not compared. Collective over the ranks of ``comm``: an
+    all-gather of digests; blocks.
 
     Args:
         comm: the ranks to compare.
@@ -22,6 +23,7 @@ def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
 
     Raises:
         MismatchError: some rank's entries differ; raised on every rank, with the first entry that differs.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     comm.agree(
         describe_tensors(parts), "the model", "build the same model, in the same order and precision, on every rank"
@@ -29,14 +31,18 @@ def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
 
 
 def broadcast_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
-    """Broadcast all parameters and buffers of the modules from the first rank of ``comm``, in place.
+    """Broadcast all parameters and persistent buffers of the modules from the first rank of ``comm``, in place.
 
     All ranks must hold the same names, shapes and dtypes; ``agree_on_state`` checks this. Collective over the ranks of
-    ``comm``: one broadcast for up to 64 MiB of tensors of one dtype.
+    ``comm``: a broadcast for each 64 MiB or so of tensors of one dtype; blocks.
 
     Args:
         comm: the ranks; the first one sends.
         parts: this rank's modules, in order.
+
+    Raises:
+        MismatchError: the ranks' tensors differ in number, shape or dtype.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     broadcast_tensors(
         comm, [p.data for _, p in parameters(parts)] + [slot.get() for slot in buffers(parts)], "initial state"

@@ -88,6 +88,7 @@ class WorkerBuffers:
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker; or, where ranks
                 share a worker, any buffer between the steps.
+            PeerError: the previous rank of a shared worker is lost, or does not send its buffers within the timeout.
         """
         if self._handover is not None:
             self._handover.begin(step)
@@ -124,6 +125,7 @@ class WorkerBuffers:
         Raises:
             UsageError: ranks share workers and a forward has changed a buffer in a way that they cannot follow, or the
                 script has changed one since the last forward.
+            PeerError: ranks share workers, and a data rank is lost, or does not make the call in time.
         """
         if self._handover is not None:
             self._handover.finish()
@@ -179,6 +181,7 @@ class WorkerBuffers:
         Raises:
             UsageError: a buffer has changed outside the forwards, or in a forward whose changes the ranks cannot
                 follow.
+            PeerError: a data rank is lost, or does not make the call in time.
         """
         if self._handover is not None:
             self._handover.close()
