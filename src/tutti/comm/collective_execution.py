@@ -54,7 +54,7 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
 def finish_reduction(total: Tensor, call: CollectiveCall, size: int) -> Tensor:
     """Turn the reduction over the ranks into the result: divide by ``size`` for an average, then apply the postscale.
 
-    Local arithmetic. Results of integers are truncated towards zero, after both factors are applied.
+    Local arithmetic. Results of integers are truncated towards zero, once, after the division and the postscale.
 
     Args:
         total: sum, minimum, maximum or product of the ranks' tensors, in their dtype; may be overwritten.

@@ -104,6 +104,7 @@ class Communicators:
 
         Raises:
             RuntimeError: a rank does not make the call within the timeout.
+            PeerError, MismatchError: as of ``axis``, if this call is the first for the axes.
         """
         for line in self._lines(*names):
             for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):

@@ -18,9 +18,10 @@ Result = TypeVar("Result")
 def single_call(function: Callable[P, Result]) -> Callable[P, Result]:
     """Wrap a function so that an active ``TorchFunctionMode`` sees its call, and no call of PyTorch within it.
 
-    For collectives and models that compute on several ranks, whose messages pass through memory that all micro-batches
-    use: a mode that follows values gets the arguments and the result. Without a mode the wrapper only calls the
-    function.
+    For collectives, and for models that compute on several ranks. Their messages pass through buffers that all
+    micro-batches use: a mode that traces values from call to call would see values of different micro-batches mixed
+    there. With the wrapper the mode gets the arguments and the result of the whole call. Without an active mode, and
+    while ``torch.compile`` traces, the wrapper only calls the function.
 
     Args:
         function: the function, or a method of a class.

@@ -89,6 +89,10 @@ class GradientParts:
     ) -> None:
         """Put placeholders that know this rank's part of one gradient into the ``.grad`` of parameters. Not collective.
 
+        Called once for each gradient, on all ranks of the group for the same gradients in the same order, also where a
+        rank has no part: the number of the call, from 0, is the ``index`` of ``norm`` and ``total``. The previous
+        ``.grad`` is dropped.
+
         Args:
             parameters: the objects that stand for one parameter, such as the model's and the optimizer's.
             place: location of the complete gradient, as text for the error message.
@@ -120,7 +124,7 @@ class GradientParts:
         all-gather, for all gradients. Other calls send nothing.
 
         Args:
-            index: position of the gradient among the calls of ``conceal``.
+            index: number of the call of ``conceal`` for this gradient, from 0.
             order: p > 0 of the norm (Σ|gᵢ|ᵖ)^(1/p); infinity for the largest magnitude.
 
         Returns:
@@ -159,7 +163,7 @@ class GradientParts:
         For pipeline stages, not for slices or rows. Collective over the group: an all-reduce; blocks.
 
         Args:
-            index: position of the gradient among the calls of ``conceal``.
+            index: number of the call of ``conceal`` for this gradient, from 0.
 
         Returns:
             A new tensor of the gradient's shape on the device of the group's communicator, equal on all ranks.

@@ -16,7 +16,7 @@ from tutti.torch_compat import TorchFunctionDisabled, tree_map_only
 
 
 class SourceValues(ABC):
-    """Tells whether the tensor of the model still has the values of which a ``StateCopy`` was made."""
+    """Tells whether a tensor of the model still has the values of which a ``StateCopy`` (in a state dict) was made."""
 
     @abstractmethod
     def unchanged(self) -> bool:

@@ -15,7 +15,7 @@ from tutti.torch_compat import in_backward, tree_map_only
 
 
 class GradientSums:
-    """Summed gradients of all parameters, which other processes hold until an update, and this rank has not read yet.
+    """Summed gradients of all parameters, on parameter servers until the update; this rank reads them at most once.
 
     Args:
         read: returns the summed gradient of each parameter, in tensors of its own. It must not refer to a parameter in
@@ -29,14 +29,14 @@ class GradientSums:
 
     @property
     def readable(self) -> bool:
-        """Whether ``values`` can return the gradients: this rank has read them, or the other processes still hold them.
+        """Whether ``values`` can return the gradients: this rank has read them, or the servers still hold them.
 
         Sends nothing.
         """
         return self._read is not None or self._values is not None
 
     def values(self) -> Sequence[Tensor]:
-        """Return the summed gradients of all parameters, which the first call reads from the other processes.
+        """Return the summed gradients of all parameters, which the first call reads from the parameter servers.
 
         The first call blocks until they have replied; later calls send nothing. Not collective: other ranks need not
         call it.
@@ -61,7 +61,7 @@ class GradientSums:
         return self._values
 
     def close(self) -> None:
-        """Note that the other processes no longer hold the sums, because the update has been made. Sends nothing.
+        """Note that the parameter servers no longer hold the sums, because the update has been made. Sends nothing.
 
         If this rank has not called ``values`` before, the gradients are lost, and ``values`` raises UsageError.
         """
@@ -69,7 +69,7 @@ class GradientSums:
 
 
 class SummedGradient(IncompleteGradient):
-    """Placeholder in ``.grad`` for a gradient that other processes have summed: the script computes with its values.
+    """Placeholder in ``.grad`` for a gradient that parameter servers have summed: the script computes with its values.
 
     The first operation that needs values reads the gradients of all parameters. It acts, as all later ones do, on a
     tensor of this rank's, so that edits in place stay on this rank until the update. A script that does not look at its
@@ -98,7 +98,7 @@ class SummedGradient(IncompleteGradient):
 
     @property
     def readable(self) -> bool:
-        """Whether ``value`` can return the gradient: this rank has its values, or the other processes still hold them.
+        """Whether ``value`` can return the gradient: this rank has its values, or the servers still hold them.
 
         Sends nothing.
         """
@@ -140,7 +140,7 @@ class SummedGradient(IncompleteGradient):
         """Return the gradient as the script has left it: this rank's own tensor, which the script edits in place.
 
         Not a copy, and the same tensor in each call. The first call for any gradient of the same ``GradientSums`` reads
-        the gradients of all parameters from the other processes, and blocks until they have replied. Not collective.
+        the gradients of all parameters from the parameter servers, and blocks until they have replied. Not collective.
 
         Raises:
             UsageError: the update has been made, and this rank had not read the gradient before.

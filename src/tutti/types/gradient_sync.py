@@ -77,6 +77,7 @@ class GradientSync(Protocol):
             UsageError: the strategy cannot step the optimizer on this rank's part of the model, cannot shard or share
                 its parameters, or cannot start servers as asked.
             ValueError: with parameter servers, no parameter is trained.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
@@ -206,7 +207,9 @@ class GradientSync(Protocol):
             model's, so that the next update changes them; for N = 1 buffers do, too. Do not write to them.
 
         Raises:
-            UsageError: the script has written parameters, of which workers on this rank have values of their own.
+            UsageError: the script has written parameters or buffers, of which workers on this rank have values of their
+                own.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
     def replicated(self) -> Mapping[str, Tensor] | None:
@@ -241,6 +244,11 @@ class GradientSync(Protocol):
             by ``{parameter}/{key}``; neither depends on the strategy. ``workers`` has the own state of each logical
             worker (fixed share of the global batch), such as buffers. A tensor that is split over ranks is given as a
             ``TensorSlice``, with its position in the full tensor.
+
+        Raises:
+            UsageError: the script has written parameters or buffers, of which workers on this rank have values of their
+                own.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
     def load(self, saved: SavedState) -> None:
@@ -260,6 +268,7 @@ class GradientSync(Protocol):
         Raises:
             CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it is damaged.
             UsageError: the optimizer state is larger than a parameter server accepts.
+            PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
     def own_gradients(self) -> OwnGradients:
@@ -283,7 +292,8 @@ class GradientSync(Protocol):
         """Return figures of this strategy, such as its traffic over ranks, for ``summary.json`` at the end of the run.
 
         Called on all ranks. Collective over the data ranks only if tutti's own all-reduce schedule sums the gradients
-        (the strategy's option ``algorithm``). With parameter servers rank 0 alone asks the servers.
+        (the strategy's option ``algorithm``): an all-reduce of counts. With parameter servers rank 0 alone asks the
+        servers.
 
         Returns:
             JSON values by key, of which those of rank 0 are written; empty if the strategy has none.
@@ -327,4 +337,5 @@ class GradientSync(Protocol):
             UsageError: the strategy cannot begin to train these parameters: an optimizer of the run steps on whole
                 tensors that are gathered from ranks, or parameter servers were started without them.
             MismatchError: the data ranks have unfrozen different parameters; never with parameter servers.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """

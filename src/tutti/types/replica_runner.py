@@ -208,6 +208,7 @@ class ReplicaRunner(Protocol):
             UsageError: the loss has an unknown form or requires no gradient, or calls the model in a way that the
                 layout cannot follow.
             ValueError: ``micro_batches`` is empty.
+            PeerError: a rank with which this one exchanges messages is lost or late.
         """
 
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -270,7 +271,8 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
             count, *metric sums]``. A dummy micro-batch, which has no samples, adds zero.
 
         Raises:
-            UsageError: the loss has an unknown form or requires no gradient.
+            UsageError: the loss has an unknown form or requires no gradient, or cannot be added up over micro-batches.
+            PeerError: a rank with which this one exchanges messages is lost or late.
         """
 
     def forget(self) -> None:
@@ -307,4 +309,5 @@ class ModelLayout(Protocol):
                 them.
             UsageError: the model cannot be split as asked, or activation checkpointing or ``torch.compile`` cannot be
                 applied.
+            PeerError: where the layout is collective, a rank has ended, or did not make the call in time.
         """

@@ -65,9 +65,13 @@ class ConcealedGradients:
         those whose gradient is on another stage.
 
         Args:
-            complete: whether a reduction has just made the gradients. With pipeline stages the call is then collective:
-                the stages all-gather which parameters have a gradient. False takes the result of the previous such
-                call, and is not collective.
+            complete: whether a reduction has just made the gradients. With pipeline stages the call is then collective
+                over the stages of a replica, which all-gather which parameters have a gradient; it blocks. False takes
+                the result of the previous such call, and is not collective.
+
+        Raises:
+            PeerError: in the all-gather, a rank is lost or late.
+            MismatchError: in the all-gather, the ranks wait in different calls.
         """
         if self._place == "slices":
             specs, parts = self._replica.specs, GradientParts(self._comms.axis("tensor"))

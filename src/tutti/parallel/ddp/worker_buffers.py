@@ -357,7 +357,7 @@ class WorkerBuffers:
         """All-gather the module buffers (batch-norm statistics) of all N logical workers, on every rank.
 
         A logical worker is one of N fixed shares of the global batch, with its own buffers. Collective over the data
-        ranks: one all-gather of all workers' buffers for each dtype.
+        ranks: one all-gather of all workers' buffers for each dtype; blocks.
 
         Returns:
             A dict with keys ``"{worker}/{buffer}"`` (index of the worker, name of the buffer in the model) and new
@@ -365,6 +365,7 @@ class WorkerBuffers:
 
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker.
+            PeerError: a data rank is lost, or does not make the call in time.
         """
         if self._run_context.workers == 1 or not self._slots:
             return {}
@@ -394,6 +395,7 @@ class WorkerBuffers:
         Raises:
             UsageError: the script has written a buffer that has a value of its own in each worker, or one that ranks
                 which share a worker cannot follow.
+            PeerError: a data rank is lost, or does not make the call in time.
         """
         if not self._slots:
             return {}
