@@ -284,7 +284,7 @@ class Communicator:
         Collective over the ranks of this communicator; blocks.
 
         Args:
-            whole: (size · n,), overwritten. With one rank nothing is copied.
+            whole: (size · n,), overwritten; ``size`` is the number of ranks. With one rank nothing is copied.
             mine: (n,), this rank's slice; may be a view of its place in ``whole``; with one rank it is ``whole``.
             text: names the call in PeerError and MismatchError; equal on all ranks.
 
@@ -307,7 +307,7 @@ class Communicator:
 
         Args:
             mine: (n,), overwritten.
-            whole: (size · n,), this rank's summand, slice of rank 0 first.
+            whole: (size · n,), this rank's summand, slice of rank 0 first; ``size`` is the number of ranks.
             text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Raises:

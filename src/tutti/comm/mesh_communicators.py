@@ -104,7 +104,8 @@ class Communicators:
 
         Raises:
             RuntimeError: a rank does not make the call within the timeout.
-            PeerError, MismatchError: as of ``axis``, if this call is the first for the axes.
+            PeerError: in the first call for these axes, a rank has ended, or did not make the call in time.
+            MismatchError: in the first call for these axes, ranks are in different calls.
         """
         for line in self._lines(*names):
             for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):
