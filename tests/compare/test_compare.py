@@ -40,14 +40,16 @@ def loss(model, batch):
 def task():
     return Task(name="own", model=model, loss=loss, train=Samples(), eval=Samples())
 """
-WORDS = ("compare", "own.py:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "3")
+# A name with two dots, which names files beside the run directories.
+TASK = "own.v1.py"
+WORDS = ("compare", f"{TASK}:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "3")
 
 
 def prepare(folder: Path, pause: float) -> None:
     write_task(folder)
     source = (folder / "own.py").read_text()
     cut = source.index("def task():")
-    (folder / "own.py").write_text(source[:cut] + BODY.format(pause=pause))
+    (folder / TASK).write_text(source[:cut] + BODY.format(pause=pause))
     (folder / "own.toml").write_text(LADDER)
 
 
@@ -66,10 +68,12 @@ def test_a_ladder_that_is_stopped_goes_on(tmp_path: Path) -> None:
     found = json.loads(result.out)
     assert [[run["updates"] for run in rung["runs"]] for rung in found["rungs"]] == [[36], [12], [12]]
     assert len(found["verdict"]) >= 2 and found["effects"][1]["rung"] == "rule"
-    names = {path.name for path in (tmp_path / "runs" / "compare-own-own").iterdir()}
+    names = {path.name for path in (tmp_path / "runs" / "compare-own.v1-own").iterdir()}
     assert {"table.md", "runs.csv", "compare.json"} <= names
     before = {path: path.stat().st_mtime_ns for path in pool.glob("*/summary.json")}
     assert len(before) == 3
+    for ending in ("log", "toml"):
+        assert {path.name for path in pool.glob(f"*.{ending}")} == {f"{path.parent.name}.{ending}" for path in before}
     assert tutti(tmp_path, *WORDS, "--seeds", "1").code == 0
     assert before == {path: path.stat().st_mtime_ns for path in pool.glob("*/summary.json")}, "a run was made again"
 
@@ -110,7 +114,7 @@ def test_a_metric_that_the_task_does_not_report(tmp_path: Path) -> None:
 def test_a_threshold_that_is_not_met(tmp_path: Path) -> None:
     """The figure compared is how far the last bias has moved: not at all where the rate is 0."""
     prepare(tmp_path, 0.0)
-    own = (tmp_path / "own.py").read_text()
+    own = (tmp_path / TASK).read_text()
     own = own.replace(
         "correct = (logits.argmax(1) == labels).sum()", "correct = model[-1].bias.abs().sum() * len(labels)"
     )
@@ -119,7 +123,7 @@ def test_a_threshold_that_is_not_met(tmp_path: Path) -> None:
         "def model():",
         "def flat(module):\n    if isinstance(module, nn.Linear):\n        nn.init.zeros_(module.bias)\n\ndef model():",
     )
-    (tmp_path / "own.py").write_text(own)
+    (tmp_path / TASK).write_text(own)
     ladder = (tmp_path / "own.toml").read_text()
     still = ladder.replace('workers = "{workers}"', 'workers = "{workers}"\noptimizer = "sgd:lr=0"')
     for text, code in ((still, 9), (still.replace("workers = 1", 'workers = 1\noptimizer = "sgd:lr=0"'), 0)):
@@ -191,8 +195,8 @@ def test_golden_verdict_of_a_text(tmp_path: Path) -> None:
 def test_a_metric_whose_direction_nobody_knows(tmp_path: Path) -> None:
     """The task may declare it, which its first run tells; else it is refused, and no run is lost."""
     prepare(tmp_path, 0.0)
-    own = (tmp_path / "own.py").read_text().replace('"accuracy": correct', '"distance": correct')
-    (tmp_path / "own.py").write_text(own)
+    own = (tmp_path / TASK).read_text().replace('"accuracy": correct', '"distance": correct')
+    (tmp_path / TASK).write_text(own)
     words = (*WORDS, "--seeds", "1", "--json")
     result = tutti(tmp_path, *words, "--metric", "distance")
     assert result.code == 2 and "distance:min or distance:max" in result.err, result.err
@@ -204,7 +208,7 @@ def test_a_metric_whose_direction_nobody_knows(tmp_path: Path) -> None:
     assert gains[0] == [-gain for gain in gains[1]] and any(gains[0])
     for summary in (tmp_path / "runs" / "ladders").glob("*/summary.json"):
         assert "directions" not in json.loads(summary.read_text())
-    (tmp_path / "own.py").write_text(own.replace('name="own"', 'name="own", directions={"distance": "lower"}'))
+    (tmp_path / TASK).write_text(own.replace('name="own"', 'name="own", directions={"distance": "lower"}'))
     result = tutti(tmp_path, *words, "--metric", "distance", "--runs", "others")
     assert result.code == 0, result.err
     assert json.loads(result.out)["better"] == "lower"

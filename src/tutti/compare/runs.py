@@ -100,7 +100,7 @@ def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> Non
     """Train one run in a process of its own, and block until it ends; resume it from its last checkpoint if it has one.
 
     To be called in the main thread: until the run ends, this process passes SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 on to
-    it. The process's output goes to a file beside the run directory, with its name and the ending ``.log``. A run
+    it. The process's output goes to ``NAME.log`` beside the run directory ``NAME``. A run
     directory without a checkpoint is overwritten. An exception of ``watch`` kills the run and propagates.
 
     Args:
@@ -114,12 +114,12 @@ def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> Non
         TuttiError: the run failed; the error has its exit code and the last lines of its log.
         OSError: the log or the run's configuration cannot be written.
     """
-    log = trial.directory.with_suffix(".log")
+    log = trial.directory.with_name(f"{trial.directory.name}.log")
     words = [sys.executable, "-m", "tutti", "train"]
     if (trial.directory / "checkpoints").is_dir() and (trial.directory / "config.toml").is_file():
         words += ["--resume", str(trial.directory)]
     else:
-        given = trial.directory.with_suffix(".toml")
+        given = log.with_name(f"{trial.directory.name}.toml")
         given.parent.mkdir(parents=True, exist_ok=True)
         config = dataclasses.replace(trial.config, out=str(trial.directory), overwrite=True)
         given.write_text(config_toml(config, task), encoding="utf-8")
