@@ -104,11 +104,14 @@ def windowed(folder: str, first: int, steps: int) -> list[int]:
         window.look()
     window.close()
     assert "_draw" not in vars(run)
+    table = window.table()
+    assert ("of an earlier start" not in table) and ("the run ended before" in table) != bool(named)
     return named
 
 
 @pytest.mark.parametrize(("first", "steps", "named"), [(1, 1, [1]), (2, 2, [2, 3]), (2, 9, [2, 3]), (9, 1, [])])
 def test_a_window_is_counted_from_where_the_run_is(first: int, steps: int, named: list[int], tmp_path: Path) -> None:
+    (tmp_path / TABLE).write_text("of an earlier start\n")
     assert worlds.run(1, windowed, folder=str(tmp_path), first=first, steps=steps) == [named]
     assert (tmp_path / "rank0.json").exists() == bool(named)
     if named:

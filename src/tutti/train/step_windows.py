@@ -133,6 +133,7 @@ class Window:
         self._run, self._watch, self._folder, self._table = run, watch, folder, table
         self._begin, self._end = run.taken + first - 1, run.taken + first - 1 + steps
         self._open = ExitStack()
+        self._begun = False
 
     def look(self) -> None:
         """Begin the profile or trace before the first training step to record; end it after the last.
@@ -147,6 +148,7 @@ class Window:
         """
         if self._run.taken == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))
+            self._begun = True
         elif self._run.taken == self._end:
             self._open.close()
 
@@ -164,10 +166,10 @@ class Window:
     def table(self) -> str:
         """Return the text that rank 0 prints at the end of a profiled or traced run: table of times, and files' folder.
 
-        The table is the content of ``operations.txt`` (profile) or ``shares.txt`` (trace).
-
-        If the run ended before the first of the steps to record, the text says so in place of the table.
+        The table is the content of ``operations.txt`` (profile) or ``shares.txt`` (trace). If the run ended before the
+        first of the steps to record, the text says so in place of the table, also where the folder holds a table of an
+        earlier start of the run.
         """
         path = self._folder / self._table
-        text = path.read_text(encoding="utf-8") if path.is_file() else "the run ended before the first of its steps\n"
+        text = path.read_text(encoding="utf-8") if self._begun else "the run ended before the first of its steps\n"
         return f"{text}For ui.perfetto.dev: {self._folder}"
