@@ -158,6 +158,16 @@ def test_a_first_batch_is_read_again_with_the_same_draws(own: bool) -> None:
     assert everything(reading.read(0, 0)) == wanted and kept.given == 40, "and from the start for another epoch"
 
 
+def test_a_first_batch_has_the_draws_of_its_own_key() -> None:
+    def drawn(source: Stream, key: int) -> list[float]:
+        return [field.tolist() for field in source.first_batch(2, key)]
+
+    source = Stream(Numbers())
+    wanted = [drawn(Stream(Numbers()), key) for key in (3, 4)]
+    assert wanted[0] != wanted[1]
+    assert [drawn(source, key) for key in (3, 4)] == wanted
+
+
 def test_an_empty_stream_has_no_first_batch() -> None:
     with pytest.raises(DataError, match="the stream is empty"):
         Stream(Numbers(0)).first_batch(2, 3)

@@ -77,7 +77,8 @@ class Stream:
     def first_batch(self, count: int, key: int) -> Batch:
         """Return the first samples of the iterable data set as a batch, before training, without consuming them.
 
-        The reader that the next call ``cursor(0, key)`` with the same ``key`` returns yields them again.
+        The reader that the next call ``cursor(0, key)`` with the same ``key`` returns yields them again. With another
+        ``key`` than that of the call before, the data set is opened anew.
 
         Args:
             count: number of samples; a shorter data set gives fewer.
@@ -89,7 +90,7 @@ class Stream:
         Raises:
             DataError: the data set is empty, or a sample cannot be read or collated.
         """
-        if self._tried is None:
+        if self._tried is None or not self._tried.begins(0, key):
             self._tried = Cursor(self, 0, key)
         items = self._tried.peek(count)
         if not items:
