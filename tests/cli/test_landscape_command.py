@@ -162,6 +162,7 @@ def test_the_other_ranks_return_where_the_loss_is_not_finite(folder: Path) -> No
         (["task.py"], 2, "tutti landscape FOLDER --script task.py"),
         (["one", "two"], 2, "there is no argument 'two'"),
         (["one", "--script", "gone.py"], 2, "there is no script 'gone.py'"),
+        (["one", "--out", "task.py"], 8, "cannot write the landscape"),
     ],
 )
 def test_refusals(

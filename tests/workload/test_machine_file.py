@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.commands import tutti
-from tutti.cli.bench_command import bench
 from tutti.errors import UsageError
 from tutti.workload.bench_timing import fit_line, fit_link
 from tutti.workload.machine_figure import write_machine_figure
@@ -78,12 +77,6 @@ def test_a_number_that_nothing_measures_is_refused(content: dict[str, object], m
     with pytest.raises(UsageError, match="this machine file is damaged") as caught:
         read_machine(tmp_path / "machine.json")
     assert message in str(caught.value) and "Make it with tutti bench -o FILE" in str(caught.value)
-
-
-def test_a_result_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
-    for path, why in ((tmp_path / "gone" / "m.json", "there is no folder"), (tmp_path, "it is a folder")):
-        with pytest.raises(UsageError, match=f"the result cannot be written.*{why}"):
-            bench("device", output=path)
 
 
 def test_a_line_has_the_least_relative_errors() -> None:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.cli.console_tables import print_table
+from tutti.cli.output_checks import check_writable
 from tutti.cli.workload_command import quantity
 from tutti.device import check_device, usable_cores
 from tutti.errors import ExitCode, UsageError, counted, did_you_mean
@@ -79,11 +80,8 @@ def bench(
     counts = _ranks(ranks, 1 if scaling else 2)
     if not disk.is_dir():
         raise UsageError("there is no such folder", where=f"--disk {disk}", remedy="give a folder that exists")
-    for flag, path in (("--output", output), ("--svg", svg)):
-        # Before minutes of measurement, and not after.
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise UsageError("the result cannot be written", where=f"{flag} {path}", why=why, remedy="give a file")
+    check_writable(output, "the machine file")
+    check_writable(svg, "the figure")
     several = [count for count in counts if count > 1]
     found = bench_machine(chosen, several, device, disk, _strategies, scaling, counts if ranks else [1, *counts])
     write_machine(found, output)

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.cli.config_checks import refuse_trial
+from tutti.cli.output_checks import make_writable
 from tutti.compare import convergence_table, figure, ladder, runs, verdict
 from tutti.compare.like_with_like import baselines, recipes
 from tutti.compare.live import Board
@@ -110,6 +111,7 @@ def compare(
     if dry_run:
         _list(chosen, trials)
         return ExitCode.DONE
+    make_writable(folder, "the comparison")
     judged = _run(chosen, trials, task, asked, only)
     found = runs.rows(chosen, trials, judged.name)
     result = verdict.as_json(chosen, found, judged)
@@ -188,7 +190,6 @@ def _write(
 ) -> None:
     """Write ``table.md``, ``runs.csv``, ``compare.json`` and, with matplotlib, ``curves.svg``."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         text = convergence_table.markdown(chosen, found, list(result["verdict"]), command, metric)
         (folder / "table.md").write_text(text, encoding="utf-8")
         (folder / "runs.csv").write_text(convergence_table.as_csv(chosen, found), encoding="utf-8")

@@ -20,6 +20,7 @@ from tutti.checkpoint.manifest import Manifest
 from tutti.checkpoint.weights import SavedWeights
 from tutti.checkpoint.weights_source import FOLDER
 from tutti.cli.console_tables import print_table
+from tutti.cli.output_checks import make_writable
 from tutti.config.bounds import check_least
 from tutti.config.settings import OptionalWholeNumber, WholeNumber, resolve_config
 from tutti.config.train_config import TrainConfig
@@ -128,7 +129,8 @@ def landscape(
     int
         Exit code. 0: ``landscape.json`` is written and its table printed; otherwise the exit code of the
         processes that measured. A wrong option, or a start by another launcher such as torchrun, raises UsageError,
-        which ``tutti`` turns into exit code 2; a checkpoint that is missing or damaged raises CheckpointError (4).
+        which ``tutti`` turns into exit code 2; a checkpoint that is missing or damaged raises CheckpointError (4), and
+        a folder ``out`` that cannot be written DiskError (8), before anything is measured.
 
     Notes
     -----
@@ -188,11 +190,11 @@ def landscape(
     folder = out or _run_directory(manifest)
     facts = {"format": 1, "run": _run_directory(manifest).name, "task": task, "step": manifest.step}
     facts |= {} if to is None else {"to": to.name}
+    make_writable(folder, "the landscape")
     code, found = _measured(task, chosen, options, count, arguments)
     if code:
         return code
     found = {**facts, **_told(options, chosen), **found}
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / LANDSCAPE_FILE, found)
     drawn = _draw(found, folder / "landscape.svg")
     if as_json:

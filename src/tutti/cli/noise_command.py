@@ -14,13 +14,14 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.cli.console_tables import print_table
+from tutti.cli.output_checks import check_writable
 from tutti.config.bounds import check_least
 from tutti.config.settings import OptionalWholeNumber, WholeNumber, flag_table, resolve_config
 from tutti.errors import ExitCode, UsageError, counted
 from tutti.launcher.encoding import json_text
 from tutti.optim.noise_scale import NoiseBand
 from tutti.planning.critical_batch import CriticalBatch, NoiseEvidence, critical_batch, noise_evidence
-from tutti.planning.recipe import check_writable, write_recipe
+from tutti.planning.recipe import write_recipe
 from tutti.planning.task_or_script import is_script
 
 if TYPE_CHECKING:

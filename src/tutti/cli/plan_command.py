@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from tutti.cli.output_checks import check_writable
 from tutti.cli.plan_answer import PlanAnswer, PlanLimits, choice_in_words, plan_in_words
 from tutti.cli.simulate_command import parse_link
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import UsageError, counted
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.recipe import check_writable
 from tutti.planning.task_or_script import TaskOrScript
 from tutti.tasks import task_registry, user
 

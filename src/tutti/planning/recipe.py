@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,31 +123,6 @@ def write_recipe(recipe: TrainingRecipe, path: Path) -> None:
         path.write_text(recipe_text(recipe), encoding="utf-8")
     except OSError as error:
         raise DiskError("cannot write the recipe", where=str(path), why=error.strerror) from error
-
-
-def check_writable(path: Path | None, what: str, suffixes: Sequence[str] = ()) -> None:
-    """Check that a file can be written later, before a command spends minutes or hours on its content.
-
-    Args:
-        path: the file; None for no file, for which nothing is checked.
-        what: name of the content for the error's message, such as ``the recipe``.
-        suffixes: permitted endings of the file's name, such as ``.svg``; empty to permit every name.
-
-    Raises:
-        UsageError: the file's name has none of ``suffixes``.
-        DiskError: the path is a folder, or the folder around it does not exist.
-    """
-    if path is None:
-        return
-    if suffixes and path.suffix not in suffixes:
-        raise UsageError(
-            f"{what} cannot be written as '{path.suffix}'", where=str(path), remedy=f"take {' or '.join(suffixes)}"
-        )
-    if path.is_dir():
-        raise DiskError(f"cannot write {what}", where=str(path), why="it is a folder", remedy="give a file")
-    if not path.parent.is_dir():
-        why = f"there is no folder {path.parent}"
-        raise DiskError(f"cannot write {what}", where=str(path), why=why, remedy="make the folder first")
 
 
 def read_recipe(path: Path) -> TrainingRecipe:
