@@ -124,6 +124,14 @@ def test_what_the_records_do_not_tell_is_said() -> None:
             measured_goodput(bad, 0.0, None)
 
 
+@pytest.mark.parametrize("content", ["5", "[]", '{"launched": "x"}', "[" * 100_000])
+def test_an_environment_that_is_no_object_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "env.json").write_text(content)
+    (tmp_path / "metrics.jsonl").write_text('{"group": "train", "step": 1, "seconds": 1.0, "time": 1.0}\n')
+    with pytest.raises(UsageError, match=r"there is no run|start is unknown"):
+        run_goodput(tmp_path)
+
+
 def test_a_run_that_lost_steps(tmp_path: Path) -> None:
     own = write_task(tmp_path)
     words = ("--workers", "2", "--batch-size", "4", "--checkpoint-every", "2st", "--devices", "2")

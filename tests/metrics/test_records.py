@@ -16,7 +16,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.errors import DiskError, UsageError
 from tutti.metrics import records
 from tutti.metrics.listener import Clock, EvalRecord, Pace
-from tutti.metrics.records import RunDirectory, make_run_directory, read_summary, record_exit
+from tutti.metrics.records import RunDirectory, make_run_directory, read_summary, record_exit, write_json
 from tutti.types.step_records import StepRecord
 
 NAN = float("nan")
@@ -242,6 +242,13 @@ def test_a_directory_of_a_run_that_never_began_is_taken_again(tmp_path: Path) ->
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(UsageError, match="not empty"):
         make_run_directory(config, "digits")
+
+
+def test_a_summary_with_an_invalid_byte_keeps_its_entries(tmp_path: Path) -> None:
+    found = {"stopped": os.fsdecode(b"no more of \xff")}
+    write_json(tmp_path / "summary.json", found)
+    record_exit(tmp_path, 0)
+    assert read_summary(tmp_path) == {**found, "exit_code": 0}
 
 
 def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,13 @@ def test_steps_and_samples_are_read(tmp_path: Path) -> None:
     assert steps[0].seconds == pytest.approx(0.015) and steps[0].measured and "2 runs" in steps[0].basis
 
 
+def test_a_damaged_environment_says_nothing_of_the_host(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", 64, 6400)
+    assert read_evidence(run).host == "lab cpu"
+    (run / "env.json").write_text("[]", encoding="utf-8")
+    assert read_evidence(run).host == ""
+
+
 def test_a_run_that_missed_the_target_counts_as_infinite(tmp_path: Path) -> None:
     runs = evidence(
         write_run(tmp_path / "a", 32, 6400),

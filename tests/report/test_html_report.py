@@ -249,6 +249,13 @@ def test_an_unreadable_part_is_a_problem(tmp_path: Path, file: str, content: str
     assert read_run(run).problems
 
 
+def test_a_name_with_an_invalid_byte_is_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    (run / "env.json").write_bytes(b'{"launched": 1000.0, "host": "no\xffde"}')
+    assert not read_run(run).problems
+    assert "no\ufffdde" in report(run).text
+
+
 def test_records_of_other_types_are_reported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", target={"metric": 3}, eval=[1], devices="many", diagnoses=7, exit_code="x")
     odd = [{"group": "train", "step": [], "seconds": "x", "samples": {}, "loss": 10**400, "time": None}]

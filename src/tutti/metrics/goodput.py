@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from tutti.errors import UsageError
 from tutti.metrics.metrics_file import metric_records
-from tutti.metrics.records import read_summary
+from tutti.metrics.records import ENVIRONMENT, read_json, read_summary
 
 CAUSES: Mapping[str, str] = {
     "start": "from the command to the first step, and what that step takes longer than others",
@@ -235,16 +234,16 @@ def run_goodput(path: Path) -> Goodput:
         what the records do not tell).
 
     Raises:
-        UsageError: ``env.json`` or ``metrics.jsonl`` is missing or unreadable, ``env.json`` lacks the run's start, or
-            the records have no step or no times.
+        UsageError: ``env.json`` or ``metrics.jsonl`` is missing or unreadable, ``env.json`` is no JSON object or lacks
+            the run's start, or the records have no step or no times.
     """
     try:
-        environment = json.loads((path / "env.json").read_text(encoding="utf-8"))
+        environment = read_json(path / ENVIRONMENT)
     except (OSError, ValueError) as error:
         raise UsageError("there is no run", where=str(path), why=str(error), remedy="give a run directory") from error
     launched = environment.get("launched") or environment.get("started")
-    if launched is None:
+    if not isinstance(launched, int | float):
         raise UsageError(
-            "the run's start is unknown", where=str(path / "env.json"), remedy="it was made by an older version"
+            "the run's start is unknown", where=str(path / ENVIRONMENT), remedy="it was made by an older version"
         )
     return measured_goodput(metric_records(path), launched, read_summary(path).get("ended"))

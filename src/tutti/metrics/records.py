@@ -34,6 +34,7 @@ from tutti.metrics.metrics_file import METRICS, metric_lines, metric_records
 from tutti.native.native_library import kernels
 from tutti.types.step_records import StepRecord
 
+ENVIRONMENT = "env.json"
 MOST_WAITING = 1000
 """Lines of metrics that are buffered while the disk is full, before an error is raised."""
 
@@ -164,11 +165,9 @@ def read_summary(path: Path) -> dict[str, Any]:
         The JSON object: results by name, such as ``exit_code``, ``eval`` (held-out values) and ``weights_sha256``, as
         far as the run has recorded them.
     """
-    try:
-        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path / "summary.json")
+    return {}
 
 
 def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -235,8 +234,8 @@ class RunDirectory:
             _write(metrics, b"" if resumed is None else _until(self.path, resumed, self.clock.spent, launched))
             self._metrics = metrics.open("ab", buffering=0)
         _write(self.path / "config.toml", config_toml(rerun, task).encode(errors="surrogateescape"))
-        first = launched if resumed is None else _environment_of(self.path).get("launched")
-        write_json(self.path / "env.json", {"launched": first, "started": self.clock.started, **environment()})
+        first = launched if resumed is None else read_environment(self.path).get("launched")
+        write_json(self.path / ENVIRONMENT, {"launched": first, "started": self.clock.started, **environment()})
 
     def started(self, header: RunHeader) -> None:
         """Write nothing when the run starts: its settings follow from ``config.toml`` in the run directory.
@@ -431,15 +430,22 @@ def _clock(path: Path, saved: Clock) -> Clock:
     seconds = [record.get("seconds", 0.0) for record in records]
     started = saved.started
     if started is None:
-        started = _environment_of(path).get("started")
+        started = read_environment(path).get("started")
     return Clock(started, max([saved.spent, *seconds]))
 
 
-def _environment_of(path: Path) -> dict[str, Any]:
-    """Return ``env.json`` of run directory ``path``; an empty dict if it is missing or invalid."""
+def read_environment(path: Path) -> dict[str, Any]:
+    """Return a run's software and hardware, read from ``env.json``; an empty dict if it is missing or invalid.
+
+    Args:
+        path: the run directory.
+
+    Returns:
+        The JSON object: the entries of ``environment``, and the Unix times ``launched`` and ``started`` at which the
+        run's command and its training began; as far as the run has recorded them.
+    """
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((path / "env.json").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        return read_json(path / ENVIRONMENT)
     return {}
 
 
@@ -504,6 +510,27 @@ def _short(task: str) -> str:
 
 def _finite(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file, such as one that ``write_json`` has written.
+
+    Bytes that are invalid in UTF-8, as file names may have them, become surrogates, as in ``os.fsdecode``.
+
+    Args:
+        path: the file.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: the content is no JSON object.
+    """
+    try:
+        found = json.loads(path.read_bytes().decode(errors="surrogateescape"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

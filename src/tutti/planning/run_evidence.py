@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -18,7 +17,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import TargetError, UsageError, counted
 from tutti.metrics.metrics_file import metric_records
-from tutti.metrics.records import read_summary
+from tutti.metrics.records import read_environment, read_summary
 from tutti.planning.device_plan import MeasuredTarget
 
 log = logging.getLogger("tutti.plan")
@@ -98,7 +97,7 @@ def read_evidence(path: Path) -> RunEvidence:
         scaled to a whole global batch (None where fewer than ten steps are left, or where seconds or samples do not
         advance within one of five equal blocks of them), with the standard error of its natural logarithm
         (``step_spread``; 0 without ``step_seconds``); ``host``, name of the host and ``cpu`` or ``accelerator`` (empty
-        where ``env.json`` is missing or no JSON); and ``held_out``, names of the values that evaluations have recorded.
+        where ``env.json`` is missing or invalid); and ``held_out``, names of the values that evaluations have recorded.
 
     Raises:
         UsageError: ``config.toml`` or ``metrics.jsonl`` is missing or cannot be read, the configuration has an invalid
@@ -152,9 +151,8 @@ def _step_seconds(steps: Sequence[tuple[int, float, float]], batch: int) -> tupl
 
 
 def _host(path: Path) -> str:
-    try:
-        env = json.loads((path / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    env = read_environment(path)
+    if not env:
         return ""
     return f"{env.get('host', '')} {'accelerator' if env.get('devices') else 'cpu'}"
 

@@ -6,7 +6,6 @@ sentence in ``RunRecord.problems``; only a folder without any file of a run is r
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import tomllib
@@ -19,9 +18,10 @@ from typing import Any
 from tutti.errors import ExitCode, TuttiError, UsageError, counted
 from tutti.metrics.goodput import Goodput, run_goodput
 from tutti.metrics.metrics_file import METRICS, metric_lines
+from tutti.metrics.records import ENVIRONMENT, read_json
 from tutti.metrics.timeline import TimelineSegment
 
-FILES = ("config.toml", "env.json", METRICS, "summary.json")
+FILES = ("config.toml", ENVIRONMENT, METRICS, "summary.json")
 """Files of a run directory, of which at least one, or a failure record, makes a folder a run directory."""
 
 LANDSCAPE = "landscape.json"
@@ -258,9 +258,9 @@ def read_run(path: Path) -> RunRecord:
             remedy="give a run directory, such as runs/NAME",
         )
     problems: list[str] = []
-    config = _parsed(path / "config.toml", tomllib.loads, problems)
-    environment = _parsed(path / "env.json", json.loads, problems)
-    summary = _parsed(path / "summary.json", json.loads, problems)
+    config = _parsed(path / "config.toml", _toml, problems)
+    environment = _parsed(path / ENVIRONMENT, read_json, problems)
+    summary = _parsed(path / "summary.json", read_json, problems)
     trained, evaluated, resumed, warnings, lines = _metrics(path, problems)
     if summary and finite(summary.get("exit_code")) is None:
         problems.append("summary.json has no exit code: the run was ended before it could record one")
@@ -279,24 +279,25 @@ def read_run(path: Path) -> RunRecord:
         summary=summary,
         timeline=_timeline(path / "trace" / "trace.json", problems),
         goodput=_goodput(path, problems),
-        landscape=_parsed(path / LANDSCAPE, json.loads, problems) if (path / LANDSCAPE).is_file() else {},
+        landscape=_parsed(path / LANDSCAPE, read_json, problems) if (path / LANDSCAPE).is_file() else {},
         problems=problems,
         lines=lines,
     )
 
 
-def _parsed(path: Path, parse: Callable[[str], Any], problems: list[str]) -> dict[str, Any]:
+def _toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _parsed(path: Path, read: Callable[[Path], dict[str, Any]], problems: list[str]) -> dict[str, Any]:
     """Return the file's table; an empty one, and a problem, if it is missing or invalid."""
     try:
-        found = parse(path.read_text(encoding="utf-8", errors="replace"))
+        found = read(path)
     except FileNotFoundError:
         problems.append(f"{path.name} is missing")
         return {}
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {printable(error)}")
-        return {}
-    if not isinstance(found, dict):
-        problems.append(f"{path.name} is no table")
         return {}
     if not found:
         problems.append(f"{path.name} is empty")
@@ -343,7 +344,7 @@ def _metrics(path: Path, problems: list[str]) -> tuple[Lines, Lines, int, list[s
 
 def _failures(path: Path) -> Iterator[str]:
     for file in sorted((path / "logs").glob("failure-rank*.json")):
-        found = _parsed(file, json.loads, [])
+        found = _parsed(file, read_json, [])
         rank = file.stem.removeprefix("failure-rank")
         step = f", step {found['step']}" if finite(found.get("step")) is not None else ""
         message = printable(found.get("message") or "no message").strip()
@@ -354,7 +355,7 @@ def _timeline(path: Path, problems: list[str]) -> list[list[TimelineSegment]]:
     """Return each device's segments, in seconds, from a trace for Perfetto; none if there is no trace."""
     if not path.is_file():
         return []
-    events = _parsed(path, json.loads, problems).get("traceEvents")
+    events = _parsed(path, read_json, problems).get("traceEvents")
     rows: dict[int, list[TimelineSegment]] = {}
     for event in events if isinstance(events, list) else ():
         if not isinstance(event, dict) or event.get("ph") != "X":
