@@ -230,6 +230,19 @@ def test_a_rank_that_dies_under_a_foreign_launcher_leaves_no_native_frames(end: 
         assert not [word for word in ("frame #", "terminate called", ".cc:", ".cpp:", "GLHF") if word in text], text
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_does_not_resolve_is_said_in_one_line(rank: int, tmp_path: Path) -> None:
+    job = {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29511", "TUTTI_TIMEOUT": "1"}
+    process = Process([*TUTTI[1:]], tmp_path, environment(**job, **meeting))
+    try:
+        _, err = process.communicate(SAFETY_NET)
+    finally:
+        process.kill()
+    assert process.wait() == 5 and err.count("\n") == 1, err
+    assert f"no-such-host.invalid of rank 0's node does not resolve here within 1 s (rank {rank} of 2)" in err
+
+
 def test_the_ranks_of_a_launcher_that_is_not_understood_begin_no_runs_of_their_own(tmp_path: Path) -> None:
     for environ in ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}):
         process = start(TUTTI, tmp_path, **environ)

@@ -76,6 +76,7 @@ class World:
 log = logging.getLogger("tutti.init")
 
 _CONNECT = timedelta(seconds=10)
+_PACE = 0.25
 
 _world: World | None = None
 _before_shutdown: list[Callable[[], object]] = []
@@ -392,6 +393,7 @@ def _store(identity: Identity, meeting: tuple[str, int] | None, limit: timedelta
         store, _, _ = next(dist.rendezvous("env://", identity.rank, identity.size, timeout=limit))
     else:
         address, port = meeting
+        _await_name(identity, address, limit)
         try:
             # No waiting for ranks here: ``_await_all`` does, and names missing ranks.
             store = dist.TCPStore(
@@ -403,16 +405,30 @@ def _store(identity: Identity, meeting: tuple[str, int] | None, limit: timedelta
     return store
 
 
+def _await_name(identity: Identity, address: str, limit: timedelta) -> None:
+    """Wait until the name of rank 0's node resolves. Raises PeerError if it does not in time."""
+    end = time.monotonic() + limit.total_seconds()
+    # Native code, too, would wait for the name, and print a warning at each try.
+    while not interface.resolves(address):
+        if time.monotonic() > end:
+            raise PeerError(
+                f"the name {address} of rank 0's node does not resolve here within {limit.total_seconds():g} s",
+                where=f"rank {identity.rank} of {identity.size}",
+                remedy="set MASTER_ADDR to an address of that node",
+            )
+        time.sleep(_PACE)
+
+
 def _unreachable(identity: Identity, place: str, limit: timedelta, error: Exception) -> PeerError:
     where, text = f"rank {identity.rank} of {identity.size}", str(error).splitlines()[0]
     if identity.rank == 0:
         why = "the port is already in use" if "EADDRINUSE" in text else text
         return PeerError(f"cannot listen on {place}", where=where, why=why, remedy="set MASTER_PORT to a free port")
-    remedy = "check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are the same on every rank"
-    if not interface.resolves(name := place.rpartition(":")[0]):
-        text, remedy = f"the name {name} does not resolve here", "set MASTER_ADDR to an address of rank 0's node"
     return PeerError(
-        f"cannot reach rank 0 at {place} within {limit.total_seconds():g} s", where=where, why=text, remedy=remedy
+        f"cannot reach rank 0 at {place} within {limit.total_seconds():g} s",
+        where=where,
+        why=text,
+        remedy="check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are the same on every rank",
     )
 
 
