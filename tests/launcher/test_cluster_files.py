@@ -43,6 +43,10 @@ def train_job(text: str) -> Any:
     return models.TrainerV1alpha1TrainJob.from_dict(yaml.safe_load(text))
 
 
+def test_the_script_of_a_pod_may_be_in_its_image_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothere.py" in printed(capsys, "kubeflow:image=r/t:1", "--", "run", "-np", "2", "/image/nothere.py")
+
+
 def test_kubeflow_reads_the_train_job(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "kubeflow:image=r/t:1,nodes=2,cpus=2,resource=example.com/gpu,gpus=4", "--", *TRAIN)
     job = train_job(text)
@@ -133,6 +137,7 @@ def test_names_of_images(image: str) -> None:
         (["kubeflow:image=a"], "needs a command of train or run. Write"),
         (["kubeflow:image=a", "--", "train", "linear"], "tutti submit needs --devices"),
         (["slurm", "--", "run", "-np", "2"], "no script is given"),
+        (["skypilot", "--", "run", "-np", "2", "nothere.py"], "there is no script 'nothere.py'"),
         (["slurm", "--", "run", "-np", "four", "script.py"], "-np is 'four'"),
         (["slurm", "--", "run", "-np", "0", "script.py"], "-np is '0'"),
     ],

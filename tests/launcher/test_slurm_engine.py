@@ -133,7 +133,11 @@ def test_the_batch_file_of_a_run_that_may_shrink(capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_the_batch_file_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_batch_file_of_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.py").touch()
     lines = printed(capsys, "slurm:requeue=false,notice=0", "run", "-np", "2", "a b.py", "--on", "x y")
     assert lines[-1] == f"exec {sys.executable} -m tutti run --on slurm -np 2 -- 'a b.py' --on 'x y'"
     assert "#SBATCH --no-requeue" in lines
@@ -170,6 +174,8 @@ def test_a_command_that_names_its_run_directory_gets_no_other(
         (["slurm", "train", "linear"], "needs --devices"),
         (["slurm", "train", "linear", "--devices", "2", "--optimizer", "adamm"], "adamm"),
         (["slurm", "run", "-np", "auto", "a.py"], "needs -np"),
+        (["slurm", "run", "-np", "2", "nothere.py"], "there is no script 'nothere.py'"),
+        (["slurm", "run", "-np", "2", "-m", "tutti.nothere"], "there is no module 'tutti.nothere'"),
         (["slurm", "compare", "linear"], "needs a command"),
         (["slurmm", "train", "linear", "--devices", "2"], "slurm"),
     ],
@@ -210,6 +216,20 @@ def test_a_job_that_cannot_be_submitted(
     with pytest.raises(TuttiError) as refused:
         submit_file(tmp_path / "a job.sbatch")
     assert refused.value.exit_code == code and told in str(refused.value)
+
+
+@pytest.mark.parametrize("program", ["sbatch", "scontrol"])
+def test_a_machine_without_a_program_of_slurm_submits_nothing(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / ("scontrol" if program == "sbatch" else "sbatch")
+    other.write_text(f"#!/bin/sh\n: > {tmp_path}/called\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "--start", "slurm", "train", "linear", "--workers", "2", "--devices", "2"]) == 2
+    assert f"there is no {program} on this machine" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_a_run_outlives_commands_of_slurm_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from tutti.config.engine_config import SlurmEngineConfig, check_devices, parse_d
 from tutti.config.spec import Spec
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.launcher.cluster_files import sky_task, train_job
+from tutti.launcher.launch import check_script
 from tutti.launcher.slurm_engine import JOB
-from tutti.launcher.slurm_job import batch_file, follow_job, submit_file
+from tutti.launcher.slurm_job import batch_file, check_slurm, follow_job, submit_file
 
 TARGETS: dict[str, type[SlurmEngineConfig | KubeflowConfig | SkyPilotConfig]] = {
     "slurm": SlurmEngineConfig,
@@ -39,12 +40,14 @@ class Submission:
         name: name of the job.
         sizes: least and most devices.
         runs: folder in which the command makes its run directory; None if it makes none, or names it itself.
+        script: of a ``run`` command its script, or name of a module, and whether that is a module; else None.
     """
 
     words: list[str]
     name: str
     sizes: tuple[int, int]
     runs: str | None
+    script: tuple[str, bool] | None = None
 
 
 def submit(
@@ -66,8 +69,9 @@ def submit(
     -------
     int
         Exit code. 0: the file is printed. With ``start``: the exit code of the Slurm job, which is awaited. A
-        wrong option or command, or a job that Slurm refuses, raises UsageError, which ``tutti`` turns into exit
-        code 2; with ``start``, a Slurm that does not answer raises PeerError (5).
+        wrong option or command, a script that is not here, a job that Slurm refuses, or with ``start`` a machine
+        without Slurm raises UsageError, which ``tutti`` turns into exit code 2; with ``start``, a Slurm that does not
+        answer raises PeerError (5).
 
     Notes
     -----
@@ -83,6 +87,9 @@ def submit(
     config = spec.build(spec.choose(TARGETS, "cluster"), "tutti submit")
     wanted = read_submission(command)
     _refuse_engine(spec.name, wanted.words)
+    # A pod of Kubeflow has the files of its image, and not of this directory.
+    if wanted.script is not None and not isinstance(config, KubeflowConfig):
+        check_script(*wanted.script)
     if isinstance(config, SlurmEngineConfig):
         folder = None if wanted.runs is None else f"{wanted.runs}/{wanted.name}"
         text = batch_file(config, wanted.name, wanted.sizes, _on_slurm(wanted.words), folder)
@@ -118,6 +125,7 @@ def _refuse_engine(cluster: str, words: list[str]) -> None:
 
 def _start(text: str, wanted: Submission) -> int:
     """Write a batch file, show it, submit it, and follow its job."""
+    check_slurm()
     path = Path(wanted.runs or "runs") / f"{wanted.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.sbatch"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,9 +175,9 @@ def read_submission(command: Sequence[str]) -> Submission:
         command: words of the command, without ``tutti``.
 
     Returns:
-        ``words`` of the command, ``name`` of the job (the task's or script's), ``sizes`` (least and most devices), and
+        ``words`` of the command, ``name`` of the job (the task's or script's), ``sizes`` (least and most devices),
         ``runs``, the folder in which the command makes its run directory (None if it makes none, or names the directory
-        itself).
+        itself), and ``script`` of a ``run`` command, with whether it is a module, not checked (else None).
 
     Raises:
         UsageError: the command is neither ``train`` nor ``run``, a value of an option is malformed, the script of a
@@ -195,7 +203,8 @@ def read_submission(command: Sequence[str]) -> Submission:
         span = parse_device_range(devices)
         if not bound.arguments.get("command"):
             raise UsageError("no script is given", remedy="write tutti submit … -- run -np 4 script.py")
-        return Submission(words, Path(bound.arguments["command"][0]).stem, span or (int(devices), int(devices)), None)
+        script, module = bound.arguments["command"][0], bool(bound.arguments.get("module"))
+        return Submission(words, Path(script).stem, span or (int(devices), int(devices)), None, (script, module))
     options = bound.arguments
     flags = {name: value for name, value in options.get("flags", {}).items() if name != "on"}
     name, config = resolved(options.get("task"), flags, options.get("config", ()), options.get("changes", ()))

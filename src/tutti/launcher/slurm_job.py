@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,16 @@ def batch_file(
     return "\n".join(["#!/bin/bash", *lines, "", f"exec {command}", ""])
 
 
+def check_slurm() -> None:
+    """Raise UsageError where one of the programs by which a job is submitted and followed is not on this machine."""
+    for program in ("sbatch", "scontrol"):
+        if shutil.which(program) is None:
+            raise UsageError(
+                f"there is no {program} on this machine",
+                remedy="call it where Slurm is installed, or print the file by tutti submit slurm, and submit that",
+            )
+
+
 def submit_file(path: Path) -> str:
     """Submit a batch file by ``sbatch`` and return the number of the job, as text.
 
@@ -75,15 +86,11 @@ def submit_file(path: Path) -> str:
         path: the batch file.
 
     Raises:
-        UsageError: Slurm refuses the job, or is not installed here.
+        UsageError: Slurm refuses the job.
         PeerError: Slurm does not answer.
+        FileNotFoundError: there is no ``sbatch`` on this machine.
     """
-    try:
-        done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise UsageError(
-            "there is no sbatch on this machine", remedy="call it where Slurm is installed, or use tutti submit slurm"
-        ) from error
+    done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (_COMPLAINT.sub("", line).rstrip(".") for line in done.stderr.splitlines())
         why = "; ".join(filter(None, lines))
