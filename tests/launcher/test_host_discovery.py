@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.launching import alive, until
 from tutti.errors import UsageError
 from tutti.launcher.host_discovery import SlotTable, parse_slots
 
@@ -40,3 +43,39 @@ def test_a_script_that_cannot_be_run_any_more_leaves_the_hosts_as_they_were(tmp_
         table.poll(now)
     assert table.slots(2.0) == {"localhost": 2}
     assert len(told) == 1 and "cannot be run" in told[0] and "still hold" in told[0]
+
+
+def polled(table: SlotTable, slots: int) -> bool:
+    table.poll(time.monotonic())
+    return table.slots(0.0) == {"localhost": slots}
+
+
+def test_a_process_that_the_script_leaves_behind_stalls_nothing(tmp_path: Path) -> None:
+    """The process keeps the script's standard output open, and outlives the reading of it."""
+    script, pids = tmp_path / "discover.sh", tmp_path / "pids"
+    script.write_text(
+        f"#!/bin/sh\nsleep 20 &\necho $! >> {pids}\nslots=$(wc -l < {pids})\necho localhost:$slots\n"
+        "[ $slots -lt 3 ] || exec sleep 20\n"
+    )
+    script.chmod(0o755)
+    table, left = SlotTable(script, 1, None, None, pytest.fail), list[psutil.Process]()
+    try:
+        until(lambda: polled(table, 2))
+        until(lambda: polled(table, 2) and len(pids.read_text().split()) == 3)
+        table.close()
+    finally:
+        left += [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        still = alive(left)
+        for process in left:
+            process.kill()
+    assert len(still) == 3
+
+
+def test_output_larger_than_a_pipe_is_read(tmp_path: Path) -> None:
+    script = tmp_path / "discover.sh"
+    script.write_text("#!/bin/sh\necho localhost:1\n")
+    script.chmod(0o755)
+    table = SlotTable(script, 1, None, None, pytest.fail)
+    script.write_text("#!/bin/sh\nyes localhost:1 | head -n 20000\n")
+    until(lambda: polled(table, 20000))
+    table.close()

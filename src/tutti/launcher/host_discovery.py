@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from tutti.errors import UsageError
@@ -81,7 +83,7 @@ class SlotTable:
         self._hosts = {"localhost": fixed} if script is None else self._first(script)
         self._taken: dict[str, list[float]] = {}
         self._failures: dict[str, int] = {}
-        self._running: subprocess.Popen[str] | None = None
+        self._running: _Call | None = None
         self._next = 0.0
         self._warned = False
 
@@ -100,16 +102,16 @@ class SlotTable:
         if self._running is None:
             if now >= self._next:
                 try:
-                    self._running, self._next = _start(self._script), now + _LIMIT
+                    self._running, self._next = _Call(self._script), now + _LIMIT
                 except OSError as error:
                     self._next = now + _EVERY
                     self._fail(UsageError("the host discovery script cannot be run", why=str(error)))
-        elif self._running.poll() is not None:
-            output, _ = self._running.communicate()
-            code, self._running, self._next = self._running.returncode, None, now + _EVERY
+        elif (code := self._running.process.poll()) is not None:
+            output, _ = self._running.printed()
+            self._running, self._next = None, now + _EVERY
             self._take(code, output)
         elif now >= self._next:
-            self._running.kill()
+            self._running.process.kill()
 
     def fail(self, host: str, now: float) -> None:
         """Take one slot of a host away because a rank on the host failed, for a time that doubles with each failure.
@@ -144,21 +146,26 @@ class SlotTable:
         }
 
     def close(self) -> None:
-        """Kill the host discovery script if a call of it is running, and wait for its end."""
+        """Kill the host discovery script if a call of it is running, and wait for its end.
+
+        Processes that the script has started are left alone.
+        """
         if self._running is not None:
-            self._running.kill()
-            self._running.communicate()
+            self._running.end()
 
     def _first(self, script: Path) -> dict[str, int]:
         try:
-            ended = subprocess.run([script], capture_output=True, text=True, timeout=_LIMIT, check=False)
+            call = _Call(script)
+            try:
+                code = call.process.wait(_LIMIT)
+                output, errors = call.printed()
+            finally:
+                call.end()
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"the host discovery script {script} cannot be run", why=str(error)) from error
-        if ended.returncode:
-            raise UsageError(
-                f"the host discovery script {script} ended with code {ended.returncode}", why=ended.stderr.strip()
-            )
-        return parse_slots(ended.stdout, self._default)
+        if code:
+            raise UsageError(f"the host discovery script {script} ended with code {code}", why=errors.strip())
+        return parse_slots(output, self._default)
 
     def _take(self, code: int, output: str) -> None:
         try:
@@ -174,7 +181,31 @@ class SlotTable:
         self._warned = True
 
 
-def _start(script: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+class _Call:
+    """A call of the host discovery script, which prints into temporary files.
+
+    A pipe would block the script where the output is larger than the pipe's buffer, and its reader until all processes
+    that the script has started have closed the pipe.
+
+    Raises OSError if the script cannot be started.
+    """
+
+    def __init__(self, script: Path) -> None:
+        with ExitStack() as stack:
+            output, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            self.process = subprocess.Popen([script], stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+            self._files = stack.pop_all()
+        self._output, self._errors = output, errors
+
+    def printed(self) -> tuple[str, str]:
+        """Return what the script has printed on standard output and standard error."""
+        with self._files:
+            for file in (self._output, self._errors):
+                file.seek(0)
+            return self._output.read().decode(errors="replace"), self._errors.read().decode(errors="replace")
+
+    def end(self) -> None:
+        """Kill the script unless it has ended, wait for its end, and delete the files."""
+        self.process.kill()
+        self.process.wait()
+        self._files.close()
