@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint.checkpoints import contents, save
-from tutti.checkpoint.checkpoint_reader import WeightsReader
+from tutti.checkpoint.checkpoint_reader import GivenState, WeightsReader
 from tutti.checkpoint.dtypes import DTYPES, tensor_from_bytes
 from tutti.checkpoint.export import export_weights
 from tutti.checkpoint.fingerprint import weights_sha256
@@ -230,6 +230,16 @@ def test_a_tensor_that_the_weights_lack(exported: Path) -> None:
     for asked in (reader.get, reader.shape):
         with pytest.raises(CheckpointError, match=r"no tensor 'row'\. Did you mean 'rows'\?"):
             asked("model", "row")
+
+
+def test_a_region_that_leaves_the_tensor_is_refused(exported: Path) -> None:
+    file = WeightsReader(PlainFile(exported), {})
+    whole = file.get("model", "rows")
+    for saved in (file, GivenState({"rows": whole}, {})):
+        assert torch.equal(saved.part("model", "rows", (5, 1), (2, 3)), whole[5:7, 1:4])
+        for offset, shape in (((5, 1), (3, 3)), ((-1, 0), (1, 4)), ((5,), (2,)), ((8, 0), (0, 4))):
+            with pytest.raises(CheckpointError, match=r"a slice of 'rows', .* does not lie within shape \[7, 4\]"):
+                saved.part("model", "rows", offset, shape)
 
 
 def test_one_tensor_at_a_time(tmp_path: Path) -> None:

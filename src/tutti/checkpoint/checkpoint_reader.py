@@ -12,6 +12,7 @@ from tutti.checkpoint.dtypes import tensor_from_bytes
 from tutti.checkpoint.manifest import REMEDY, Manifest
 from tutti.checkpoint.read import TensorReader
 from tutti.checkpoint.state_shards import region_index
+from tutti.checkpoint.tensorfile import check_within
 from tutti.checkpoint.weights import Weights
 from tutti.comm.communicator import Communicator
 from tutti.errors import CheckpointError, did_you_mean
@@ -173,10 +174,10 @@ class WeightsReader:
             A view of the region, in the dtype and on the device of the tensor.
 
         Raises:
-            CheckpointError: neither the constructor's ``kept`` nor the file has the tensor.
-            CheckpointError: the tensor cannot be read.
+            CheckpointError: neither the constructor's ``kept`` nor the file has the tensor, the tensor cannot be read,
+                or the region does not lie within the tensor.
         """
-        return self.get(group, name)[region_index(offset, shape)]
+        return _region(self.get(group, name), name, offset, shape)
 
 
 class GivenState:
@@ -236,10 +237,21 @@ class GivenState:
             name: the tensor's name, for a tied weight any of its names; ``{parameter}/{key}`` in ``optim``. The caller
                 makes sure that it is one of ``names(group)``, or tied to one.
             offset: index of the region's first element in the full tensor, one number a dimension.
-            shape: shape of the region, one number a dimension. A region that leaves the tensor is cut off at its end,
-                without an error.
+            shape: shape of the region, one number a dimension.
+
+        Raises:
+            CheckpointError: the region does not lie within the tensor.
         """
-        return self.get(group, name)[region_index(offset, shape)]
+        return _region(self.get(group, name), name, offset, shape)
+
+
+def _region(tensor: Tensor, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return a view of a region of a tensor. Raises CheckpointError for one outside it, where an index cuts off."""
+    try:
+        check_within(name, tensor.shape, offset, shape)
+    except ValueError as error:
+        raise CheckpointError("cannot read", why=str(error)) from error
+    return tensor[region_index(offset, shape)]
 
 
 def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec]:

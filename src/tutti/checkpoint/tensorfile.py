@@ -52,6 +52,25 @@ def checked_size(value: object) -> int:
     return value
 
 
+def check_within(name: str, shape: Sequence[int], offset: Sequence[int], part: Sequence[int]) -> None:
+    """Raise ValueError unless a slice lies within its tensor.
+
+    Args:
+        name: the tensor's name, for the message.
+        shape: shape of the whole tensor.
+        offset: index of the slice's first element in the whole tensor, one number a dimension.
+        part: shape of the slice.
+    """
+    within = len(shape) == len(offset) == len(part) and all(
+        min(begin, length) >= 0 and begin + length <= size
+        for size, begin, length in zip(shape, offset, part, strict=True)
+    )
+    if not within:
+        raise ValueError(
+            f"a slice of {name!r}, {list(part)} at {list(offset)}, does not lie within shape {list(shape)}"
+        )
+
+
 @dataclass(frozen=True)
 class SliceRecord:
     """Name, dtype and place of a stored tensor slice, without its values.
@@ -80,15 +99,7 @@ class SliceRecord:
         extent = math.prod(max(size, 1) for size in self.shape)
         if len(self.shape) > MOST_DIMENSIONS or extent * self.itemsize > _MOST_BYTES:
             raise ValueError(f"{self.name!r} has the impossible shape {list(self.shape)}")
-        within = len(self.shape) == len(self.offset) == len(self.part) and all(
-            min(begin, length) >= 0 and begin + length <= size
-            for size, begin, length in zip(self.shape, self.offset, self.part, strict=True)
-        )
-        if not within:
-            raise ValueError(
-                f"a slice of {self.name!r}, {list(self.part)} at {list(self.offset)}, "
-                f"does not lie within shape {list(self.shape)}"
-            )
+        check_within(self.name, self.shape, self.offset, self.part)
 
     @classmethod
     def whole(cls, name: str, dtype: str, shape: Sequence[int]) -> SliceRecord:

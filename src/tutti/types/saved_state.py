@@ -74,5 +74,6 @@ class SavedState(Protocol):
             to it.
 
         Raises:
-            CheckpointError: the checkpoint lacks the tensor, or the tensor's file is damaged.
+            CheckpointError: the checkpoint lacks the tensor, the region does not lie within the tensor, or the tensor's
+                file is damaged.
         """
