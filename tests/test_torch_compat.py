@@ -299,6 +299,8 @@ def backwards_tell_what_they_accumulate_and_keep() -> None:
     total.backward(retain_graph=True)
     torch.autograd.grad(total, second, retain_graph=True)
     total.backward(inputs=[second], retain_graph=True)
+    with pytest.raises(RuntimeError, match="leaf node was passed"):
+        torch.autograd.grad(total, first, retain_graph=True)
     total.backward()
     assert _Telling.found == [(True, True), (False, True), (False, True), (True, False)]
 
