@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tutti
 from tests import worlds
 from tests.covering import Continuations, in_turn, shared_out, thinned
 from tests.parallel.mixers import loss, prepared, state, trained
 from tutti.comm.communicator import Communicator
+from tutti.comm.grid import Grid
+from tutti.comm.mesh_communicators import Communicators
 from tutti.errors import UsageError
 from tutti.launcher import context
+from tutti.parallel.whole_tensors import GatheredTensor, WholeTensors, axis
 from tutti.train.run_checkpoints import Checkpoints
 
 PLACES = [
@@ -104,6 +108,35 @@ def test_each_tensors_state_is_on_one_rank() -> None:
     made = [numbers for _, numbers in worlds.run(3, held, strategy="sharded:stage=1", optimizer="ready")]
     frozen = 10 * 10 + 10
     assert [numbers - frozen for numbers in made] == mine
+
+
+class Failing(torch.optim.SGD):
+    """Fails after it has changed the parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise ValueError("unreadable")
+
+
+def failed_step() -> tuple[list[Any], bool]:
+    """This rank's rows of a tensor for each rank, after a failed step of every owner; whether gradients are as set."""
+    comm = Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).world
+    regions = [[(slice(rank, rank + 1), slice(0, 2))] for rank in range(comm.size)]
+    parameters = [torch.nn.Parameter(torch.full((1, 2), float(comm.rank))) for _ in range(comm.size)]
+    gradients = [torch.full((1, 2), float(number)) for number in range(comm.size)]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer = Failing(parameters, lr=0.1)
+    parts = [GatheredTensor(parameter, (1, 2), (comm.size, 2), regions) for parameter in parameters]
+    with pytest.raises(ValueError, match="unreadable"):
+        WholeTensors([axis(comm, parts, False)], optimizer).step(optimizer)
+    same = all(p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True))
+    return [p.tolist() for p in parameters], same and optimizer.param_groups[0]["params"] == parameters
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_that_fails_leaves_the_slices(size: int) -> None:
+    assert worlds.run(size, failed_step) == [([[[rank, rank]]] * size, True) for rank in range(size)]
 
 
 def custom_loop(strategy: str, optimizer: str) -> dict[str, Any]:

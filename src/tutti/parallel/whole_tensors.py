@@ -107,6 +107,9 @@ class WholeTensors:
         other parameters have no gradient. Collective: on each mesh axis of the constructor, two all-to-alls over the
         axis's ranks for each dtype, also for a rank whose parameters have no gradient.
 
+        An exception, of ``optimizer.step()`` or of a collective, leaves ``.data`` and ``.grad`` of the split tensors as
+        they were. Other ranks' optimizer states, and tensors that are not split, may be updated by then.
+
         Args:
             optimizer: an optimizer whose parameters are this rank's slices.
         """
@@ -114,13 +117,30 @@ class WholeTensors:
         values = dict(memory)
         gradients: dict[Tensor, Tensor | None] = {p: p.grad for p in self._gathered}
         shown = dict(gradients)
-        for axis in self._axes:
-            axis.gather(values, gradients)
-        for parameter in self._gathered:
-            parameter.grad = None
-            if parameter in self._owned:
-                parameter.data = values[parameter]
-                parameter.grad = gradients[parameter]
+        try:
+            for axis in self._axes:
+                axis.gather(values, gradients)
+            for parameter in self._gathered:
+                parameter.grad = None
+                if parameter in self._owned:
+                    parameter.data = values[parameter]
+                    parameter.grad = gradients[parameter]
+            self._step_owned(optimizer)
+            for parameter in self._owned:
+                values[parameter] = parameter.data
+            for axis in reversed(self._axes):
+                axis.give_back(values)
+        finally:
+            for tensor, slice_ in memory.items():
+                tensor.grad = None
+                tensor.data = slice_
+                tensor.grad = shown[tensor]
+        for tensor, slice_ in memory.items():
+            if tensor in values:
+                slice_.copy_(values[tensor])
+
+    def _step_owned(self, optimizer: Optimizer) -> None:
+        """Run ``optimizer.step()`` without the tensors that other ranks own."""
         members = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p in self._owned or p not in self._gathered]
@@ -132,16 +152,6 @@ class WholeTensors:
         finally:
             for group, parameters in zip(optimizer.param_groups, members, strict=True):
                 group["params"] = parameters
-        for parameter in self._owned:
-            parameter.grad = None
-            values[parameter] = parameter.data
-        for axis in reversed(self._axes):
-            axis.give_back(values)
-        for tensor, slice_ in memory.items():
-            tensor.data = slice_
-            tensor.grad = shown[tensor]
-            if tensor in values:
-                slice_.copy_(values[tensor])
 
     def tensors(self, optimizer: Optimizer, named: NamedParameters) -> dict[str, Tensor]:
         """Return the optimizer state, for a checkpoint, of the parameters that this rank gathers whole for the step.
