@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -334,6 +334,23 @@ def gradient_hooks(tensor: Tensor) -> dict[int, Any] | None:
     """
     hooks: dict[int, Any] | None = tensor._backward_hooks
     return hooks
+
+
+def hook_ids(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[tuple[int, ...]]:
+    """Return the ids of all gradient hooks of tensors and modules; each registration or removal of a hook changes them.
+
+    No public function lists the hooks, and a step has no time to look at each.
+
+    Args:
+        tensors: leaves, for ``register_hook`` and ``register_post_accumulate_grad_hook``.
+        modules: for ``register_full_backward_hook`` and ``register_full_backward_pre_hook``; submodules do not count.
+
+    Returns:
+        A tuple of ids for each table of hooks, in the order of the arguments; an empty one where there are no hooks.
+    """
+    tables = [table for t in tensors for table in (t._backward_hooks, t._post_accumulate_grad_hooks)]
+    tables += [table for module in modules for table in (module._backward_hooks, module._backward_pre_hooks)]
+    return [tuple(table) if table else () for table in tables]
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Any] | None) -> None:

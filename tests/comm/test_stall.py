@@ -17,7 +17,7 @@ from tutti.comm.communicator import Communicator
 from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.shared_memory import attach_small
-from tutti.comm.stall import Call, StallInspector, _Notes, is_complete, tell_failures
+from tutti.comm.stall import Call, StallInspector, TellFailures, _Notes, is_complete
 from tutti.errors import DataError, PeerError
 from tutti.launcher import context
 from tutti.launcher.context import World
@@ -202,7 +202,7 @@ def test_notes_that_were_never_true_at_once_are_no_deadlock() -> None:
     assert notes.together() == {0: one, 1: two}
 
 
-@tell_failures()
+@TellFailures()
 def reads_and_sums(comm: Communicator, bad: Sequence[int]) -> float:
     if comm.rank in bad:
         raise DataError("sample 7 cannot be read")

@@ -6,21 +6,22 @@ raised at once, with all calls. A rank that has left a call counts among its ran
 their way, as those of a broadcast are when its source waits in the next call. Otherwise, at the timeout, PeerError
 names the ranks that are waited for and wait for none themselves. A collective that fails on one of its ranks, because
 another has ended, fails on its other ranks, too, within seconds. So does a collective that a rank will not reach,
-because an error has ended the function in which all ranks call it (``tell_failures``). A collective that completes
+because an error has ended the function in which all ranks call it (``TellFailures``). A collective that completes
 within 2 s does not access the store.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tutti.errors import MismatchError, PeerError, script_line
 from tutti.launcher import context, heartbeat
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _PATIENCE = timedelta(seconds=2)
 _POLL = timedelta(seconds=0.5)
@@ -406,22 +408,32 @@ class StallInspector:
         return answers[0] if answers else None
 
 
-@contextlib.contextmanager
-def tell_failures() -> Iterator[None]:
-    """Return a context manager, or decorator, that tells other ranks of an exception in code that all ranks run.
+class TellFailures:
+    """Context manager, or decorator, that tells other ranks of an exception in code that all ranks run.
 
     If the block raises on this rank alone, such as because of a full disk or a bad sample, the other ranks would wait
     for it in their next collective until the timeout. They raise PeerError with this rank's error instead, once they
     have waited for two seconds. The exception itself propagates. No communication, but for a note in the job's store
     where the block raises; none before ``tutti.init``.
     """
-    try:
-        yield
-    except Exception as error:
-        if context.is_initialized():
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and context.is_initialized():
             world = context.current()
             StallInspector(world, world.timeout).tell_failure(error)
-        raise
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that calls ``function`` within this context manager."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            with self:
+                return function(*args, **options)
+
+        return call
 
 
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
-from tutti.comm.stall import tell_failures
+from tutti.comm.stall import TellFailures
 from tutti.config.metric_direction import Metric
 from tutti.errors import CheckpointError, UsageError, counted, did_you_mean
 from tutti.train.best_value import BestValue
@@ -235,7 +235,7 @@ class Callbacks:
         loss, metrics = decode_json(run.context.comms.world.broadcast_json(mine, 0, "evaluation for the callbacks"))
         self._call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
 
-    @tell_failures()
+    @TellFailures()
     def _call(self, event: str, run: Run, *arguments: Any) -> None:
         """Call the method ``event`` of each callback that has it, in order, and agree over ranks whether to stop.
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.comm.stall import tell_failures
+from tutti.comm.stall import TellFailures
 from tutti.errors import MismatchError, NonFiniteError, TuttiError, UsageError, script_line, script_line_of
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
@@ -174,7 +174,7 @@ class CustomLoop:
         self._check_beginning()
         self._open += 1
         try:
-            with tell_failures():
+            with TellFailures():
                 for batch in self._run.epoch(number, start):
                     with self._replica.model_code():
                         yield from self._bodies_of(batch)
@@ -491,8 +491,9 @@ class CustomLoop:
         run, sync = self._run, self._sync
         self._check_remote()
         self._check_pending()
-        step_context = replace(self._lifecycle.context, call=call, settings=self._settings.pop(call))
-        self._lifecycle.context = step_context
+        step_context, settings = self._lifecycle.context, self._settings.pop(call)
+        if (call, settings) != (step_context.call, step_context.settings):
+            self._lifecycle.context = step_context = replace(step_context, call=call, settings=settings)
         held = sync.pop_gradients()
         sync.begin_worker(micro_batch.worker, step_context)
         for worker in self._busy[:-1]:
@@ -642,7 +643,7 @@ class CustomLoop:
 
     # --- the update ------------------------------------------------------------------------------------------------
 
-    @tell_failures()
+    @TellFailures()
     def step(self, index: int | None) -> bool:
         """Update the parameters where the script calls ``optimizer.step()`` in a custom loop over micro-batches.
 
@@ -740,10 +741,9 @@ class CustomLoop:
         Collective if it has. Settings that are changed earlier are compared with the gradients. Raises UsageError on
         every rank where they differ.
         """
-        run, before = self._run, self._lifecycle.context
-        now = replace(before, settings=run.settings.text())
-        if now.settings != before.settings and self._sync.loss_normalisation == "step":
-            self._lifecycle.context = now
+        run, before, settings = self._run, self._lifecycle.context, self._run.settings.text()
+        if settings != before.settings and self._sync.loss_normalisation == "step":
+            self._lifecycle.context = now = replace(before, settings=settings)
             try:
                 agree_on_settings(run.context.comms.replica, now)
             except MismatchError as error:
@@ -852,7 +852,7 @@ class CustomLoop:
 
     # --- an update with a closure ----------------------------------------------------------------------------------
 
-    @tell_failures()
+    @TellFailures()
     def step_with(
         self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any], replaced: bool = False
     ) -> Any:

@@ -83,6 +83,8 @@ class FollowedNumbers:
         such containers, keep the followed numbers. Looks at all containers of the process, which takes tenths of a
         second; does nothing if ``follow`` has made no number since the previous call.
         """
+        if not self._made:
+            return
         made, self._made = self._made, []
         _replace(made, [_plain(number) for number in made], depth=3)
 

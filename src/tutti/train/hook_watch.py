@@ -14,7 +14,7 @@ from tutti.nn.gradient_hooks import (
     shares_gradient_hooks,
 )
 from tutti.nn.swap import parameters
-from tutti.torch_compat import has_backward_hook
+from tutti.torch_compat import has_backward_hook, hook_ids
 from tutti.types.micro_batch import LossSums
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext, StepStats
@@ -49,6 +49,8 @@ class HookWatch:
         self.adapt: Callable[[], Sequence[str]] = lambda: ()
         self._model = ref(model)
         self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
+        self._found: str | None = None
+        self._seen: object = None
         self.watch([model])
         self.check_hooks(alone)
         # Before the model is split, every stage sees all hooks, so that all stages raise the same error.
@@ -74,6 +76,9 @@ class HookWatch:
         self._parameters = parameters(parts)
         self._modules = [(name, module) for part in parts for name, module in part.named_modules()]
         self._tree = self._tree_now()
+        former = [(name, p, self._originals.get(name)) for name, p in self._parameters]
+        self._former = [(name, each, p) for name, p, each in former if each is not None and each() is not p]
+        self._seen = None
 
     def _tree_now(self) -> dict[str, nn.Module]:
         """Return the modules of the script's model by name where pipeline stages call them; otherwise nothing."""
@@ -113,19 +118,24 @@ class HookWatch:
         self.adapt()
 
     def _look_at_all(self) -> None:
-        self._hooked = self._elsewhere
-        for name, parameter in self._parameters:
-            self._look(name, parameter, self._alone)
-            original = self._originals.get(name, lambda: None)()
-            if original is not None and original is not parameter:
+        """Look at every hook, unless none was registered or removed since the last look."""
+        former = [(name, original, p) for name, each, p in self._former if (original := each()) is not None]
+        modules = list(self._modules)
+        if self._stages:
+            modules += [(name, whole) for name, each in self._containers if (whole := each()) is not None]
+        tensors = [p for _, p in self._parameters] + [original for _, original, _ in former]
+        seen = self._alone, hook_ids(tensors, [module for _, module in modules])
+        if seen != self._seen:
+            self._found = None
+            for name, parameter in self._parameters:
+                self._look(name, parameter, self._alone)
+            for name, original, parameter in former:
                 self._look_at_former(name, original, parameter)
-        for name, module in self._modules:
-            if has_backward_hook(module):
-                self._look_at_module(name or type(module).__name__, module)
-        for name, container in self._containers if self._stages else ():
-            whole = container()
-            if whole is not None and has_backward_hook(whole):
-                self._look_at_module(name or type(whole).__name__, whole)
+            for name, module in modules:
+                if has_backward_hook(module):
+                    self._look_at_module(name or type(module).__name__, module)
+            self._seen = seen
+        self._hooked = self._found or self._elsewhere
 
     def _look(self, name: str, parameter: Tensor, alone: bool) -> None:
         before, after = has_gradient_hook(parameter), has_accumulation_hook(parameter)
@@ -148,7 +158,7 @@ class HookWatch:
                 remedy="take register_hook, which is given each micro-batch's part, or edit .grad in a custom loop"
                 " after run.backward",
             )
-        self._hooked = f"the hook on the gradient of {name}"
+        self._found = f"the hook on the gradient of {name}"
 
     def _look_at_former(self, name: str, original: Tensor, parameter: Tensor) -> None:
         """Raise UsageError for a hook on the object that was the model's parameter before ``tutti.prepare``."""
@@ -174,7 +184,7 @@ class HookWatch:
                 why="the pipeline calls the layers, which may be on several stages, and not the module",
                 remedy="register the hook on its layers, or take strategy='mirrored'",
             )
-        self._hooked = f"the hook on the gradients of {name}"
+        self._found = f"the hook on the gradients of {name}"
 
     def check_part(self, part: LossSums) -> None:
         """Check, before a logical worker's own update, that no gradient hook saw gradients of another scale.

@@ -18,7 +18,7 @@ from torch import nn
 
 from tutti import parallel
 from tutti.checkpoint.weights_source import FOLDER
-from tutti.comm.stall import tell_failures
+from tutti.comm.stall import TellFailures
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
 from tutti.data.epochs import Epochs
@@ -54,7 +54,7 @@ from tutti.train.utilisation import measured_throughput
 from tutti.train.warm_start import load_warm_start
 
 
-@tell_failures()
+@TellFailures()
 def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     """Run ``tutti train`` on this rank: build the task's model, train it and evaluate it. Collective over all ranks.
 

@@ -19,7 +19,7 @@ from tutti.comm.communicator import everybody
 from tutti.comm.graph_breaks import end_graphs
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import sharers
-from tutti.comm.stall import tell_failures
+from tutti.comm.stall import TellFailures
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
 from tutti.config.optimizer_config import OptimizerChoice
@@ -220,7 +220,7 @@ def prepare(
     return run
 
 
-@tell_failures()
+@TellFailures()
 def prepare_run(
     model: Models,
     optimizer: Optimizers | OptimizerChoice | str,

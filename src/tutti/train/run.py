@@ -16,7 +16,7 @@ from tutti.checkpoint.fingerprint import tensor_digests, weights_sha256
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
 from tutti.comm.graph_breaks import ends_graph
-from tutti.comm.stall import tell_failures
+from tutti.comm.stall import TellFailures
 from tutti.config.gradient_noise import Multiplicative
 from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
@@ -304,7 +304,7 @@ class Run:
                 with pipeline stages a module.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
-        with tell_failures():
+        with TellFailures():
             self.callbacks.end_left(self)
             self.trainability.check_replaced()
             self.hooks.check_tree()
@@ -365,7 +365,7 @@ class Run:
             heartbeat.training.enter(Phase.IDLE)
 
     @ends_graph
-    @tell_failures()
+    @TellFailures()
     def step(self, batch: Batch) -> float:
         """Train on one global batch, of which ``batch`` is this rank's share: forward, backward and update.
 
@@ -502,7 +502,7 @@ class Run:
         return self.stats
 
     @ends_graph
-    @tell_failures()
+    @TellFailures()
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
         """Compute gradients, in place of ``loss.backward()``, and reduce them in a rank's last micro-batch.
 
@@ -528,7 +528,7 @@ class Run:
         self.custom.backward(loss, retain_graph)
 
     @ends_graph
-    @tell_failures()
+    @TellFailures()
     def reduce_gradients(self) -> None:
         """Reduce gradients that the script has assigned to ``.grad`` over the global batch.
 
@@ -619,7 +619,7 @@ class Run:
 
     # --- evaluation, profiling, state ------------------------------------------------------------------------------
 
-    @tell_failures()
+    @TellFailures()
     def evaluate(
         self,
         source: Any,
@@ -660,7 +660,7 @@ class Run:
         self.callbacks.evaluated(self, found)
         return found
 
-    @tell_failures()
+    @TellFailures()
     def predict(
         self,
         source: Any,
@@ -732,7 +732,7 @@ class Run:
         with traced(self, Path(folder)):
             yield
 
-    @tell_failures()
+    @TellFailures()
     def state(self, averaged: bool = False) -> dict[str, Tensor]:
         """Return all parameters and persistent buffers of the plain model on every rank.
 
@@ -760,7 +760,7 @@ class Run:
             self.returned |= set(tensor_digests(found.values()))
         return found
 
-    @tell_failures()
+    @TellFailures()
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's state as whole tensors on every rank, as a checkpoint has it.
 
@@ -781,7 +781,7 @@ class Run:
         self.together("reading the optimizer's state")
         return gathered_state(self.gradient_sync.state().get("optim", {}), self.context.comms.world)
 
-    @tell_failures()
+    @TellFailures()
     def weights_sha256(self, averaged: bool = False) -> str:
         """Return a SHA-256 hash of the tensors that ``state`` returns, on every rank. Collective over all ranks.
 
@@ -870,7 +870,7 @@ class Run:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
-    @tell_failures()
+    @TellFailures()
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint to ``folder/step-N``, and return when it is on disk. Collective over all ranks.
 
@@ -912,7 +912,7 @@ class Run:
         self.callbacks.checkpoint_written(self, path)
         return path
 
-    @tell_failures()
+    @TellFailures()
     def restore(self, folder: str | Path, change: str | Sequence[str] = ()) -> dict[str, Any] | None:
         """Restore the newest intact checkpoint of ``folder``. Collective over all ranks.
 

@@ -94,8 +94,8 @@ class Schedulers:
             self._step(self._own)
 
     def _step(self, schedulers: Sequence[LRScheduler]) -> None:
-        with self._open():
-            for scheduler in schedulers:
+        for scheduler in schedulers:
+            with self._open():
                 scheduler.step()
 
     @contextmanager

@@ -37,7 +37,12 @@ class SharedSettings:
         group has are left out; the text is empty without optimizers.
         """
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        values = [(name, _plain(group[name])) for group in groups for name in _NAMES if name in group]
+        values = [
+            (name, value if type(value := group[name]) is float else _plain(value))
+            for group in groups
+            for name in _NAMES
+            if name in group
+        ]
         if values != self._values:
             found: dict[str, list[str]] = {}
             for name, value in values:

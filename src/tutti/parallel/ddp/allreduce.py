@@ -464,8 +464,8 @@ class AllReduceSync:
             The model's parameter objects, in the model's order; frozen parameters are left out. With pipeline stages
             they include parameters of other stages.
         """
-        own = {p for group in optimizer.param_groups for p in group["params"]}
-        return [p for p in self.script_parameters() if p in own]
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [p for p in self.script_parameters() if id(p) in own]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients that previous reductions left in ``.grad``, and set every ``.grad`` to None.

@@ -19,7 +19,7 @@ from torch import Tensor
 from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
 from tutti.comm.single_call import single_call
-from tutti.comm.stall import tell_failures
+from tutti.comm.stall import TellFailures
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
 from tutti.parallel.pipeline.second_backward import SecondBackward
@@ -71,7 +71,7 @@ class StagedModel:
         self._recent: dict[tuple[Any, ...], None] = {}
         self._calls = 0
 
-    @tell_failures()
+    @TellFailures()
     @single_call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's output on all stages, and return it on every rank.
@@ -298,7 +298,7 @@ class _Call:
         """Whether each tensor of the output depends on a parameter or an input that requires a gradient."""
         return [form.learns for form in self.outputs.forms if form.shape is not None]
 
-    @tell_failures()
+    @TellFailures()
     def backward_with_graph(
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[SecondBackward, list[Tensor], list[Tensor | None]]:
@@ -318,7 +318,7 @@ class _Call:
         self._gradients = {}
         return back, self._asked, summed
 
-    @tell_failures()
+    @TellFailures()
     def second_backward(
         self, back: SecondBackward, gradients: Sequence[Tensor | None], given: Sequence[Tensor], accumulate: bool
     ) -> list[Tensor | None]:
@@ -362,7 +362,7 @@ class _Call:
         if self._compared:
             self._model.compare(gradients, "the script's loss gives the model's output other gradients on each stage")
 
-    @tell_failures()
+    @TellFailures()
     def backward(self, gradients: Sequence[Tensor | None], accumulate: bool, keep: bool) -> list[Tensor | None]:
         """Pass the gradients of the outputs back through all stages, and return those of the inputs. Collective.
 
