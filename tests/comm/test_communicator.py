@@ -43,6 +43,8 @@ def every_collective() -> list[Any]:
     told.append([t.tolist() for t in comm.all_gather(torch.tensor([rank, rank * rank]), "gather")])
     told.append(comm.gather_slices(torch.tensor([rank * 10, rank * 10 + 1]), "slices").tolist())
     told.append(comm.broadcast_json("" if rank == 0 else 3, 0, "empty text"))
+    told.append(comm.all_gather_strings("", "empty texts"))
+    told.append(comm.all_gather_strings("λ" * 5000 * rank, "long texts"))
     return told
 
 
@@ -52,6 +54,7 @@ def test_collectives_do_what_they_say(size: int) -> None:
     want: list[Any] = [[[total] * 3] * 2, [i * total for i in range(5)]]
     want += [[[s, 7], [float(s)], {"name": f"λ{s}", "list": [s, None, 1.5]}] for s in range(size)]
     want += [[[r, r * r] for r in range(size)], [r * 10 + i for r in range(size) for i in (0, 1)], ""]
+    want += [[""] * size, ["λ" * 5000 * r for r in range(size)]]
     if size == 1:
         want[1] = [float(i) for i in range(5)]
         want[2] = [[0, 7], [0.0], {"name": "λ0", "list": [0, None, 1.5]}]
@@ -85,6 +88,19 @@ def test_small_messages_in_shared_memory_give_what_messages_give(size: int) -> N
     results = worlds.run(size, with_and_without_shared_memory)
     assert all(shared == sent for sent, shared in results)
     assert results[0][1][2:4] == [sum(range(size)), 0.0]
+
+
+def kept_shared_memory() -> list[str]:
+    """The collectives of a communicator that has shared memory when it is told to take that of one without any."""
+    comm = line()
+    comm.share_memory()
+    comm.share_memory(like=line())
+    comm.gather_slices(torch.zeros(2), "a call that all make")
+    return list(comm.collective_traffic())
+
+
+def test_shared_memory_is_not_given_up_for_that_of_a_communicator_without_any() -> None:
+    assert worlds.run(2, kept_shared_memory) == [["shared_memory"]] * 2
 
 
 def different_calls_in_shared_memory(calls: tuple[str, ...], elements: tuple[int, ...]) -> str:
@@ -201,6 +217,10 @@ def tried(comm: Communicator, kind: str, odd: bool) -> None:
             comm.all_reduce(torch.zeros(shape), which)
     elif kind == "gather":
         comm.all_gather(torch.zeros(2 + odd), name)
+    elif kind == "text" and odd:
+        comm.all_gather_strings("a text", name)
+    elif kind == "agreement" and odd:
+        comm.agree(["a line"], name, "write the same")
     else:
         shape = torch.Size([3, 2]) if kind == "shape" and odd else shape
         dtype = torch.float64 if kind == "dtype" and odd else dtype
@@ -215,11 +235,15 @@ MISMATCHES = {
     "name": ["all_reduce 'loss'", "all_reduce 'accuracy'"],
     "order": ["all_reduce 'a'", "all_reduce 'b'"],
     "gather": ["all_gather 'loss' of float32[2]", "all_gather 'loss' of float32[3]"],
+    "text": ["all_reduce 'loss'", "all_gather 'loss, length'"],
+    "agreement": ["all_reduce 'loss'", "all_gather 'comparing loss'"],
 }
 
 
-def mismatches(odd: int) -> list[tuple[str, float]]:
+def mismatches(odd: int, sockets: bool) -> list[tuple[str, float]]:
     comm, said = line(), []
+    if sockets:
+        comm._control = None
     for kind in MISMATCHES:
         try:
             tried(comm, kind, tutti.rank() == odd)
@@ -232,9 +256,9 @@ def mismatches(odd: int) -> list[tuple[str, float]]:
     return said
 
 
-@pytest.mark.parametrize(("size", "odd"), [(3, 0), (3, 2), (4, 1)])
-def test_every_rank_refuses_with_both_sides_and_goes_on(size: int, odd: int) -> None:
-    for rank, said in enumerate(worlds.run(size, mismatches, odd=odd)):
+@pytest.mark.parametrize(("size", "odd", "sockets"), [(3, 0, False), (3, 2, True), (4, 1, False), (2, 1, True)])
+def test_every_rank_refuses_with_both_sides_and_goes_on(size: int, odd: int, sockets: bool) -> None:
+    for rank, said in enumerate(worlds.run(size, mismatches, odd=odd, sockets=sockets)):
         for (kind, words), (text, after) in zip(MISMATCHES.items(), said, strict=True):
             for word in [*words, f"rank {odd}", f"(rank {rank})", "nothing was added up"]:
                 assert word in text, f"{kind} on rank {rank}: {text}"

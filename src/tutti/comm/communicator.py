@@ -10,7 +10,7 @@ memory, where every message carries a digest of its call.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +30,6 @@ from tutti.torch_compat import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
-
-_TEXT = 1024
 
 
 class Pending:
@@ -150,9 +148,11 @@ class Communicator:
             MismatchError: ranks are in different calls.
             PeerError: a rank has ended, or did not make the call in time.
         """
+        if self._small is not None:
+            return
         if like is not None and like.ranks == self.ranks:
             self._small = like._small
-        elif self.size > 1 and self._small is None and not is_accelerator(self.device):
+        elif self.size > 1 and not is_accelerator(self.device):
             self._small = attach_small(self)
 
     def sum_in_place(self, tensor: Tensor, text: str) -> None:
@@ -629,7 +629,7 @@ class Communicator:
         """
         if self.size == 1:
             return
-        sums = self._gather(_digests(lines), f"comparing {name}")
+        sums = self.all_gather(_digests(lines), f"comparing {name}")
         other = next((r for r, digest in enumerate(sums) if not torch.equal(digest, sums[0])), None)
         if other is None:
             return
@@ -678,7 +678,7 @@ class Communicator:
         Raises:
             PeerError: a rank has ended, or did not make the call in time.
         """
-        calls = self.all_gather_strings(f"{call} ({script_line()})", "comparing calls")
+        calls = self._gather_strings(f"{call} ({script_line()})", "comparing calls", self._gather)
         return MismatchError(
             f"ranks are in different collectives: rank {self.ranks[0]} in {calls[0]}, "
             f"rank {self.ranks[self.alive_ranks[other]]} in {calls[other]}",
@@ -689,7 +689,7 @@ class Communicator:
         )
 
     def all_gather_strings(self, text: str, name: str) -> list[str]:
-        """All-gather a string from each rank, cut to 1 KiB of UTF-8. Collective over this communicator's ranks; blocks.
+        """All-gather a string of any length from each rank. Collective over this communicator's ranks; blocks.
 
         Args:
             text: this rank's string; may differ between ranks.
@@ -703,13 +703,20 @@ class Communicator:
             MismatchError: the ranks are in different calls.
             PeerError: a rank has ended, or did not make the call in time.
         """
-        if self.size == 1:
-            return [text]
-        raw = text.encode()[:_TEXT]
-        padded = torch.zeros(_TEXT, dtype=torch.uint8)
+        return [text] if self.size == 1 else self._gather_strings(text, name, self.all_gather)
+
+    def _gather_strings(
+        self, text: str, name: str, gather_lengths: Callable[[Tensor, str], Sequence[Tensor]]
+    ) -> list[str]:
+        """All-gather the strings' lengths by ``gather_lengths`` and, unless all are empty, the strings padded."""
+        raw = text.encode()
+        lengths = gather_lengths(torch.tensor([len(raw)]), f"{name}, length")
+        longest = max(int(length) for length in lengths)
+        if not longest:
+            return [""] * len(lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-        texts = self._gather(padded, name)
-        return [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in texts]
+        return [bytes(each.numpy()).rstrip(b"\0").decode() for each in self._gather(padded, name)]
 
     def _fits_in_memory(self, tensor: Tensor) -> bool:
         """Return whether a control message with ``tensor`` goes through shared memory, where calls are compared."""

@@ -35,17 +35,17 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 class Taught(nn.Module):
     """A student and its teacher, which is frozen and follows the student, and a buffer that the forward writes."""
 
-    def __init__(self, by: str) -> None:
+    def __init__(self, by: str, name: str = "teacher") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.by, self.student = by, nn.Linear(4, 3).double()
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.by, self.name, self.student = by, name, nn.Linear(4, 3).double()
+        self.add_module(name, copy.deepcopy(self.student).requires_grad_(False))
         self.still = nn.Linear(4, 3).double().requires_grad_(False)
         self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
 
     @torch.no_grad()
     def follow(self) -> None:
-        for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+        for slow, fast in zip(self.get_submodule(self.name).parameters(), self.student.parameters(), strict=True):
             slow.data.lerp_(fast.data, 0.3)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ class Taught(nn.Module):
                 self.get_buffer("mean").lerp_(scores.mean(0), 0.2)
             if self.by == "forward":
                 self.follow()
-        return scores - 0.5 * self.teacher(inputs) + self.still(inputs) + 0.1 * self.get_buffer("mean")
+        return scores - 0.5 * self.get_submodule(self.name)(inputs) + self.still(inputs) + 0.1 * self.get_buffer("mean")
 
 
-def taught(prepare: Callable[..., Any], by: str) -> dict[str, Tensor]:
-    net = Taught(by)
+def taught(prepare: Callable[..., Any], by: str, name: str = "teacher") -> dict[str, Tensor]:
+    net = Taught(by, name)
     optimizer = torch.optim.SGD(net.student.parameters(), lr=0.1, momentum=0.5)
     run = prepare(net, optimizer, dataset(), loss, batch_size=6)
     for epoch in range(2):
@@ -71,12 +71,12 @@ def taught(prepare: Callable[..., Any], by: str) -> dict[str, Tensor]:
     return state
 
 
-def trained(strategy: str, workers: int, by: str) -> Any:
+def trained(strategy: str, workers: int, by: str, name: str = "teacher") -> Any:
     def prepare(*arguments: Any, **options: Any) -> Any:
         return tutti.prepare(*arguments, strategy=strategy, workers=workers, seed=0, **options)
 
     try:
-        return {name: tensor.clone().numpy() for name, tensor in taught(prepare, by).items()}
+        return {name: tensor.clone().numpy() for name, tensor in taught(prepare, by, name).items()}
     except UsageError as error:
         return str(error)
 
@@ -85,6 +85,14 @@ def trained(strategy: str, workers: int, by: str) -> Any:
 def test_a_teacher_in_the_model_is_averaged_with_the_rest(strategy: str, by: str, ranks: int) -> None:
     [want, *_] = oracle.play(lambda prepare: taught(prepare, by), ranks, ALGORITHMS[strategy]).results
     for got in worlds.run(ranks, trained, strategy=strategy, workers=ranks, by=by):
+        assert largest_difference(got, {name: tensor.numpy() for name, tensor in want.items()}) <= 1e-12
+
+
+def test_a_teacher_whose_names_are_long_is_averaged_whole() -> None:
+    """Ranks send each other the names of written parameters, here 2 of more than a kilobyte each."""
+    name, strategy = "teacher" * 200, "local_sgd:period=2"
+    [want, *_] = oracle.play(lambda prepare: taught(prepare, "script", name), 2, ALGORITHMS[strategy]).results
+    for got in worlds.run(2, trained, strategy=strategy, workers=2, by="script", name=name):
         assert largest_difference(got, {name: tensor.numpy() for name, tensor in want.items()}) <= 1e-12
 
 
