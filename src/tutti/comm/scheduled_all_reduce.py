@@ -27,7 +27,7 @@ class ScheduledAllReduce:
     Args:
         comms: communicators of this process; the sum is over ``comms.replica``.
         algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
-        size: bytes of the largest vector.
+        size: bytes of the largest vector; ``grow`` makes room for larger ones.
 
     Attributes:
         schedule: the schedule that is run.
@@ -40,12 +40,33 @@ class ScheduledAllReduce:
 
     def __init__(self, comms: Communicators, algorithm: Algorithm, size: int) -> None:
         self._comm = comms.replica
-        self.schedule, self._members, node = comms.connect(algorithm)
+        self.schedule, self._members, self._node = comms.connect(algorithm)
         self._kind = f"{algorithm} all-reduce"
-        self._segment = None if node is None else _attached(node, size)
         # Every rank of a job learns whether one of them cannot, and all end with the same message.
-        failed = torch.tensor([int(node is not None and self._segment is None)])
-        comms.world.all_reduce(failed, "shared memory of nodes")
+        self._reserve(size, comms.world)
+
+    def grow(self, size: int) -> None:
+        """Make room for vectors of ``size`` bytes, if there is less. Collective over the data-parallel ranks; blocks.
+
+        Sends nothing where there is room.
+
+        Args:
+            size: bytes of the largest vector from now on; equal on the data-parallel ranks.
+
+        Raises:
+            UsageError: ``hierarchical`` where the ranks of a node cannot share so much memory; on all these ranks.
+            MismatchError: ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
+        """
+        if size > self._size:
+            self._reserve(size, self._comm)
+
+    def _reserve(self, size: int, comm: Communicator) -> None:
+        """Share memory within the node for vectors of ``size`` bytes; raise on all ranks of ``comm`` if one cannot."""
+        self._size = size
+        self._segment = None if self._node is None else _attached(self._node, size)
+        failed = torch.tensor([int(self._node is not None and self._segment is None)])
+        comm.all_reduce(failed, "shared memory of nodes")
         if int(failed):
             raise UsageError(
                 "algorithm=hierarchical needs memory that the ranks of a node share",
@@ -60,7 +81,7 @@ class ScheduledAllReduce:
         ``wait``, so that the sum does not overlap with computation; ``wait`` is collective and blocks.
 
         Args:
-            flat: (elements,), of equal shape and dtype on all ranks; not more bytes than the constructor's ``size``.
+            flat: (elements,), of equal shape and dtype on all ranks; at most ``size`` bytes (constructor, ``grow``).
             text: names the call in errors of shared memory, which ranks of one node use with ``hierarchical``; errors
                 of messages over the network name the algorithm and the two ranks instead.
 
@@ -77,7 +98,7 @@ class ScheduledAllReduce:
         Collective over the data-parallel ranks; blocks.
 
         Args:
-            flat: (elements,), of equal shape and dtype on all ranks; not more bytes than the constructor's ``size``.
+            flat: (elements,), of equal shape and dtype on all ranks; at most ``size`` bytes (constructor, ``grow``).
             text: names the call in errors of shared memory, which ranks of one node use with ``hierarchical``; errors
                 of messages over the network name the algorithm and the two ranks instead.
 

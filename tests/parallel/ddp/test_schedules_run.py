@@ -163,3 +163,29 @@ def refused(strategy: str) -> str:
 def test_a_script_is_refused_too() -> None:
     for said in worlds.run(2, refused, strategy="mirrored:algorithm=ring"):
         assert "cannot be combined with algorithm=ring" in said
+
+
+def thawed(strategy: str) -> Any:
+    """Train a model whose first layer, the largest one, is frozen until the second step."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    model[0].requires_grad_(False)
+    data = torch.rand(36, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(
+        model, optimizer, data, lambda m, b: (m(b) ** 2).mean(), strategy=strategy, workers=4, batch_size=12
+    )
+    for step, batch in enumerate(run.epoch(0)):
+        if step == 1:
+            model[0].requires_grad_(True)
+        run.step(batch)
+    return {name: tensor.tolist() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+@pytest.mark.parametrize("layout", ["mirrored:", "model_parallel:stages=2,"])
+def test_a_layer_of_one_stage_is_thawed(layout: str, algorithm: Algorithm) -> None:
+    want = worlds.alone(thawed, strategy="single")
+    for got in worlds.run(4, thawed, strategy=f"{layout}algorithm={algorithm}"):
+        for name, value in want.items():
+            assert torch.tensor(got[name]).sub(torch.tensor(value)).abs().max() <= 1e-6, name

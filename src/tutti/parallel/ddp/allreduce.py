@@ -670,9 +670,8 @@ class AllReduceSync:
         """Train parameters that the script has unfrozen: plan the gradient buckets again with them.
 
         Also builds the optimizer of a rank that had nothing to train before. Collective over the data ranks: an
-        all-gather that compares the models, and the set-up of the all-reduce's shared memory. With an all-reduce
-        schedule of tutti (option ``algorithm`` of the strategy, such as a ring) the set-up of its links is collective
-        over all ranks of the run. The new gradient-ready hook is connected by ``ReplicaRunner.connect``.
+        all-gather that compares the models, and the set-up of the all-reduce's shared memory. The new gradient-ready
+        hook is connected by ``ReplicaRunner.connect``.
 
         Args:
             names: names of the parameters whose ``requires_grad`` the script has set to True since the previous
@@ -816,7 +815,10 @@ class AllReduceSync:
         bytes_ = int((config.bucket_mb or _BUCKET_MB) * 2**20)
         if config.schedule is not None and run_context.comms.replica.size > 1:
             largest = largest_vector(named, bytes_)
-            self._scheduled = ScheduledAllReduce(run_context.comms, config.schedule, largest)
+            if self._scheduled is None:
+                self._scheduled = ScheduledAllReduce(run_context.comms, config.schedule, largest)
+            # Parameters that are thawed later may be on one stage alone, and its data ranks alone call this again.
+            self._scheduled.grow(largest)
             return OverlappedReducer(named, run_context, config.wire, bytes_, borrowed, self._scheduled.start)
         if config.algorithm in ("auto", "shared_memory") and config.wire == "fp32" and config.bucket_mb is None:
             shared = attach_shared(named, run_context, borrowed)
