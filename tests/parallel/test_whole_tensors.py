@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import tutti
 from tests import worlds
@@ -271,3 +272,38 @@ def test_the_rest_is_refused(devices: int, strategy: str, optimizer: str, words:
 @pytest.mark.parametrize(("devices", "strategy"), [(2, "mirrored"), (2, "sharded:units=Linear"), (2, "tensor:least=1")])
 def test_what_a_refusal_names_works(devices: int, strategy: str) -> None:
     check("together", devices, strategy)
+
+
+def thawed(strategy: str, kind: str, frozen: bool) -> Any:
+    """Give the model's first half to the optimizer before the second step, and with ``frozen`` thaw it then."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+    net.double()[:3].requires_grad_(not frozen)
+    makers: dict[str, Any] = {"Adafactor": torch.optim.Adafactor, "LAMB": tutti.optim.LAMB}
+    optimizer = makers[kind](net[3:].parameters(), lr=0.1)
+    data = torch.rand(36, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    try:
+        run = tutti.prepare(
+            net, optimizer, data, lambda m, b: m(b).square().mean(), strategy=strategy, workers=2, batch_size=12
+        )
+        for step, batch in enumerate(run.epoch(0)):
+            if step == 1:
+                net[:3].requires_grad_(True)
+                optimizer.add_param_group({"params": list(net[:3].parameters())})
+            run.step(batch)
+        return {name: tensor.numpy() for name, tensor in run.state().items()}
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "LAMB"])
+def test_a_stage_without_an_optimizer_gets_one_that_steps_on_whole_tensors(kind: str) -> None:
+    want = worlds.alone(thawed, strategy="single", kind=kind, frozen=True)
+    for got in worlds.run(4, thawed, strategy="hybrid:stages=2,cuts=4,tensor=2,least=1", kind=kind, frozen=True):
+        assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["tensor:least=1", "sharded:stage=1", "sharded:units=Linear"])
+def test_an_optimizer_of_whole_tensors_takes_no_further_ones(strategy: str) -> None:
+    for said in worlds.run(2, thawed, strategy=strategy, kind="Adafactor", frozen=False):
+        assert "the script trains 0.weight from here on" in said and "Adafactor needs whole tensors" in said

@@ -71,6 +71,7 @@ class WholeTensors:
         self._axes = axes
         self._gathered = {part.parameter for axis in axes for part in axis.parts}
         self._owned = {p for p in self._gathered if all(axis.owns(p) for axis in axes)}
+        self._members = {p for group in optimizer.param_groups for p in group["params"]}
         nested = NestedState(optimizer)
         for parameter in self._gathered - self._owned:
             nested.drop(parameter)
@@ -96,6 +97,16 @@ class WholeTensors:
             parameter: one of this rank's parameters.
         """
         return parameter in self._gathered
+
+    def is_new(self, parameter: Tensor) -> bool:
+        """Return whether this parameter was not in the optimizer's groups when this object was constructed.
+
+        Slices of such a parameter would not be gathered for the steps, which need whole tensors.
+
+        Args:
+            parameter: one of this rank's parameters.
+        """
+        return parameter not in self._members
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
@@ -224,6 +235,22 @@ class WholeTensorsOf:
         """
         return next((gathers for member, gathers in self._found if member is optimizer), None)
 
+    def check_members(self, named: NamedParameters) -> None:
+        """Raise UsageError if the script has added a parameter to an optimizer that steps on whole tensors.
+
+        Not collective.
+
+        Args:
+            named: (name, parameter) pairs of this rank's parameters.
+
+        Raises:
+            UsageError: names the first such parameter; which rank gathers each tensor was decided at the start.
+        """
+        for member, gathers in self._found:
+            members = set(trained_by(member, [p for _, p in named]))
+            if name := next((name for name, p in named if p in members and gathers.is_new(p)), None):
+                refuse_growth(member, name)
+
     def slices(self, parameter: Tensor) -> bool:
         """Return whether the slices of this tensor are gathered on an owner rank for any optimizer's step.
 
@@ -299,19 +326,19 @@ def gatherers_of_optimizers(
 
 
 def refuse_growth(optimizer: Optimizer | None, name: str) -> NoReturn:
-    """Raise UsageError: a script unfreezes a parameter during training, and the optimizer steps on whole tensors.
+    """Raise UsageError: a script trains a further parameter, and the optimizer steps on whole tensors.
 
     Args:
         optimizer: the optimizer, named in the error.
-        name: the parameter whose ``requires_grad`` the script has set to True.
+        name: the parameter that the script has unfrozen, or added to the optimizer.
 
     Raises:
         UsageError: always; which rank gathers each tensor and keeps its state was decided at the start.
     """
     raise UsageError(
-        f"the script trains {name} from here on, which was frozen in tutti.prepare",
+        f"the script trains {name} from here on, which was frozen or not in the optimizer in tutti.prepare",
         why=f"{_named(optimizer)} needs whole tensors, and which rank keeps the state of each was decided then",
-        remedy="freeze it after tutti.prepare, or take strategy='mirrored'",
+        remedy="give it to the optimizer and freeze it after tutti.prepare, or take strategy='mirrored'",
     )
 
 

@@ -154,9 +154,7 @@ class CentralStorageSync(AllReduceSync):
             # Of sums on the host each rank makes copies on its device in a custom loop.
             super()._release()
 
-    def _complete(
-        self, optimizer: Optimizer | None, replica: ReplicaRunner, named: NamedParameters
-    ) -> WholeTensors | None:
+    def _complete(self, optimizer: Optimizer | None) -> WholeTensors | None:
         """Return None: no tensor is split.
 
         Raises:

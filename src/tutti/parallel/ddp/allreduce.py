@@ -142,7 +142,7 @@ class AllReduceSync:
         self._reducer = self._new_reducer()
         self._make_optimizer = make_optimizer
         self._optimizer = make_optimizer(named)
-        self._whole = gatherers_of_optimizers(self._optimizer, lambda member: self._complete(member, replica, named))
+        self._whole = gatherers_of_optimizers(self._optimizer, self._complete)
         self._last = self._run_context.mine[-1] if len(self._run_context.mine) else -1
         self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
         self.gradient_ready = self._reducer.gradient_ready
@@ -654,11 +654,13 @@ class AllReduceSync:
                 parameters on this rank.
 
         Raises:
-            UsageError: the script has several optimizers, of which one is missing on this rank.
+            UsageError: the script has several optimizers, of which one is missing on this rank; or an optimizer gathers
+                tensors that are split over ranks for its step, and the script has added a parameter to it.
         """
+        if self._whole is not None:
+            self._whole.check_members(self._named)
         if self._optimizer is None:
-            self._optimizer = self._make_optimizer(self._named)
-            self.optimizers = (self._optimizer,) if self._optimizer else ()
+            self._make_missing_optimizer()
         elif None in slots(self._optimizer):
             raise UsageError(
                 "a group added to one of several optimizers cannot be combined with a model on several devices",
@@ -692,8 +694,13 @@ class AllReduceSync:
         if self._reducer.listens:
             self._replica.connect(self)
         if self._optimizer is None:
-            self._optimizer = self._make_optimizer(self._named)
-            self.optimizers = (self._optimizer,) if self._optimizer else ()
+            self._make_missing_optimizer()
+
+    def _make_missing_optimizer(self) -> None:
+        """Build the optimizer of a stage that had no parameter to train before. Collective over the tensor ranks."""
+        self._optimizer = self._make_optimizer(self._named)
+        self.optimizers = (self._optimizer,) if self._optimizer else ()
+        self._whole = gatherers_of_optimizers(self._optimizer, self._gatherer)
 
     def _scale(self, factor: float) -> None:
         if self._custom:
@@ -708,9 +715,7 @@ class AllReduceSync:
         """Return a context in which parameters and gradients are where this rank's optimizers compute."""
         return nullcontext()
 
-    def _complete(
-        self, optimizer: Optimizer | None, replica: ReplicaRunner, named: NamedParameters
-    ) -> WholeTensors | None:
+    def _complete(self, optimizer: Optimizer | None) -> WholeTensors | None:
         """Prepare one optimizer for tensors that are split over the tensor ranks. Collective.
 
         Returns:
@@ -720,12 +725,17 @@ class AllReduceSync:
         Raises:
             UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure.
         """
-        grid, comms = self._run_context.grid, self._run_context.comms
-        mixing = agreed_mixing(optimizer, self._run_context)
-        refuse_parts(optimizer, mixing, grid.stage, "stages of the model")
-        if optimizer is None or grid.tensor == 1:
+        self._mixing = agreed_mixing(optimizer, self._run_context)
+        refuse_parts(optimizer, self._mixing, self._run_context.grid.stage, "stages of the model")
+        return self._gatherer(optimizer)
+
+    def _gatherer(self, optimizer: Optimizer | None) -> WholeTensors | None:
+        """Do the same with the result of an earlier trial, by ranks that had an optimizer. Collective: tensor ranks."""
+        comms = self._run_context.comms
+        if optimizer is None or self._run_context.grid.tensor == 1:
             return None
-        slices: dict[Tensor, ShardSpec] = {p: replica.specs[name] for name, p in named}
+        mixing, specs = self._mixing, self._replica.specs
+        slices: dict[Tensor, ShardSpec] = {p: specs[name] for name, p in self._named}
         found = {p: SliceRegions.of(spec, p.shape) for p, spec in slices.items()}
         split: dict[Tensor, SliceRegions] = {p: part for p, part in found.items() if part is not None}
         support_split_tensors(optimizer, split, comms.axis("tensor"))
@@ -733,7 +743,7 @@ class AllReduceSync:
             cut_state(optimizer, slices)
             return None
         refuse_closure(optimizer, mixing)
-        members = trained_by(optimizer, [p for _, p in named])
+        members = trained_by(optimizer, [p for _, p in self._named])
         parts = along_slices([(p, tuple(p.shape), found[p]) for p in members], comms.axis("tensor"), not mixing.tensors)
         return WholeTensors([axis(comms.axis("tensor"), parts, not mixing.tensors)], optimizer)
 

@@ -919,10 +919,16 @@ class ShardedSync:
 
         Args:
             optimizer: the script's optimizer, with the new groups.
+
+        Raises:
+            UsageError: an optimizer steps on whole tensors, gathered from the ranks' rows, and the script has added a
+                parameter to it.
         """
         own = {shown: rows for engine in self._engines for shown, rows in engine.owners().items()}
         for group in optimizer.param_groups:
             group["params"] = [own.get(p, p) for p in group["params"]]
+        if self._whole is not None:
+            self._whole.check_members(self._named)
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Train further parameters from now on, and shard each that was frozen when the model was sharded.
