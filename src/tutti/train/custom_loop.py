@@ -404,6 +404,7 @@ class CustomLoop:
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
         micro_batch = self._micro_batch_of_body("run.backward")
+        self._lifecycle.check_left()
         self._follow_script()
         self._run.checks.end_body(loss)
         self._lifecycle.values.check(loss)
@@ -415,8 +416,14 @@ class CustomLoop:
                     return self._void_backward(loss, micro_batch, retain_graph)
                 return self._replica.backward(loss, micro_batch, before, self._run.grad_hook, retain_graph)
 
-        with self._lifecycle.values.updating(), self._replica.model_code():
-            self._contribute(micro_batch, work)
+        try:
+            with self._lifecycle.values.updating(), self._replica.model_code():
+                self._contribute(micro_batch, work)
+        except BaseException as error:
+            # The sum over the bodies would lack this one, and other ranks may have begun to sum gradients.
+            if self._bodies.several or self._run.context.comms.world.size > 1:
+                self._lifecycle.leave(error)
+            raise
 
     def _void_backward(self, loss: Any, micro_batch: MicroBatch, retain_graph: bool) -> LossSums:
         """Leave gradients of a dummy micro-batch in ``.grad``, for a body that has no effect; return sums of zero."""

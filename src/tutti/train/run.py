@@ -386,8 +386,8 @@ class Run:
         Raises:
             UsageError: the run has no loss function; the optimizer needs a closure; the caller made the batch, and the
                 batch size grows, or this rank has no sample of it and the strategy needs samples on every rank; the
-                loss has an unknown form; or the script has converted the model, or written or hooked tensors where the
-                strategy cannot follow.
+                loss has an unknown form; or the script has converted the model, written or hooked tensors where the
+                strategy cannot follow, or caught an exception of a step that cannot be skipped: one device skips any.
             NonFiniteError: ``max_nonfinite`` updates in a row were skipped because a gradient is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
@@ -411,7 +411,7 @@ class Run:
             if self.context.compile is not None and self.context.compile.records_graphs:
                 release_graph_results()
             try:
-                with self.lifecycle.updating():
+                with self.lifecycle.updating(), self.lifecycle.abandoning():
                     stats, updated = train_step(
                         self.replica,
                         self.gradient_sync,

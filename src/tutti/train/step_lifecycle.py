@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tutti.data.batches import CollatedBatch
 from tutti.data.reader import RankBatch
-from tutti.errors import NonFiniteError, UsageError, counted
+from tutti.errors import NonFiniteError, UsageError, counted, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
@@ -63,6 +63,8 @@ class StepLifecycle:
         self.drawn: RankBatch | None = None
         self.rate = 1.0
         self.in_update = self.stop_asked = self._warm = False
+        # A step that an exception has left with parts that would count in the next one; and that exception.
+        self._left: tuple[int, str] | None = None
         self._nonfinite, self._max_nonfinite = 0, max_nonfinite
 
     def enter(self, phase: int) -> None:
@@ -92,11 +94,12 @@ class StepLifecycle:
 
         Raises:
             UsageError: the caller made the batch, and the batch size grows; or the script has converted the model,
-                replaced optimizer state, thawed a parameter that the strategy cannot train, or registered gradient
-                hooks that the strategy cannot call.
+                replaced optimizer state, thawed a parameter that the strategy cannot train, registered gradient hooks
+                that the strategy cannot call, or caught an exception of a step that cannot be skipped.
             MismatchError: data ranks have thawed different parameters.
         """
         run = self._run
+        self.check_left()
         self.context = self._facts()
         if run.trainability(late=False):
             run.hooks.watch(run.replica.parts)
@@ -254,6 +257,41 @@ class StepLifecycle:
         finally:
             self.in_update = False
             restore_learning_rates(rates)
+
+    @contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """Return a context of forward, backward and update of a step, of which the script may catch exceptions.
+
+        After an exception the step's gradients and loss sums are dropped, as if the script had skipped the batch. Where
+        this is not possible (``GradientSync.abandon_step``), ``check_left`` refuses further steps. Not collective.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self._run.gradient_sync.abandon_step():
+                self.leave(error)
+            raise
+
+    def leave(self, error: BaseException) -> None:
+        """Let ``check_left`` refuse further steps, because an exception has ended one that cannot be skipped.
+
+        Args:
+            error: the exception, whose class the refusal names.
+        """
+        self._left = self.context.taken + 1, type(error).__name__
+
+    def check_left(self) -> None:
+        """Raise UsageError if an exception has ended a step that cannot be skipped. Not collective."""
+        if self._left is not None:
+            step, name = self._left
+            raise UsageError(
+                f"the script has caught a {name} within step {step} and goes on",
+                where=script_line(),
+                why="a part of the step's gradients is computed or sent, here or on other ranks, and would count in the"
+                " next update",
+                remedy="check the batch on every rank before the step, and skip it on all; or let the exception end the"
+                " run, and resume it; or take one device with strategy='single'",
+            )
 
     def count_batch(self, stats: StepStats | None, clock: int | None) -> None:
         """Count a global batch as consumed: the run's steps, samples and position in the data. Not collective.

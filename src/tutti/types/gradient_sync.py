@@ -191,6 +191,14 @@ class GradientSync(Protocol):
         starts from no gradients.
         """
 
+    def abandon_step(self) -> bool:
+        """Drop the gradients and loss sums of a step that an exception has ended before its update. Not collective.
+
+        Returns:
+            Whether the next step gives what it would give if this one had been skipped. False where gradients of a part
+            of the step may be with other ranks or servers, or logical workers may have made updates of their own.
+        """
+
     def merged(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers as one model, merged over all ranks' logical workers.
 

@@ -107,6 +107,7 @@ class AllReduceSync:
         self.gradient_at: GradientPlace = "stages" if grid.stage > 1 else "slices" if grid.tensor > 1 else "rank"
         self._concealed = ConcealedGradients(run_context, self.gradient_at)
         self._custom = False
+        self._sends = False  # whether the last backward of a step may have begun to send gradients
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, plan the buckets of the gradient all-reduce and build the optimizer.
@@ -167,6 +168,7 @@ class AllReduceSync:
                 first step.
         """
         if self._worker == self._last:
+            self._sends = True
             self._buffers.pass_on()
             together = self._counting.together(part)
             self._reducer.prepare_for_backward(self._step_context, None if together is None else together.sums)
@@ -240,6 +242,7 @@ class AllReduceSync:
         # Before the exchange: behind it other ranks may update parameters that all of a node share.
         step_context.written()
         sums = self._reducer.finish(step_context, self._counting.take())
+        self._sends = False
         self._share_copies()
         whole = mean_factor(divisor_of_backward(step_context), sums.samples)
         factor = whole / step_context.loss_scale
@@ -289,6 +292,22 @@ class AllReduceSync:
         self._concealed.forget()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def abandon_step(self) -> bool:
+        """Drop the gradients and loss sums of a step that an exception has ended before its update. Not collective.
+
+        Returns:
+            Whether the next step gives what it would give if this one had been skipped: always on a single rank, and on
+            several data ranks if this rank has begun no backward. Otherwise other ranks may have begun to sum
+            gradients, or wait for this rank's part of the model, and False is returned.
+        """
+        begun = self._counting.take() is not None or any(p.grad is not None for p in self._parameters) or self._sends
+        self._sends = False
+        self.clear()
+        if self._run_context.comms.world.size > 1:
+            return not begun and self.gradient_at == "rank" and self._run_context.sharers is None
+        self._reducer = self._new_reducer()
+        return True
 
     def merged(self) -> dict[str, Tensor]:
         """Return all parameters and buffers of the trained model on this rank, merged over logical workers.

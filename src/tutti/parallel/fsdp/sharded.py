@@ -515,6 +515,10 @@ class ShardedSync:
         for engine in self._engines:
             engine.clear()
 
+    def abandon_step(self) -> bool:
+        """Return False: after an exception within a step, collectives of forward and backward may be under way."""
+        return False
+
     def merged(self) -> dict[str, Tensor]:
         """Return the sharded model's parameters as this rank holds them, and buffers merged over logical workers.
 

@@ -372,6 +372,10 @@ class LocalSGDSync(LocalGradients):
         for _, parameter in self._trained:
             parameter.grad = None
 
+    def abandon_step(self) -> bool:
+        """Return False: after an exception within a step, some of the logical workers may have made their updates."""
+        return False
+
     def merged(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of one model, averaged over all logical workers.
 

@@ -229,6 +229,10 @@ class RemoteGradients:
         """
         _refuse("the script has changed which parameters the optimizer has")
 
+    def abandon_step(self) -> bool:
+        """Return False: after an exception within a step, servers may have gradients of the step."""
+        return False
+
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
         """Check that parameters which the script unfreezes were trainable when the parameter servers were started.
 
