@@ -74,6 +74,8 @@ def command_line() -> str:
     text = build_app().generate_docs(output_format="markdown")
     # The generator of the page leaves the dashes of an option out of its links, and not out of its heading.
     text = text.replace("(#tutti-install-completion)", "(#tutti---install-completion)")
+    # It puts a command's name before a usage line that begins with it.
+    text = re.sub(r"^tutti ((?:\w+ )?\w+) \1 ", r"tutti \1 ", text, flags=re.MULTILINE)
     return text.replace("# tutti\n", "# Command line\n", 1)
 
 

@@ -54,6 +54,8 @@ def test_the_reference_is_made_from_the_code(site: ModuleType) -> None:
     commands, names = site.command_line(), site.public_names()
     for flag in ("--batch-size", "--change", "--set", "## tutti train", "tutti config show"):
         assert flag in commands
+    for usage in ("train TASK [OPTIONS]", "chaos kill [OPTIONS] -- tutti train …", "config show [TASK] [OPTIONS"):
+        assert f"\ntutti {usage}" in commands
     listed = set(re.findall(r"^::: [\w.]+\.(\w+)$", names, re.MULTILINE))
     assert {"prepare", "Run", "init", "launch", "allreduce"} <= listed <= set(tutti.__all__)
 
