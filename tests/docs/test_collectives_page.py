@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -28,3 +29,8 @@ def test_the_example_runs() -> None:
 def test_the_table_has_every_algorithm() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|", TEXT, re.M))
     assert listed == set(get_args(get_type_hints(AllReduceConfig)["algorithm"]))
+
+
+def test_the_table_of_options_has_all_others() -> None:
+    listed = set(re.findall(r"`(\w+)=\w+`(?=[^|]*\|)", TEXT.split("| option |")[1].split("\n\n")[0]))
+    assert listed == {field.name for field in fields(AllReduceConfig)} - {"algorithm"}
