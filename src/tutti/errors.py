@@ -1,7 +1,7 @@
 """Exceptions that tutti raises on purpose, each with the exit code of the command line.
 
 A message says *what* happened, *where* (rank, step), *why*, and what to *do*. Exit codes are those of
-``docs/architecture.md``: 0 done, 1 unexpected, 2 usage or configuration, 3 data, 4 checkpoint, 5 peer or collective,
+``docs/environment.md``: 0 done, 1 unexpected, 2 usage or configuration, 3 data, 4 checkpoint, 5 peer or collective,
 6 non-finite, 7 authentication, 8 disk, 9 a stated threshold was not met, 75 preempted, 130/143 signals.
 """
 
