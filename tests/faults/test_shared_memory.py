@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import torch
 from tests import worlds
 from tests.contract.table import train
 from tests.faults.commands import write_task
+from tests.forkserver import run
 from tests.launching import SAFETY_NET, SOURCE
 from tutti.comm import shared_memory as segments
 from tutti.comm.grid import Grid
@@ -125,28 +123,36 @@ def test_what_a_dead_process_left_is_removed(tmp_path: Path, monkeypatch: pytest
     assert not gone.exists() and mine.exists()
 
 
-# A world of its own for /dev/shm: mounts it with the size of the first word, then runs the other words, twice where
-# the second word says so, and prints what came out of it.
+# A mount namespace of its own, in which /dev/shm has the size of the first word; runs tutti with the other words as
+# often as the second word says, and prints what came out of it.
 OWN_SHM = """
-import json, os, subprocess, sys
+import ctypes, json, os, runpy, subprocess, sys
 size, times, *words = sys.argv[1:]
-if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"]).returncode:
+own = ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
+mounts = ["--make-rprivate", "/"], ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"]
+if not own or any(subprocess.run(["mount", *options]).returncode for options in mounts):
     sys.exit(77)
 runs = []
 for number in range(int(times)):
-    done = subprocess.run(words, env=os.environ | {"NUMBER": str(number)}, capture_output=True, text=True)
-    runs.append([done.returncode, done.stderr, os.listdir("/dev/shm")])
+    with open(f"said-{number}", "w+") as said:
+        child = os.fork()
+        if child == 0:
+            for stream in (1, 2):
+                os.dup2(said.fileno(), stream)
+            os.environ["NUMBER"], sys.argv[1:] = str(number), words
+            sys.exit(runpy.run_module("tutti", run_name="__main__", alter_sys=True))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        runs.append([code, said.read(), os.listdir("/dev/shm")])
 print(json.dumps(runs))
 """
 
 
 def with_own_shm(folder: Path, size: str, times: int, *words: str) -> list[Any]:
-    own = ("unshare", "--mount", sys.executable, "-c", OWN_SHM, size, str(times), sys.executable, "-m", "tutti")
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare")
+    (folder / "own_shm.py").write_text(OWN_SHM, encoding="utf-8")
     environ = os.environ | {"PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([*own, *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=SAFETY_NET)
-    if done.returncode == 77 or "unshare failed" in done.stderr:
+    done = run(["own_shm.py", size, str(times), *words], folder, environ, SAFETY_NET)
+    if done.returncode == 77:
         pytest.skip("mounting needs root")
     assert done.returncode == 0, done.stderr
     runs: list[Any] = json.loads(done.stdout)
