@@ -300,8 +300,8 @@ def prepared(strategy: str, optimizer: str, **options: Any) -> tutti.Run:
     """A run of 4 logical workers."""
     made = model()
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(24, 1, 4, 4, generator=generator, dtype=torch.float64)
-    targets = torch.randn(24, 2, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(16, 1, 4, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randn(16, 2, generator=generator, dtype=torch.float64)
     options = {"workers": 4, "batch_size": 8, **options}
     return tutti.prepare(made, OPTIMIZERS[optimizer](made), (inputs, targets), loss, strategy=strategy, **options)
 
@@ -317,7 +317,7 @@ def state(run: tutti.Run) -> dict[str, Any]:
 
 
 def trained(strategy: str, optimizer: str, epochs: Iterable[int] = (0, 1), **options: Any) -> dict[str, Any]:
-    """The model after two epochs of three steps."""
+    """The model after two epochs of two steps."""
     run = prepared(strategy, optimizer, **options)
     for epoch in epochs:
         for batch in run.epoch(epoch):

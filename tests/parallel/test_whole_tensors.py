@@ -208,7 +208,7 @@ def save(strategy: str, optimizer: str, folder: str) -> None:
 def resume(strategy: str, optimizer: str, folder: str) -> dict[str, Any]:
     """The second epoch."""
     run = prepared(strategy, optimizer)
-    assert saver(run, folder).restore() is not None and run.clock == 3
+    assert saver(run, folder).restore() is not None and run.clock == 2
     for batch in run.epoch(1):
         run.step(batch)
     return state(run)
