@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from tests.contract.table import largest_difference
 from tests.covering import in_turn
 from tutti.errors import MismatchError, UsageError
 
-SIZE, BATCH = 25, 7
-STRATEGIES = (("sharded:stage=2", 2), ("sharded:units=Linear", 3), ("tensor:least=1", 2))
+SIZE, BATCH = 16, 7
+PLACES = (("sharded:stage=2", 2), ("sharded:units=Linear", 3), ("tensor:least=1", 2))
 FORMS = ("before", "after", "loop", "loop, before")
 Penalty = Callable[[nn.Module, list[Tensor]], Any]
 
@@ -102,7 +103,7 @@ def train(
     penalty: Penalty,
     form: str,
     clip: float | None = None,
-    workers: int = 6,
+    workers: int = 4,
     frozen: bool = False,
     late: bool = False,
 ) -> Any:
@@ -143,15 +144,27 @@ def train(
     return {name: value.numpy().copy() for name, value in run.state().items()}, losses
 
 
-@pytest.mark.parametrize(("penalty", "form"), in_turn(PENALTIES, FORMS, each=2))
-def test_penalties_on_weights_equal_plain_pytorch(penalty: Penalty, form: str) -> None:
-    clip = 0.5 if PENALTIES.index(penalty) % 2 else None
-    want, loss = plain(penalty, clip)
-    for strategy, devices in STRATEGIES:
-        for got, losses in worlds.run(devices, train, strategy=strategy, penalty=penalty, form=form, clip=clip):
-            assert not isinstance(losses, str), (strategy, losses)
-            assert largest_difference(got, want) <= 1e-10, strategy
-            assert losses == [] or losses == pytest.approx(loss, rel=1e-10)
+def named(given: Any) -> str:
+    """An id of a test: a form, a strategy, or a penalty with a strategy."""
+    if isinstance(given, str):
+        return given
+    return "-".join(getattr(each, "__name__", None) or str(each) for each in given)
+
+
+def check(penalty: Penalty, form: str, place: tuple[str, int], clip: float | None = None, frozen: bool = False) -> None:
+    strategy, devices = place
+    want, loss = plain(penalty, clip, frozen)
+    given = {"strategy": strategy, "penalty": penalty, "form": form, "clip": clip, "frozen": frozen}
+    for got, losses in worlds.run(devices, train, **given):
+        assert not isinstance(losses, str), losses
+        assert largest_difference(got, want) <= 1e-10
+        assert losses == [] or losses == pytest.approx(loss, rel=1e-10)
+
+
+@pytest.mark.parametrize(("case", "form"), in_turn(list(product(PENALTIES, PLACES)), FORMS), ids=named)
+def test_penalties_on_weights_equal_plain_pytorch(case: tuple[Penalty, tuple[str, int]], form: str) -> None:
+    penalty, place = case
+    check(penalty, form, place, clip=0.5 if PENALTIES.index(penalty) % 2 else None)
 
 
 def on_one_rank(model: nn.Module, start: list[Tensor]) -> Any:
@@ -207,24 +220,14 @@ def no_gradient(model: nn.Module, start: list[Tensor]) -> Any:
         return elastic(model, start) + lasso(model, start)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_penalty_without_a_gradient_changes_the_loss_alone(form: str) -> None:
-    want, loss = plain(no_gradient, None)
-    for strategy, devices in STRATEGIES:
-        for got, losses in worlds.run(devices, train, strategy=strategy, penalty=no_gradient, form=form):
-            assert not isinstance(losses, str), losses
-            assert largest_difference(got, want) <= 1e-10
-            assert losses == [] or losses == pytest.approx(loss, rel=1e-10)
+@pytest.mark.parametrize(("form", "place"), in_turn(FORMS, PLACES, each=2), ids=named)
+def test_a_penalty_without_a_gradient_changes_the_loss_alone(form: str, place: tuple[str, int]) -> None:
+    check(no_gradient, form, place)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_penalty_on_frozen_parameters_counts_in_the_loss(form: str) -> None:
-    want, loss = plain(elastic, None, frozen=True)
-    for strategy, devices in STRATEGIES:
-        for got, losses in worlds.run(devices, train, strategy=strategy, penalty=elastic, form=form, frozen=True):
-            assert not isinstance(losses, str), losses
-            assert largest_difference(got, want) <= 1e-10
-            assert losses == [] or losses == pytest.approx(loss, rel=1e-10)
+@pytest.mark.parametrize(("form", "place"), in_turn(FORMS, PLACES, each=2), ids=named)
+def test_a_penalty_on_frozen_parameters_counts_in_the_loss(form: str, place: tuple[str, int]) -> None:
+    check(elastic, form, place, frozen=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
