@@ -13,9 +13,11 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn, table
 from tutti.errors import TuttiError
 
 WORKERS = 3
+FORMS = ["step", "loop"]
 
 
 def dataset() -> TensorDataset:
@@ -163,7 +165,7 @@ def trained_with(criterion: Any, strategy: str, form: str, workers: int, compile
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", CARRYING)
 def test_values_that_pass_between_workers_are_refused_before_the_first_update(kind: str, form: str) -> None:
     for strategy in ("single", "sharded:stage=1"):
@@ -171,17 +173,13 @@ def test_values_that_pass_between_workers_are_refused_before_the_first_update(ki
         assert "depends on samples of another one" in said and "test_carried_values.py:" in said
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
-@pytest.mark.parametrize("kind", CARRYING)
-def test_they_are_refused_with_sharded_weights(kind: str, form: str) -> None:
-    for strategy in ("sharded", "sharded:stage=2"):
-        for said in worlds.run(2, train, strategy=strategy, kind=kind, form=form, workers=4):
-            assert "depends on samples of another one" in said and "test_carried_values.py:" in said
+@pytest.mark.parametrize(("kind", "form", "strategy"), table(list(CARRYING), FORMS, ["sharded", "sharded:stage=2"]))
+def test_they_are_refused_with_sharded_weights(kind: str, form: str, strategy: str) -> None:
+    for said in worlds.run(2, train, strategy=strategy, kind=kind, form=form, workers=4):
+        assert "depends on samples of another one" in said and "test_carried_values.py:" in said
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
-@pytest.mark.parametrize("workers", [4, 5])
-@pytest.mark.parametrize("kind", HARMLESS)
+@pytest.mark.parametrize(("kind", "workers", "form"), table(list(HARMLESS), [4, 5], FORMS))
 def test_values_of_which_no_gradient_depends_are_right_with_sharded_weights(kind: str, workers: int, form: str) -> None:
     want = worlds.alone(train, strategy="single", kind=kind, form=form, workers=workers)
     for strategy in ("sharded", "sharded:stage=2"):
@@ -189,9 +187,7 @@ def test_values_of_which_no_gradient_depends_are_right_with_sharded_weights(kind
             assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", CARRYING)
+@pytest.mark.parametrize(("kind", "ranks", "form"), table(list(CARRYING), [2, 3], FORMS))
 def test_they_are_refused_with_split_layers_and_stages(kind: str, ranks: int, form: str) -> None:
     for strategy in ("tensor:least=1", "pipeline"):
         found = worlds.run(ranks, train, strategy=strategy, kind=kind, form=form, workers=4)
@@ -203,21 +199,22 @@ def test_they_are_refused_with_split_layers_and_stages(kind: str, ranks: int, fo
     worlds.forget(ranks)
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
-@pytest.mark.parametrize("kind", HARMLESS)
-def test_values_of_which_no_gradient_depends_are_right_with_split_layers_and_stages(kind: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "form", "strategy", "ranks"), table(list(HARMLESS), FORMS, ["tensor:least=1", "pipeline"], [2, 3])
+)
+def test_values_of_which_no_gradient_depends_are_right_with_split_layers_and_stages(
+    kind: str, form: str, strategy: str, ranks: int
+) -> None:
     want = worlds.alone(train, strategy="single", kind=kind, form=form, workers=4)
-    for ranks, strategy in ((2, "tensor:least=1"), (3, "tensor:least=1"), (2, "pipeline"), (3, "pipeline")):
-        for got in worlds.run(ranks, train, strategy=strategy, kind=kind, form=form, workers=4):
-            assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+    for got in worlds.run(ranks, train, strategy=strategy, kind=kind, form=form, workers=4):
+        assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
-@pytest.mark.parametrize("compiled", ["script", "tutti"])
-def test_a_loss_around_a_compiled_model_is_right(compiled: str) -> None:
-    for kind in HARMLESS:
-        want = worlds.alone(train, strategy="single", kind=kind, form="loop", workers=4)
-        for got in worlds.run(2, train, strategy="mirrored", kind=kind, form="loop", workers=4, compiled=compiled):
-            assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+@pytest.mark.parametrize(("compiled", "kind"), in_turn(["script", "tutti"], list(HARMLESS), each=2))
+def test_a_loss_around_a_compiled_model_is_right(compiled: str, kind: str) -> None:
+    want = worlds.alone(train, strategy="single", kind=kind, form="loop", workers=4)
+    for got in worlds.run(2, train, strategy="mirrored", kind=kind, form="loop", workers=4, compiled=compiled):
+        assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
 def test_they_are_refused_on_several_ranks() -> None:
@@ -225,7 +222,7 @@ def test_they_are_refused_on_several_ranks() -> None:
         assert "as many workers as data ranks (2)" in said
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_values_of_which_no_gradient_depends_are_right(kind: str, form: str) -> None:
     [want] = worlds.run(1, train, strategy="single", kind=kind, form=form)
