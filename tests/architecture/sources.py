@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,19 +42,43 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def imports(path: Path, known: frozenset[str]) -> Iterator[Import]:
+@cache
+def imports(path: Path, known: frozenset[str]) -> tuple[Import, ...]:
     """Every import at any depth, and every text such as ``"tutti.parallel.ddp.whole_layout:Whole"`` in a lazy table."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     typing_only = {
         id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for node in nodes
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in _names(node.test)
         for statement in node.body
         for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
-        for target in _targets(node, known):
-            yield Import(target, node.lineno, id(node) in typing_only)  # type: ignore[attr-defined]
+    return tuple(
+        Import(target, node.lineno, id(node) in typing_only)  # type: ignore[attr-defined]
+        for node in nodes
+        for target in _targets(node, known)
+    )
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of a name or of an attribute of one, without ``ast.unparse``; "" for anything else.
+
+    >>> [dotted(ast.parse(code).body[0].value) for code in ("os.environ.pop", "f().x", "x")]
+    ['os.environ.pop', '', 'x']
+    """
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def _names(condition: ast.expr) -> set[str]:
+    """Names that a condition reads, as ``TYPE_CHECKING`` and ``typing.TYPE_CHECKING``."""
+    nodes = list(ast.walk(condition))
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute)
+    }
 
 
 def _targets(node: ast.AST, known: frozenset[str]) -> Iterator[str]:

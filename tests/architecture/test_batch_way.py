@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.architecture.sources import ROOT
+from tests.architecture.sources import ROOT, SOURCE
+from tests.forkserver import run
 
 SCRIPT = """
 import sys
@@ -45,7 +45,8 @@ def blocks() -> list[list[str]]:
 
 
 def test_the_page_shows_the_chain_of_calls(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    done = run(["script.py"], tmp_path, os.environ | {"PYTHONPATH": str(SOURCE.parent)}, 200)
     calls = {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines() if "|" in line}
     assert calls.keys() == {"backward", "step"}, done.stdout + done.stderr
     backward, step = blocks()

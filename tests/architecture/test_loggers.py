@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.sources import modules
+from tests.architecture.sources import dotted, modules
 
 ROOT_LOGGER = {"debug", "info", "warning", "error", "exception", "critical", "log", "basicConfig", "disable"}
 READS_ROOT = {"tutti.config.verbosity"}
@@ -21,7 +21,7 @@ def misuse(module: str, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
-        if ast.unparse(node.func.value) != "logging":
+        if dotted(node.func.value) != "logging":
             continue
         if node.func.attr in ROOT_LOGGER | {"captureWarnings"}:
             yield ast.unparse(node)

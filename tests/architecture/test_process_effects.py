@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.sources import ROOT, modules
+from tests.architecture.sources import ROOT, dotted, modules
 
 CALLS = (
     "atexit.register",
@@ -68,13 +68,13 @@ WITHIN_A_CALL = {
 def effects(tree: ast.AST) -> Iterator[str]:
     """Yield each change of the process that ``tree`` makes by its own code."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
-            yield ast.unparse(node.func)
+        if isinstance(node, ast.Call) and dotted(node.func) in CALLS:
+            yield dotted(node.func)
         targets = node.targets if isinstance(node, ast.Assign) else []
         for target in targets:
             place = target.value if isinstance(target, ast.Subscript) else target
-            if ast.unparse(place) in ASSIGNED:
-                yield ast.unparse(place)
+            if dotted(place) in ASSIGNED:
+                yield dotted(place)
 
 
 def test_modules_that_change_the_process_are_known() -> None:
