@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.forkserver import Process
+from tests.forkserver import Process, run
 from tests.launching import SAFETY_NET, SOURCE
 
-TRAIN = ["train", "digits", "--workers", "2", "--steps", "4", "--batch-size", "32", "--reproducible", "--json"]
+TRAIN = ["train", "linear", "--workers", "2", "--steps", "4", "--batch-size", "32", "--reproducible", "--json"]
 TUTTI = [sys.executable, "-m", "tutti", *TRAIN, "--device", "cpu"]
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TUTTI_", "SLURM_", "OMPI_", "PMI", "HOROVOD_")
 FOREIGN += ("MPI_", "PALS_", "FLUX_", "MV2_", "JSM_")
@@ -217,9 +217,9 @@ ENDS = {"exception": "raise ValueError('of rank 1')", "kill": "import os; os.kil
 @pytest.mark.parametrize("end", ENDS)
 def test_a_rank_that_dies_under_a_foreign_launcher_leaves_no_native_frames(end: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(DIES.replace("END", ENDS[end]))
-    ranks = started_as(HYDRA, 2, [sys.executable, "script.py"], tmp_path)
+    ranks = [Process(["script.py"], tmp_path, environment(**own)) for own in told_by(HYDRA, 2)]
     try:
-        shown = [rank.communicate(timeout=SAFETY_NET)[1] for rank in ranks]
+        shown = [rank.communicate(SAFETY_NET)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -243,11 +243,16 @@ def test_a_name_that_does_not_resolve_is_said_in_one_line(rank: int, tmp_path: P
     assert f"no-such-host.invalid of rank 0's node does not resolve here within 1 s (rank {rank} of 2)" in err
 
 
+def refused(words: list[str], folder: Path, **told: str) -> tuple[int, str]:
+    """The exit code of a command, and what it said."""
+    done = run(words, folder, environment(**told), SAFETY_NET, torch=False)
+    return done.returncode, done.stderr
+
+
 def test_the_ranks_of_a_launcher_that_is_not_understood_begin_no_runs_of_their_own(tmp_path: Path) -> None:
     for environ in ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}):
-        process = start(TUTTI, tmp_path, **environ)
-        _, err = process.communicate(timeout=SAFETY_NET)
-        assert process.returncode == 2 and err.count("\n") == 1
+        code, err = refused(TUTTI[1:], tmp_path, **environ)
+        assert code == 2 and err.count("\n") == 1
         assert "is missing" in err or "MV2_COMM_WORLD_SIZE is '2'" in err
     assert not list(tmp_path.iterdir())
 
@@ -255,22 +260,19 @@ def test_the_ranks_of_a_launcher_that_is_not_understood_begin_no_runs_of_their_o
 @pytest.mark.parametrize("words", ["compare digits", "bench optimizer", "landscape run"])
 def test_a_measurement_is_not_made_once_a_rank(words: str, tmp_path: Path) -> None:
     environ = {name: value.format(rank=0, size=2) for name, value in HYDRA.items()}
-    process = start([sys.executable, "-m", "tutti", *words.split()], tmp_path, **environ)
-    _, err = process.communicate(timeout=SAFETY_NET)
-    assert process.returncode == 2 and f"tutti {words.split()[0]} starts processes of its own" in err
+    code, err = refused(["-m", "tutti", *words.split()], tmp_path, **environ)
+    assert code == 2 and f"tutti {words.split()[0]} starts processes of its own" in err
     assert not list(tmp_path.iterdir())
 
 
 def test_ranks_on_several_hosts_ask_where_to_meet(tmp_path: Path) -> None:
     more = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-    process = start(TUTTI, tmp_path, **more)
-    _, err = process.communicate(timeout=SAFETY_NET)
-    assert process.returncode == 2 and "MASTER_ADDR is missing (rank 0 of 2, started by hydra)" in err
+    code, err = refused(TUTTI[1:], tmp_path, **more)
+    assert code == 2 and "MASTER_ADDR is missing (rank 0 of 2, started by hydra)" in err
 
 
 def test_a_number_of_devices_that_the_job_has_not_is_refused(tmp_path: Path) -> None:
     job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    process = start([*TUTTI, "--devices", "3"], tmp_path, **job)
-    _, err = process.communicate(timeout=SAFETY_NET)
-    assert process.returncode == 2
+    code, err = refused([*TUTTI[1:], "--devices", "3"], tmp_path, **job)
+    assert code == 2
     assert "this job was started with 2 processes" in err
