@@ -42,6 +42,12 @@ if "wait" in sys.argv:
             time.sleep(0.05)
         raise SystemExit(reason.exit_code)
 """
+# A script that knows nothing of tutti, and ends by itself too late.
+SLEEPS = """
+import os, time
+print("rank", os.environ["RANK"], flush=True)
+time.sleep(600)
+"""
 
 
 def test_hosts_are_read_and_filled_in_order() -> None:
@@ -126,11 +132,11 @@ def test_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 class Launched:
     """``tutti run -H`` of the script, with the stand-in first on the path."""
 
-    def __init__(self, folder: Path, hosts: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, hosts: str, *arguments: str, script: str = SCRIPT) -> None:
         calls = folder / "calls"
         (folder / "ssh").write_text(SSH.format(calls=calls))
         (folder / "ssh").chmod(0o755)
-        (folder / "script.py").write_text(SCRIPT)
+        (folder / "script.py").write_text(script)
         self.folder = folder
         words = [sys.executable, "-m", "tutti", "run", "-H", hosts, "--logs", "logs"]
         words += [str(folder / "script.py"), *arguments]
@@ -212,7 +218,7 @@ def test_a_signal_reaches_every_host_once(tmp_path: Path) -> None:
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "127.0.0.2:1,127.0.0.3:1", "wait")
+    launched = Launched(tmp_path, "127.0.0.2:1,127.0.0.3:1", script=SLEEPS)
     launched.until(1, "rank 1")
     time.sleep(0.5)
     launched.process.kill()
