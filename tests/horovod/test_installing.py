@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.architecture.sources import ROOT
+from tests.forkserver import run
 
 SCRIPT = """
 import os
@@ -35,10 +36,14 @@ if hvd.rank() == 0:
 
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
+    return run(words, folder, {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}, 200)
+
+
+def printed(folder: Path, code: str) -> str:
+    """What a script with this code prints; its error, where it fails."""
+    (folder / "script.py").write_text(textwrap.dedent(code))
+    done = python(folder, "script.py")
+    return done.stdout or done.stderr
 
 
 @pytest.mark.parametrize(
@@ -77,11 +82,10 @@ def test_other_frameworks_get_a_reason_and_a_real_horovod_wins(tmp_path: Path) -
                 raise AssertionError(name)
         print("refused")
     """
-    done = python(tmp_path, "-c", "\n".join(line[8:] for line in code.splitlines()))
-    assert done.stdout == "refused\n", done.stderr
+    assert printed(tmp_path, code) == "refused\n"
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("real = True")
     code = "import tutti.horovod; print(tutti.horovod.install()); import horovod; print(horovod.real)"
-    assert python(tmp_path, "-c", code).stdout == "False\nTrue\n"
+    assert printed(tmp_path, code) == "False\nTrue\n"
     code = "import tutti.horovod; print(tutti.horovod.install(replace=True)); import horovod.torch as h; print(h.Sum)"
-    assert python(tmp_path, "-c", code).stdout == "True\nsum\n"
+    assert printed(tmp_path, code) == "True\nsum\n"
