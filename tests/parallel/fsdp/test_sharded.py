@@ -12,6 +12,7 @@ from torch import nn
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn, marked
 from tutti.comm.stall import StallInspector
 from tutti.config.task_config import GptConfig, UnetConfig
 from tutti.errors import MismatchError, UsageError
@@ -75,16 +76,15 @@ def trained(strategy: str, optimizer: str, **options: Any) -> dict[str, Any]:
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_odd_parameters_are_as_on_one_device(strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "devices"), in_turn(STRATEGIES, [3, 4]))
+def test_odd_parameters_are_as_on_one_device(strategy: str, devices: int) -> None:
     """Unused ones are not decayed; those that one rank alone used are updated on all."""
     want = worlds.alone(trained, strategy="single", optimizer="adamw:lr=0.1,weight_decay=0.5")
     assert (want["never.weight"] == Odd().never.weight.detach().numpy()).all()
-    for devices in (3, 4):
-        for got in worlds.run(devices, trained, strategy=strategy, optimizer="adamw:lr=0.1,weight_decay=0.5"):
-            assert got.keys() == want.keys()
-            for name in want:  # one of them is in single precision
-                assert np.abs(got[name] - want[name]).max() <= 1e-6, name
+    for got in worlds.run(devices, trained, strategy=strategy, optimizer="adamw:lr=0.1,weight_decay=0.5"):
+        assert got.keys() == want.keys()
+        for name in want:  # one of them is in single precision
+            assert np.abs(got[name] - want[name]).max() <= 1e-6, name
 
 
 def characters() -> tuple[nn.Module, Any, Any]:
@@ -120,13 +120,16 @@ def modelled(model: str, strategy: str) -> dict[str, Any]:
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=2", "sharded:shards=2"])
-@pytest.mark.parametrize("model", MODELS)
-def test_models_in_the_units_that_are_found(model: str, strategy: str) -> None:
+PLACES = [("sharded", 3), ("sharded", 4), ("sharded:stage=2", 3), ("sharded:stage=2", 4), ("sharded:shards=2", 4)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "model"), marked([(*place, model) for place in PLACES for model in MODELS])
+)
+def test_models_in_the_units_that_are_found(strategy: str, devices: int, model: str) -> None:
     want = worlds.alone(modelled, model=model, strategy="single")
-    for devices in (4,) if "shards" in strategy else (3, 4):
-        for got in worlds.run(devices, modelled, model=model, strategy=strategy):
-            assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
+    for got in worlds.run(devices, modelled, model=model, strategy=strategy):
+        assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
 
 
 def held(strategy: str) -> tuple[int, int, int]:

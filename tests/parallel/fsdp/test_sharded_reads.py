@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import in_turn, table
 from tutti.errors import MismatchError, UsageError
 
 
@@ -67,18 +68,16 @@ def told(strategy: str, body: Any) -> str | dict[str, Any]:
     return {name: value.numpy() for name, value in run.state().items()}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("body", BODIES)
-def test_errors_about_shards_name_the_line_and_the_way_out(body: Any, stage: int) -> None:
-    for devices in (2, 3):
-        for said in worlds.run(devices, told, strategy=f"sharded:stage={stage}", body=body):
-            if body is adaptive_clipping and not isinstance(said, str):
-                # DTensor of PyTorch 2.11 multiplies in place by a tensor that every rank has whole.
-                assert largest_difference(said, worlds.alone(told, strategy="single", body=body)) < 1e-12
-                continue
-            assert "the script computes with sharded parameters as they are outside of the model's forward" in said
-            assert "test_sharded_reads.py:" in said and "strategy='sharded:stage=1'" in said
-        worlds.forget(devices)
+@pytest.mark.parametrize(("body", "stage", "devices"), table(BODIES, [2, 3], [2, 3]))
+def test_errors_about_shards_name_the_line_and_the_way_out(body: Any, stage: int, devices: int) -> None:
+    for said in worlds.run(devices, told, strategy=f"sharded:stage={stage}", body=body):
+        if body is adaptive_clipping and not isinstance(said, str):
+            # DTensor of PyTorch 2.11 multiplies in place by a tensor that every rank has whole.
+            assert largest_difference(said, worlds.alone(told, strategy="single", body=body)) < 1e-12
+            continue
+        assert "the script computes with sharded parameters as they are outside of the model's forward" in said
+        assert "test_sharded_reads.py:" in said and "strategy='sharded:stage=1'" in said
+    worlds.forget(devices)
 
 
 def test_layers_that_the_script_calls_by_hand_equal_mirrored_ones() -> None:
@@ -181,20 +180,22 @@ def between_epochs(strategy: str, change: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        drawn_between_epochs,
-        row_between_epochs,
-        first_row_between_epochs,
-        identity_between_epochs,
-        flat_between_epochs,
-    ],
+    ("change", "devices"),
+    in_turn(
+        [
+            drawn_between_epochs,
+            row_between_epochs,
+            first_row_between_epochs,
+            identity_between_epochs,
+            flat_between_epochs,
+        ],
+        [2, 3],
+    ),
 )
-def test_a_change_between_epochs_that_needs_the_whole_parameter_is_refused(change: Any) -> None:
-    for devices in (2, 3):
-        for said in worlds.run(devices, between_epochs, strategy="sharded", change=change):
-            assert "test_sharded_reads.py:" in said and "model.load_state_dict" in said
-        worlds.forget(devices)
+def test_a_change_between_epochs_that_needs_the_whole_parameter_is_refused(change: Any, devices: int) -> None:
+    for said in worlds.run(devices, between_epochs, strategy="sharded", change=change):
+        assert "test_sharded_reads.py:" in said and "model.load_state_dict" in said
+    worlds.forget(devices)
 
 
 def array_between_epochs(model: nn.Sequential) -> None:
@@ -208,13 +209,18 @@ def test_a_numpy_array_of_a_sharded_parameter_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [halved_between_epochs, noise_between_epochs, mixed_between_epochs, vector_between_epochs]
+    ("change", "place"),
+    in_turn(
+        [halved_between_epochs, noise_between_epochs, mixed_between_epochs, vector_between_epochs],
+        [("sharded", 2), ("sharded", 3), ("sharded:stage=1", 2)],
+        each=2,
+    ),
 )
-def test_a_change_between_epochs_element_by_element_equals_one_device(change: Any) -> None:
+def test_a_change_between_epochs_element_by_element_equals_one_device(change: Any, place: tuple[str, int]) -> None:
     want = worlds.alone(between_epochs, strategy="single", change=change)
-    for strategy, devices in (("sharded", 2), ("sharded", 3), ("sharded:stage=1", 2)):
-        for got in worlds.run(devices, between_epochs, strategy=strategy, change=change):
-            assert largest_difference(got, want) <= 1e-10
+    strategy, devices = place
+    for got in worlds.run(devices, between_epochs, strategy=strategy, change=change):
+        assert largest_difference(got, want) <= 1e-10
 
 
 def test_a_whole_tensor_that_differs_over_ranks_is_refused() -> None:
@@ -313,8 +319,9 @@ def test_a_norm_of_a_sharded_gradient_is_that_of_the_whole() -> None:
         assert got == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=1", "tensor:least=1"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), in_turn(["sharded", "sharded:stage=1", "tensor:least=1", "sharded:stage=2"], [2, 3])
+)
 def test_a_norm_that_one_rank_reads_is_a_mismatch_that_names_the_line(strategy: str, ranks: int) -> None:
     for said in worlds.run(ranks, norms, strategy=strategy, readers=[0], workers=ranks):
         assert "ranks are in different collectives" in said or "ranks wait for each other in different calls" in said
