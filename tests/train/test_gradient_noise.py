@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import table
 from tests.parallel.models import trained
 from tutti.comm.partition import chunks, even_share
 from tutti.comm.random_keys import mix, name_key
@@ -45,19 +46,23 @@ def train(loss: Any = losses, noise: str = NOISE, **options: Any) -> Any:
     return trained(model(), "sgd:lr=0.5,momentum=0.9", data(), loss, 4, **options)
 
 
-@pytest.mark.parametrize("micro", [None, 2])
-@pytest.mark.parametrize("kind", ["losses", "tokens"])
-def test_the_same_on_any_devices(kind: str, micro: int | None) -> None:
-    loss = globals()[kind]
-    for exact in (False, True):
-        options = {"loss": loss, "micro_batch": micro, "reproducible": exact}
-        [(want, said, digest)] = worlds.run(1, train, strategy="single", **options)
-        for devices, strategy in ((2, "mirrored"), (3, "mirrored"), (4, "mirrored"), (3, "model_parallel")):
-            for got, own, own_digest in worlds.run(devices, train, strategy=strategy, **options):
-                assert largest_difference(got, want) <= (0 if exact else 1e-10)
-                assert [s[0] for s in own] == pytest.approx([s[0] for s in said], rel=0 if exact else 1e-9)
-                assert not exact or own_digest == digest
-    [(plain, _, _)] = worlds.run(1, train, strategy="single", noise="none", **options)
+@pytest.mark.parametrize(
+    ("kind", "micro", "exact", "place"),
+    table(
+        *(["losses", "tokens"], [None, 2], [False, True]),
+        [(2, "mirrored"), (3, "mirrored"), (4, "mirrored"), (3, "model_parallel")],
+    ),
+    ids=str,
+)
+def test_the_same_on_any_devices(kind: str, micro: int | None, exact: bool, place: tuple[int, str]) -> None:
+    devices, strategy = place
+    options = {"loss": globals()[kind], "micro_batch": micro, "reproducible": exact}
+    want, said, digest = worlds.alone(train, strategy="single", **options)
+    for got, own, own_digest in worlds.run(devices, train, strategy=strategy, **options):
+        assert largest_difference(got, want) <= (0 if exact else 1e-10)
+        assert [s[0] for s in own] == pytest.approx([s[0] for s in said], rel=0 if exact else 1e-9)
+        assert not exact or own_digest == digest
+    plain, *_ = worlds.alone(train, strategy="single", noise="none", **options)
     assert largest_difference(plain, want) > 1e-2
 
 
