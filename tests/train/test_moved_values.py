@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tutti.errors import TuttiError
 
 DRAW = torch.Generator().manual_seed(1)
@@ -102,16 +103,19 @@ def train(strategy: str, kind: str, form: str, workers: int) -> Any:
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-@pytest.mark.parametrize("form", ["before", "after"])
-@pytest.mark.parametrize("kind", MOVING)
-def test_what_each_body_moves_is_refused_on_a_rank_with_several(kind: str, form: str) -> None:
-    for size, strategy in ((1, "single"), (2, "mirrored"), (2, "tensor:least=1")):
-        for said in worlds.run(size, train, strategy=strategy, kind=kind, form=form, workers=4):
-            # Split parameters are of another shape where the script computes with their data or sets elements.
-            slices = ["of which each tensor rank has a slice"] if kind in ("assigned", "set") else []
-            refused = "moved (step 1", *slices
-            assert any(words in said for words in refused) and "test_moved_values.py:" in said, said
-        worlds.forget(size)
+@pytest.mark.parametrize(
+    ("kind", "form", "place"),
+    table(MOVING, ["before", "after"], [(1, "single"), (2, "mirrored"), (2, "tensor:least=1")]),
+    ids=str,
+)
+def test_what_each_body_moves_is_refused_on_a_rank_with_several(kind: str, form: str, place: tuple[int, str]) -> None:
+    size, strategy = place
+    for said in worlds.run(size, train, strategy=strategy, kind=kind, form=form, workers=4):
+        # Split parameters are of another shape where the script computes with their data or sets elements.
+        slices = ["of which each tensor rank has a slice"] if kind in ("assigned", "set") else []
+        refused = "moved (step 1", *slices
+        assert any(words in said for words in refused) and "test_moved_values.py:" in said, said
+    worlds.forget(size)
 
 
 @pytest.mark.parametrize("kind", MOVING)
