@@ -9,7 +9,8 @@ that write in place, are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -22,6 +23,7 @@ from tutti.comm.collective_execution import finish_reduction, scale
 from tutti.comm.object_codec import decode_object, encode_or_error
 from tutti.errors import UsageError
 from tutti.launcher import context
+from tutti.torch_compat import TorchDispatchMode
 
 AVERAGE, SUM = ReduceOperation.AVERAGE, ReduceOperation.SUM
 
@@ -107,6 +109,7 @@ all_ranks = ProcessSet.of_all_ranks()
 """The process set of all ranks."""
 
 _current: list[CollectiveSession] = []
+_refusing: list[bool] = []
 
 
 def use_session(session: CollectiveSession | None) -> None:
@@ -120,7 +123,36 @@ def use_session(session: CollectiveSession | None) -> None:
     _current[:] = [session] if session is not None else []
 
 
+class _Refusing(TorchDispatchMode):
+    """Dispatch mode that raises UsageError for PyTorch's own collectives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            _refuse_now()
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_now() -> None:
+    raise UsageError("a collective within a call that not all ranks make")
+
+
+@contextmanager
+def collectives_refused() -> Iterator[None]:
+    """Return a context manager within which collectives raise UsageError, tutti's public ones and PyTorch's.
+
+    For calls of a script's functions that one rank makes alone: a collective would wait for the other ranks forever.
+    """
+    _refusing.append(True)
+    try:
+        with _Refusing():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        _refusing.pop()
+
+
 def _session() -> CollectiveSession:
+    if _refusing:
+        _refuse_now()
     return _current[-1] if _current else default_session()
 
 

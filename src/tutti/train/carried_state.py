@@ -7,8 +7,7 @@ losses: tensors, tensors that the code for a micro-batch moves (``MovedValues``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ref
 
@@ -16,12 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
-from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import (
     functorch_level,
     tensor_version,
@@ -29,9 +26,10 @@ from tutti.torch_compat import (
     tree_map,
     view_base,
 )
-from tutti.train.followed_numbers import FollowedFloat, FollowedInt, FollowedNumbers
+from tutti.train.followed_numbers import FollowedFloat, FollowedInt
+from tutti.train.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
 from tutti.train.moved_values import MovedValues, Place
-from tutti.types.micro_batch import LossFn, MicroBatch
+from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -40,12 +38,6 @@ _WATCHED = 2
 """Global batches in which values that pass between workers are looked for."""
 _OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
 """Functions of a tensor that take nothing but shape, dtype and device of another one."""
-_WITH_INTS = frozenset(
-    name.format(function)
-    for function in ("add", "sub", "mul", "div", "truediv", "true_divide", "pow", "tensor", "full")
-    for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
-)
-"""Functions whose ints are values; those of other functions are sizes and indices."""
 _Origins: TypeAlias = dict[Place, str]
 """Micro-batches on which a tensor depends, each with the line where its values met those of another one."""
 
@@ -82,7 +74,7 @@ def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
         why="this rank computes several logical workers in turn, and each would get the values of the worker before",
         remedy="keep the values in a buffer of the model, of which each worker has its own (of a loss module, too, by"
         f" tutti.prepare([model, loss], …)); or take as many workers as data ranks ({run.context.grid.data_ranks}), no"
-        " micro_batch",
+        " micro_batch" + ", and exchange them over ranks (tutti.allreduce)" * (run.context.grid.data_ranks > 1),
     )
 
 
@@ -121,8 +113,8 @@ class CarriedState:
         if several and not self._watching:
             self._watching = True
             for module in self._modules():
-                module.register_forward_pre_hook(_StateHook(self._look), with_kwargs=True)
-                module.register_forward_hook(_StateHook(self._note))
+                module.register_forward_pre_hook(StateHook(self._look), with_kwargs=True)
+                module.register_forward_hook(StateHook(self._note))
 
     def _modules(self) -> set[nn.Module]:
         """Return the modules that a script calls: models, their parts, and PyTorch's recurrent layers anywhere."""
@@ -151,7 +143,7 @@ class CarriedState:
             )
 
 
-class _StateHook:
+class StateHook:
     """A hook that only looks; see ``leave_hooks_out_of_copies``."""
 
     def __init__(self, look: Callable[[nn.Module, Any, Any], None]) -> None:
@@ -180,7 +172,7 @@ def _storages(values: Any, computed: bool = False) -> list[StorageWeakRef]:
     return found
 
 
-class CarriedValues(TorchFunctionMode):
+class CarriedValues(LossWatch):
     """Torch-function mode that raises UsageError if a micro-batch's loss depends on another logical worker's samples.
 
     A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
@@ -196,15 +188,13 @@ class CarriedValues(TorchFunctionMode):
     """
 
     def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run, self._batches, self._left = run, 0, 0
-        self._here: Place | None = None
-        mode = ref(self)  # a script that keeps a number keeps no run
-        self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._here is not None)
+        super().__init__(run)
+        self._batches = self._left = 0
+        self._here = Place(-1, 0)
         self._leaves: dict[int, tuple[ref[Tensor], Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found: dict[StorageWeakRef, _Origins] = {}
-        self._moved = MovedValues(_memory)
+        self._moved = MovedValues(memory_of)
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether the losses of its micro-batches are to be checked.
@@ -231,47 +221,8 @@ class CarriedValues(TorchFunctionMode):
         parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
         return not has_compiled_code(parts, run.context)
 
-    def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
-        """Return the loss function of ``run.step`` with this check around it, or ``loss`` itself if nothing is checked.
-
-        To be called once for each global batch, which it begins (``begin_batch``). Not collective.
-
-        Args:
-            loss: the loss function.
-            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
-
-        Returns:
-            A function with the arguments and the result of ``loss``. Called with the ``batch`` object of one of these
-            micro-batches, it raises UsageError if the loss depends on samples of another logical worker, or on values
-            that the code for another micro-batch has moved (``check``); other batches are not checked.
-        """
-        if not self.begin_batch(work):
-            return loss
-        # A rank with several stages calls it once for each, in the order of its schedule.
-        by_batch = {id(micro_batch.batch): micro_batch for _, micro_batches in work for micro_batch in micro_batches}
-
-        def watch(model: Any, batch: Any) -> Any:
-            if (micro_batch := by_batch.get(id(batch))) is None:
-                return loss(model, batch)
-            self.begin(micro_batch, batch)
-            try:
-                result = loss(model, batch)
-                self.check(result)
-            finally:
-                self.end()
-            return result
-
-        return watch
-
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
-        """Enter this function mode for the code that computes the loss of a micro-batch; ``end`` leaves it.
-
-        Called for each micro-batch of a global batch for which ``begin_batch`` has returned True.
-
-        Args:
-            micro_batch: the micro-batch, whose logical worker is read.
-            batch: its samples, as the code gets them.
-        """
+        """See the base class. Called in global batches for which ``begin_batch`` has returned True."""
         self._here = worker_place(micro_batch, self._run)
         self._leaves = {key: (leaf, place) for key, (leaf, place) in self._leaves.items() if leaf() is not None}
         self._found = {storage: origins for storage, origins in self._found.items() if not storage.expired()}
@@ -279,56 +230,34 @@ class CarriedValues(TorchFunctionMode):
             for each in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
                 if isinstance(each, Tensor):
                     self._leaves[id(each)] = ref(each), self._here
-                    memory = _memory(each)
+                    memory = memory_of(each)
                     self._given |= set() if memory is None else {memory}
         # Each worker has its own persistent buffers, and parameters are those of all samples.
         own = set(self._given)
         for part in self._run.replica.parts:
             for tensor in (*part.parameters(), *(slot.get() for slot in buffers([part]))):
-                if (memory := _memory(tensor)) is not None:
+                if (memory := memory_of(tensor)) is not None:
                     self._found.pop(memory, None)
                     own.add(memory)
         self._moved.begin(own)
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.enter()
 
-    def end(self) -> None:
-        """Leave this function mode after the code for a micro-batch; do nothing if ``begin`` has not entered it."""
-        if self._here is not None:
-            self._here = None
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._left -= 1
-            if self._batches == _WATCHED and self._left <= 0:
-                self._numbers.make_plain()
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Return a context manager for a backward or an update of parameters, in which this mode follows no tensors.
-
-        Updated parameters depend on the samples of all workers, and so may what the script computes from them. The
-        gradients of sharded parameters of all micro-batches pass through the same memory.
-        """
-        self._here, here = None, self._here
-        try:
-            yield
-        finally:
-            self._here = here
+    def ended(self) -> None:
+        """Count the micro-batch, and make numbers plain after the last one."""
+        self._left -= 1
+        if self._batches == _WATCHED and self._left <= 0:
+            self._numbers.make_plain()
 
     def check(self, loss: Any) -> None:
-        """Raise UsageError if the loss of the present micro-batch depends on samples of another logical worker.
-
-        Does nothing outside of ``begin`` and ``end``. Not collective.
-
-        Args:
-            loss: return value of the loss function, of which a tuple's first element is the loss; or the loss that the
-                script passed to ``run.backward``.
+        """See the base class.
 
         Raises:
-            UsageError: the loss depends on such samples, or on a tensor that the code for another micro-batch has moved
-                (changed as a function of its former values), such as a teacher's average; the error names the script's
-                line.
+            UsageError: the loss depends on samples of another logical worker, or on a tensor that the code for another
+                micro-batch has moved (changed as a function of its former values), such as a teacher's average; the
+                error names the script's line.
         """
         total = loss[0] if isinstance(loss, tuple | list) and loss else loss
-        if self._here is None or not isinstance(total, Tensor):
+        if not self._active or not isinstance(total, Tensor):
             return
         origins = self._origins([total]).items()
         others = [(place, line) for place, line in origins if place._replace(moved=False) != self._here]
@@ -351,7 +280,7 @@ class CarriedValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if torch.compiler.is_compiling() or self._here is None or functorch_level() is not None:
+        if torch.compiler.is_compiling() or not self._active or functorch_level() is not None:
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])
@@ -367,7 +296,7 @@ class CarriedValues(TorchFunctionMode):
         overwrites = name in ("copy_", "fill_", "zero_")
         origins = self._origins(seen[1:] if overwrites else seen)
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, FollowedFloat) or (isinstance(leaf, FollowedInt) and name in _WITH_INTS):
+            if isinstance(leaf, FollowedFloat) or (isinstance(leaf, FollowedInt) and name in WITH_INTS):
                 origins |= self._with_line(leaf.origins)
         before = [tensor_version(leaf) for leaf in given]
         # FSDP2 gathers weights into memory that the forwards of all micro-batches use.
@@ -378,7 +307,7 @@ class CarriedValues(TorchFunctionMode):
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._moved.note(self._here, func, name, (*args, *kwargs.values()), made, former)
-        if overwrites and (memory := _memory(args[0])) is not None and _fills_memory(args[0]):
+        if overwrites and (memory := memory_of(args[0])) is not None and fills_memory(args[0]):
             self._found.pop(memory, None)
         for tensor in (*made, *written) if origins else ():
             self._note(tensor, origins)
@@ -391,8 +320,8 @@ class CarriedValues(TorchFunctionMode):
             leaf, place = self._leaves.get(id(tensor), (None, None))
             if leaf is not None and place is not None and leaf() is tensor:
                 found.setdefault(place, "")
-            elif (memory := _memory(tensor)) is not None:
-                own: _Origins = {} if tensor.grad_fn is None or self._here is None else {self._here: ""}
+            elif (memory := memory_of(tensor)) is not None:
+                own: _Origins = {} if tensor.grad_fn is None else {self._here: ""}
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
                 found |= self._found.get(memory, own)
                 if (mover := self._moved.mover(tensor)) is not None and mover[0] != self._here:
@@ -401,33 +330,16 @@ class CarriedValues(TorchFunctionMode):
 
     def _with_line(self, found: Mapping[Place, str]) -> _Origins:
         """Return origins in which each other micro-batch has a line of the script: the present one if it had none."""
-        if self._here is None or all(place == self._here or line for place, line in found.items()):
+        if all(place == self._here or line for place, line in found.items()):
             return dict(found)
         line = script_line()
         return {place: each or ("" if place == self._here else line) for place, each in found.items()}
 
     def _note(self, tensor: Tensor, origins: _Origins) -> None:
-        memory = _memory(tensor)
-        if memory is None or self._here is None:
+        memory = memory_of(tensor)
+        if memory is None:
             return
         if memory in self._given:
             self._leaves[id(tensor)] = ref(tensor), self._here
         else:
             self._found[memory] = self._found.get(memory, {}) | origins
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return this rank's slice of a tensor that is split over tensor ranks; any other tensor as it is."""
-    return tensor.part if isinstance(tensor, SplitTensor) else tensor
-
-
-def _memory(tensor: Tensor) -> StorageWeakRef | None:
-    """Return the storage of a tensor, or of this rank's slice of it; None for sparse tensors and other subclasses."""
-    own = _own(tensor)
-    plain = type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
-    return StorageWeakRef(own.untyped_storage()) if plain else None
-
-
-def _fills_memory(tensor: Tensor) -> bool:
-    own = _own(tensor)
-    return own.nbytes == own.untyped_storage().nbytes()

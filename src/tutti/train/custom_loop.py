@@ -204,7 +204,7 @@ class CustomLoop:
             worker, *self._idle = self._idle
             busy = [(worker, [lifecycle.dummy_micro_batch(worker)])]
         self._busy = [worker for worker, _ in busy]
-        self._watches = self._lifecycle.values.begin_batch(busy)
+        self._watches = self._lifecycle.watch(busy)
         if len(set(self._busy)) < len(self._busy):
             self._refuse_parts_of_worker(len(busy))
         several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1

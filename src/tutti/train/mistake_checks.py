@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from tutti.comm.collectives import collectives_refused
 from tutti.config.variables import is_off
 from tutti.data.batches import CollatedBatch, length, map_tensors, slice_batch
 from tutti.data.digest import digest
@@ -269,7 +270,8 @@ class Checks:
     def _untouched(self) -> Iterator[None]:
         """Within the block forwards run in eval mode, and do not change buffers or RNG streams.
 
-        A forward that writes a parameter, as one that averages a teacher, ends with an error before the write.
+        A forward that writes a parameter, as one that averages a teacher, ends with an error before the write, and so
+        does a collective, which rank 0 would call alone.
         """
         parts = self._run.replica.parts
         kept = [(slot, slot.get()) for slot in buffers(parts, persistent=False)]
@@ -277,7 +279,8 @@ class Checks:
             for slot, tensor in kept:
                 slot.put(tensor.clone())
             own = parameters_unwritten(parts)
-            with own, own_generators(), torch.no_grad(), training_mode(parts, training=False), self.aside():
+            alone = collectives_refused()
+            with own, alone, own_generators(), torch.no_grad(), training_mode(parts, training=False), self.aside():
                 yield
         finally:
             for slot, tensor in kept:

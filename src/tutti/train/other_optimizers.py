@@ -1,15 +1,29 @@
-"""Refuse steps of optimizers that ``tutti.prepare`` was not given, where the model's parameters are sharded."""
+"""Optimizers that ``tutti.prepare`` was not given: of sharded parameters, and of tensors outside of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tutti.checkpoint.fingerprint import tensor_digests
+from tutti.comm.random_keys import mix
 from tutti.errors import UsageError, script_line
 from tutti.python_compat import live_objects
+from tutti.train.prepared_before import is_prepared
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+PREPARE = (
+    "put the tensors into a module, and give tutti.prepare the model and the module in a list, and all optimizers in"
+    " another"
+)
+"""How to train tensors that are not in the model."""
 
 
 def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -> list[Optimizer]:
@@ -56,3 +70,55 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         why="the parameters that it has are sharded over devices since, so that it would train none of them",
         remedy="give tutti.prepare all optimizers in a list",
     )
+
+
+class OtherSteps:
+    """Digests of what optimizers outside of a run are about to make of tensors that are not in the model.
+
+    Learned weights of a loss, a discriminator or a probe have gradients of this rank's samples alone, unless the script
+    reduces them over ranks. The digests are compared over data ranks with the next step's gradients.
+
+    Args:
+        run: the run.
+        note: receives at a step of such an optimizer a text that names it and a digest of its parameters and their
+            gradients.
+    """
+
+    def __init__(self, run: Run, note: Callable[[str, int], None]) -> None:
+        self._run, self._note = run, note
+        self._hooked = WeakSet[Optimizer]()
+
+    def look(self) -> None:
+        """Add a step pre-hook to the optimizers of this process that no ``tutti.prepare`` was given. Not collective."""
+        step = WeakMethod(self._stepping)
+
+        def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (method := step()) is not None:
+                method(optimizer)
+
+        for each in live_objects(Optimizer):
+            if each not in self._hooked and not is_prepared(each):
+                self._hooked.add(each)
+                # A wrapper of an optimizer may have no hooks, nor an attribute of the base class.
+                with suppress(AttributeError):
+                    each.register_step_pre_hook(look)
+
+    def _stepping(self, optimizer: Optimizer) -> None:
+        run = self._run
+        if run.lifecycle.in_any_update:
+            return
+        own = (p for part in run.replica.parts for p in part.parameters())
+        known = set(map(id, [*own, *run.hooks.originals.values()]))
+        trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        tensors = [each for p in trained if p.grad is not None for each in (p, p.grad)]
+        if not tensors:
+            return
+        name = f"{type(optimizer).__name__}.step()"
+        if not run.context.in_step or run.gradient_sync.loss_normalisation != "step":
+            raise UsageError(
+                f"{name} trains tensors that are not in the model",
+                where=f"step {run.clock + 1}, {script_line()}",
+                why="each rank would train its own with its samples, and none exchanges them",
+                remedy=PREPARE,
+            )
+        self._note(f"{name} in {script_line()}", mix(*tensor_digests(each.detach() for each in tensors)) >> 1)

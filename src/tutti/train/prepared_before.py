@@ -60,6 +60,15 @@ def own_step(optimizer: Optimizer) -> bool:
     return present is not None and present is not type(optimizer).step
 
 
+def is_prepared(optimizer: Optimizer) -> bool:
+    """Return whether an earlier ``tutti.prepare`` was given the optimizer and has wrapped its methods.
+
+    Args:
+        optimizer: any optimizer of the process.
+    """
+    return optimizer in _wrapped
+
+
 def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -> None:
     """Replace methods of an optimizer instance by functions of the same names, which ``check_earlier`` removes.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
+from tutti.comm.random_keys import mix
 from tutti.data.batches import CollatedBatch
 from tutti.data.reader import RankBatch
 from tutti.errors import NonFiniteError, UsageError, counted, script_line
@@ -18,6 +19,8 @@ from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.train.carried_state import CarriedValues
+from tutti.train.kept_values import KeptValues
+from tutti.train.loss_watch import LossWatch
 from tutti.train.worker_trials import WorkerTrials
 from tutti.train.written_parameters import WrittenParameters
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
@@ -48,16 +51,21 @@ class StepLifecycle:
         drawn: this rank's part of the global batch under way; None for a batch that the caller made.
         rate: factor on the learning rates of the epoch's phase: below 1 where the batch size could not grow as much as
             its schedule asks.
-        values: the check of losses that depend on another logical worker's samples.
+        values: the check of losses that depend on samples of another logical worker, or on those that this rank alone
+            has had in earlier steps.
         in_update: whether the run itself is making an update at this moment.
+        in_any_update: number of updates that runs of this process are making at this moment.
         stop_asked: whether this rank asks all ranks to stop after the next step; set by ``Run.ask_to_stop`` and never
             reset.
     """
 
+    in_any_update: ClassVar[int] = 0
+
     def __init__(self, run: Run, max_nonfinite: int) -> None:
         self._run = run
         self._written = WrittenParameters(run)
-        self.values = CarriedValues(run)
+        self._carried, self._kept = CarriedValues(run), KeptValues(run)
+        self.values: LossWatch = self._carried
         self._trials = WorkerTrials(run)
         self.context = StepContext(run.taken, run.feed.contract.batch)
         self.drawn: RankBatch | None = None
@@ -149,11 +157,34 @@ class StepLifecycle:
             run.loss_scale.value if run.loss_scale is not None else 1.0,
             settings=run.settings.text(),
             place=(0, 0) if drawn is None else (drawn.after.epoch, drawn.after.batch),
-            written=self._written.digest_once(),
-            compare=self._written.compare,
+            written=self._digest(),
+            compare=self._compare,
             edits=edited,
             edited_in=edits.line if edits is not None and edited else "",
         )
+
+    def _digest(self) -> Callable[[], int]:
+        """Return a function that hashes what data ranks compare with the gradients; 0 where nothing is due."""
+        written = self._written.digest_once()
+        return lambda: (mix(written(), kept) >> 1) or 1 if (kept := self._kept.digest()) else written()
+
+    def _compare(self) -> None:
+        """Raise UsageError where data ranks have kept or written other values. Collective over them."""
+        self._kept.compare()
+        self._written.compare()
+
+    def watch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
+        """Choose the check of the losses of a step (``values``), and return whether it watches this step.
+
+        To be called once in each step, before the micro-batches. Not collective.
+
+        Args:
+            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
+        """
+        carried = self._carried.begin_batch(work)
+        kept = self._kept.begin_batch(watched=carried)
+        self.values = self._kept if kept else self._carried
+        return carried or kept
 
     def _collated(self, batch: Batch) -> Batch:
         """Return the drawn batch as its micro-batches if the script's own function has collated it."""
@@ -235,7 +266,9 @@ class StepLifecycle:
             A function with the arguments and the result of ``loss``.
         """
         # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
-        guarded = self._written.guarded(self.values.watched(self._run.checks.probed(loss), work), work)
+        probed = self._run.checks.probed(loss)
+        watched = self.values.watched(probed, work) if self.watch(work) else probed
+        guarded = self._written.guarded(watched, work)
         return self._trials.watched(loss, guarded, work)
 
     # --- the update, and after it ----------------------------------------------------------------------------------
@@ -249,6 +282,7 @@ class StepLifecycle:
         """
         run = self._run
         self.in_update = True
+        StepLifecycle.in_any_update += 1
         optimizers = run.gradient_sync.optimizers if run.optimizer is None else (run.optimizer,)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         rates = multiply_learning_rates(groups, self.rate if run.lr_schedule is None else 1)
@@ -256,6 +290,7 @@ class StepLifecycle:
             yield
         finally:
             self.in_update = False
+            StepLifecycle.in_any_update -= 1
             restore_learning_rates(rates)
 
     @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from tutti.comm.collectives import collectives_refused
 from tutti.config.variables import is_off
 from tutti.data.batches import map_tensors
 from tutti.data.global_generators import own_generators
@@ -113,6 +114,7 @@ class WorkerTrials:
                 stack.enter_context(own_generators())
                 stack.enter_context(run.checks.aside())
                 stack.enter_context(torch.no_grad())
+                stack.enter_context(collectives_refused())
                 stack.enter_context(parameters_unwritten(run.replica.parts))
                 for slot, tensor in slots:
                     slot.put(tensor.clone())

@@ -1,0 +1,370 @@
+"""Refuse a loss that depends on values which each data rank has kept of its own samples."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+
+from tutti.checkpoint.fingerprint import tensor_digests
+from tutti.comm.random_keys import mix, name_key
+from tutti.errors import UsageError, script_line
+from tutti.nn.ac_and_compile import has_compiled_code
+from tutti.nn.script_mode import DRAWS
+from tutti.nn.swap import buffers
+from tutti.nn.written_tensors import METADATA
+from tutti.python_compat import calling_frame
+from tutti.torch_compat import (
+    FunctionModesDisabled,
+    functorch_level,
+    local_tensor,
+    tensor_version,
+    tree_leaves,
+    tree_map,
+)
+from tutti.train.carried_state import StateHook
+from tutti.train.followed_numbers import FollowedFloat, FollowedInt
+from tutti.train.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
+from tutti.train.other_optimizers import PREPARE, OtherSteps
+from tutti.types.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+
+_FIRST = 5
+"""Steps that are all watched."""
+_LARGEST = 2**31
+"""Most bytes of a tensor whose values are compared (a guess)."""
+_NORMS = frozenset((functional.batch_norm, functional.instance_norm))
+"""Functions whose second and third argument are averages of a worker's own batches."""
+_REPLACING = frozenset(("copy_", "fill_", "zero_")) | {name for name in DRAWS if name.endswith("_")}
+"""Names of functions in place that write all elements of a tensor, and read none."""
+
+_PASSING = frozenset(("__torch_function__", "handle_torch_function", "see", "_see"))
+"""Names of functions of function modes."""
+_EXCHANGING = ("torch.distributed", "tutti.comm")
+
+
+class _Kept(NamedTuple):
+    """A value that the script has kept from an earlier step.
+
+    Attributes:
+        line: the script's line that first reads it in a step, and a number among the values that this line reads.
+        digest: hash of its values there.
+    """
+
+    line: str
+    digest: int
+
+
+class _Origin(NamedTuple):
+    """Origin of a tensor of the step under way.
+
+    Attributes:
+        kept: the kept values from which it was computed.
+        samples: whether it was computed from samples, of this step or an earlier one.
+    """
+
+    kept: frozenset[_Kept] = frozenset()
+    samples: bool = False
+
+
+_NOTHING, _SAMPLES = _Origin(), _Origin(samples=True)
+
+
+class KeptValues(LossWatch):
+    """Function mode that finds values of earlier steps' samples on which a loss depends, to compare them over ranks.
+
+    A memory of losses, a queue of embeddings, a running mean or a tensor that the script trains by itself holds on each
+    data rank what this rank's samples gave; on one device it would hold what all samples gave. The mode follows tensors
+    that the code for an earlier step has computed from samples, or that have changed since, up to the loss, and numbers
+    of ``item`` and ``tolist`` through arithmetic (``FollowedFloat``). A digest of the values that reach the loss
+    goes over the data ranks with the gradients (``StepContext.written``), at no further message, and ``compare`` then
+    refuses values that differ. The first five steps are watched, and the two steps after each 2ᵏ - 1.
+
+    Left out are parameters and buffers of the model, of which each logical worker (share of the global batch) has its
+    own; batches; averages of norm layers; and recurrent states, which the model's modules are given with a dimension of
+    the micro-batch's samples. Values that pass through ``float()``, ``math`` or NumPy are not followed; compiled models
+    are not watched.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._steps = self._samples = 0
+        self._own, self._constants = set[StorageWeakRef](), set[StorageWeakRef]()
+        self._batch = set[StorageWeakRef]()
+        # Tensors of this step, and digests of those among them that the code for it has only read.
+        self._origins: dict[StorageWeakRef, _Origin] = {}
+        self._digests: dict[StorageWeakRef, int] = {}
+        # Tensors of the watched steps before: digest there, or None where a step has computed them from samples.
+        self._before: dict[StorageWeakRef, int | None] = {}
+        self._counts: dict[str, Iterator[int]] = {}
+        # Values kept in tensors, those with a dimension of the micro-batch's samples, and recurrent states.
+        self._kept: dict[StorageWeakRef, _Kept] = {}
+        self._by_sample, self._states = set[_Kept](), set[_Kept]()
+        # Digests of values that losses of this step depend on, and of what other optimizers have trained since.
+        self._reached: dict[str, int] = {}
+        self._trained: dict[str, int] = {}
+        self._others = OtherSteps(run, self._note)
+        self._hooks: list[Any] = []
+
+    def begin_batch(self, watched: bool) -> bool:
+        """Count a global batch as begun, and return whether this mode is to watch its micro-batches. Not collective.
+
+        Args:
+            watched: whether another mode watches them.
+        """
+        run = self._run
+        self._steps += 1
+        made = {memory: None for memory, origin in self._origins.items() if origin.samples}
+        before = {**self._before, **made, **self._digests}
+        self._before = {memory: digest for memory, digest in before.items() if not memory.expired()}
+        self._origins, self._digests, self._counts = {}, {}, {}
+        self._kept, self._by_sample, self._states = {}, set(), set()
+        self._reached, self._trained = self._trained, {}
+        several = run.context.comms.replica.size > 1
+        if several and (self._steps == 1 or (self._steps > _FIRST and not self._steps & (self._steps - 1))):
+            self._others.look()
+        agree = several and run.context.in_step and run.gradient_sync.loss_normalisation == "step"
+        if watched or not agree or not _is_due(self._steps):
+            self._before = {}
+            self._numbers.make_plain()
+            return False
+        parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
+        return not has_compiled_code(parts, run.context)
+
+    def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
+        """See the base class."""
+        self._samples = micro_batch.samples
+        modules = [module for part in self._run.replica.parts for module in part.modules()]
+        held = (vars(leaf).values() if hasattr(leaf, "__dict__") else () for leaf in tree_leaves(batch))
+        self._batch = _memories([*tree_leaves(batch), *itertools.chain(*held)])
+        self._constants = _memories(value for module in modules for value in vars(module).values())
+        self._note_own()
+        if None in self._before.values() or self._run.replica.sharded:
+            hook = StateHook(self._look)
+            self._hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+        self.enter()
+
+    def ended(self) -> None:
+        """Remove the hooks of ``begin``."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """See the base class."""
+        active = self._active
+        with super().updating():
+            yield
+            if active:
+                self._note_own()
+
+    def _note_own(self) -> None:
+        """Record the memory of the model's parameters, their gradients, and buffers."""
+        with FunctionModesDisabled():
+            self._own = _memories(_own_tensors(self._run.replica.parts))
+
+    def check(self, loss: Any) -> None:
+        """See the base class. Records the values on which the loss depends, for ``digest``, and raises nothing."""
+        total = loss[0] if isinstance(loss, tuple | list) and loss else loss
+        if self._active and isinstance(total, Tensor):
+            for each in self._joined([total], with_ints=False).kept - self._states:
+                self._reached.setdefault(each.line, each.digest)
+
+    def digest(self) -> int:
+        """Return a hash of the kept values on which the losses of this step depend so far; 0 without any."""
+        return mix(*sorted(set(self._reached.values()))) if self._reached else 0
+
+    def compare(self) -> None:
+        """Raise UsageError, on every data rank, if a kept value on which losses depend differs between data ranks.
+
+        Called on the data ranks in a step in which their digests differ. Collective over them: two small all-gathers,
+        and a third one where values differ.
+
+        Raises:
+            UsageError: a value differs; the error names the line that reads it.
+        """
+        comm, what = self._run.context.comms.replica, f"values that losses of step {self._run.taken + 1} depend on"
+        rows = [(name_key(line), digest) for line, digest in self._reached.items()]
+        most = max(int(count) for count in comm.all_gather(torch.tensor([len(rows)]), what))
+        table = torch.zeros(most, 2, dtype=torch.int64)
+        table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+        found: dict[int, set[int]] = {}
+        for key, digest in torch.cat(comm.all_gather(table, what)).tolist():
+            found.setdefault(key, set()).add(digest)
+        wrong = next((key for key in found if key and len(found[key]) > 1), None)
+        if wrong is None:
+            return
+        texts = comm.all_gather_strings(next((line for line in self._reached if name_key(line) == wrong), ""), what)
+        place = f"step {self._run.clock + 1}, {next(filter(None, texts)).partition(' #')[0]}"
+        if ".step() in " in place:
+            raise UsageError(
+                "an optimizer that tutti.prepare was not given trains tensors with each rank's own gradients",
+                where=place,
+                why="their gradients are of the rank's own samples, and one device would have those of all samples",
+                remedy=f"{PREPARE}; or reduce their gradients over ranks before (tutti.allreduce)",
+            )
+        raise UsageError(
+            "the loss depends on values that each rank has kept from its own samples of earlier steps",
+            where=place,
+            why="ranks have other values there, and one device would have those of all samples",
+            remedy="give tutti.prepare tensors that are trained, in a module beside the model (tutti.prepare([model,"
+            " loss], …)) and in an optimizer; exchange other values over ranks before they are kept (tutti.allreduce,"
+            " tutti.allgather), or keep them in a buffer of the model, of which each logical worker has its own",
+        )
+
+    def _look(self, module: nn.Module, args: Any, named: Any) -> None:
+        """Record recurrent states among a module's arguments, and parameters that FSDP2 has gathered for it."""
+        if self._active and self._run.replica.sharded:
+            self._own |= _memories(module.parameters())
+        for each in tree_leaves((args, named)) if self._active else ():
+            if isinstance(each, Tensor) and each.is_floating_point():
+                self._states |= self._origin_of(each).kept & self._by_sample
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inactive = torch.compiler.is_compiling() or not self._active or functorch_level() is not None
+        if inactive or func in METADATA or _exchanges(calling_frame(1)):
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            self.check(args[0])
+            with self.updating():
+                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
+        name = getattr(func, "__name__", "")
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        origin = self._joined(_read(func, name, args, kwargs), name in WITH_INTS)
+        before = [tensor_version(leaf) for leaf in given]
+        result = func(*args, **kwargs)
+        if func in (Tensor.item, Tensor.tolist):
+            origins = {each: "" for each in origin.kept} | ({self._steps: ""} if origin.samples else {})
+            return tree_map(lambda value: self._numbers.follow(value, origins), result) if origins else result
+        written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
+        for memory in _memories(written) - self._own - self._batch:
+            self._origins[memory] = origin
+            self._digests.pop(memory, None)
+        for memory in _memories(tree_leaves(result)) - self._own - self._batch:
+            self._origins.setdefault(memory, origin)
+        return result
+
+    def _joined(self, values: Iterable[Any], with_ints: bool) -> _Origin:
+        """Return the origin of a result that is computed from tensors and numbers.
+
+        Args:
+            values: the arguments, of which others count nothing.
+            with_ints: whether ints are values, and not sizes or indices.
+        """
+        kept, samples = frozenset[_Kept](), False
+        for each in values:
+            if isinstance(each, Tensor):
+                origin = self._origin_of(each)
+            elif isinstance(each, FollowedFloat) or (with_ints and isinstance(each, FollowedInt)):
+                origin = self._origin_of_number(each)
+            else:
+                continue
+            kept, samples = kept | origin.kept, samples or origin.samples
+        return _Origin(kept, samples)
+
+    def _origin_of_number(self, number: FollowedFloat | FollowedInt) -> _Origin:
+        kept = frozenset(each for each in number.origins if isinstance(each, _Kept))
+        if any(isinstance(each, int) and each < self._steps for each in number.origins):
+            kept |= {_Kept(self._line(), name_key(repr(float(number))))}
+        return _Origin(kept, samples=True)
+
+    def _origin_of(self, tensor: Tensor) -> _Origin:
+        memory = memory_of(tensor)
+        if memory is None or memory in self._own:
+            return _NOTHING
+        if memory in self._batch:
+            return _SAMPLES
+        origin = self._origins.get(memory)
+        if origin is None:
+            origin = self._origins[memory] = self._first_read(tensor, memory)
+        if memory in self._kept and self._samples in tensor.shape:
+            self._by_sample.add(self._kept[memory])
+        return origin
+
+    def _first_read(self, tensor: Tensor, memory: StorageWeakRef) -> _Origin:
+        """Return the origin of a tensor that the code for this step has not made."""
+        storage = tensor.untyped_storage()
+        # A custom function of autograd, which the mode does not see, may have made it.
+        if tensor.grad_fn is not None or storage.nbytes() > _LARGEST:
+            return _SAMPLES
+        # The whole memory: another view of it is no change.
+        [digest] = tensor_digests([torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)])
+        self._digests[memory] = digest
+        if memory not in self._before:
+            return _NOTHING if memory in self._constants else _SAMPLES
+        if self._before[memory] == digest:
+            return _NOTHING
+        self._kept[memory] = kept = _Kept(self._line(), digest)
+        return _Origin(frozenset((kept,)), samples=True)
+
+    def _line(self) -> str:
+        return self._numbered(script_line())
+
+    def _numbered(self, line: str) -> str:
+        """Return the script's line with a number among the values that it has read in this step."""
+        return f"{line} #{next(self._counts.setdefault(line, itertools.count()))}"
+
+    def _note(self, line: str, digest: int) -> None:
+        if _is_due(self._steps):
+            self._trained[self._numbered(line)] = digest
+
+
+def _is_due(step: int) -> bool:
+    """Return whether a step, counted from 1, is watched: two in a row, of which the second can find kept values."""
+    return step <= _FIRST or not step & (step - 1) or not (step - 1) & (step - 2)
+
+
+def _own_tensors(parts: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield the parameters and their gradients, this rank's rows where they are sharded, and all buffers."""
+    for part in parts:
+        for parameter in part.parameters():
+            for each in (parameter, parameter.grad):
+                yield each if each is None else local_tensor(each)
+    for slot in buffers(parts, persistent=False):
+        yield slot.get()
+
+
+def _exchanges(caller: FrameType | None) -> bool:
+    """Return whether code that exchanges tensors over ranks makes a call: its buffers differ between ranks.
+
+    Args:
+        caller: the frame that calls ``__torch_function__``; further function modes may be between.
+    """
+    while caller is not None:
+        module = str(caller.f_globals.get("__name__"))
+        if caller.f_code.co_name not in _PASSING and module != "torch._ops":
+            return module.startswith(_EXCHANGING)
+        caller = caller.f_back
+    return False
+
+
+def _memories(values: Iterable[Any]) -> set[StorageWeakRef]:
+    """Return the memory of the tensors among values."""
+    found = (memory_of(each) for each in values if isinstance(each, Tensor))
+    return {memory for memory in found if memory is not None}
+
+
+def _read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments from whose values a function computes its result."""
+    if func in _NORMS:
+        return tree_leaves((args[:1], args[3:], {key: kwargs[key] for key in kwargs if not key.startswith("running")}))
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    whole = name in _REPLACING or (name == "__setitem__" and (args[1] is ... or args[1] == slice(None)))
+    replaces = whole and bool(_memories(args[:1])) and fills_memory(args[0])
+    return tree_leaves((args[1:] if replaces else args, kwargs))

@@ -1,0 +1,135 @@
+"""Base of the function modes that follow values through a script's calls of PyTorch up to its loss."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from tutti.parallel.tensor.split_tensor import SplitTensor
+from tutti.train.followed_numbers import FollowedNumbers
+from tutti.types.micro_batch import LossFn, MicroBatch
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+WITH_INTS = frozenset(
+    name.format(function)
+    for function in ("add", "sub", "mul", "div", "truediv", "true_divide", "pow", "tensor", "full")
+    for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
+)
+"""Names of functions whose ints are values; those of other functions are sizes and indices."""
+
+
+class LossWatch(TorchFunctionMode):
+    """Function mode over the code that computes the loss of a micro-batch, in some steps of a run.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+        self._active = False
+        mode = ref(self)  # a script that keeps a number keeps no run
+        self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._active)
+
+    @abstractmethod
+    def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
+        """Enter this function mode for the code that computes the loss of a micro-batch; ``end`` leaves it.
+
+        Args:
+            micro_batch: the micro-batch, whose logical worker is read.
+            batch: its samples, as the code gets them.
+        """
+
+    @abstractmethod
+    def check(self, loss: Any) -> None:
+        """Look at what the loss of the present micro-batch depends on; do nothing outside of ``begin`` and ``end``.
+
+        Not collective.
+
+        Args:
+            loss: return value of the loss function, of which a tuple's first element is the loss; or the loss that the
+                script passed to ``run.backward``.
+
+        Raises:
+            UsageError: the loss depends on values that another logical worker's samples have made.
+        """
+
+    def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
+        """Return the loss function of ``run.step`` within this mode, with a ``check`` of each result.
+
+        Args:
+            loss: the loss function.
+            work: the micro-batches of this rank in the step, in the order in which they are computed.
+        """
+        # A rank with several stages calls it once for each, in the order of its schedule.
+        by_batch = {id(micro_batch.batch): micro_batch for _, micro_batches in work for micro_batch in micro_batches}
+
+        def watch(model: Any, batch: Any) -> Any:
+            if (micro_batch := by_batch.get(id(batch))) is None:
+                return loss(model, batch)
+            self.begin(micro_batch, batch)
+            try:
+                result = loss(model, batch)
+                self.check(result)
+            finally:
+                self.end()
+            return result
+
+        return watch
+
+    def enter(self) -> None:
+        """Put this mode on PyTorch's stack, as the last action of ``begin``."""
+        self._active = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Leave this function mode after the code for a micro-batch; do nothing if ``begin`` has not entered it."""
+        if self._active:
+            self._active = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.ended()
+
+    def ended(self) -> None:
+        """Do what is due after the code for a micro-batch; called by ``end``."""
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Return a context manager for a backward or an update of parameters, in which this mode follows no tensors.
+
+        Updated parameters depend on the samples of all workers, and so may what the script computes from them. The
+        gradients of sharded parameters of all micro-batches pass through the same memory.
+        """
+        self._active, active = False, self._active
+        try:
+            yield
+        finally:
+            self._active = active
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a tensor that is split over tensor ranks; any other tensor as it is."""
+    return tensor.part if isinstance(tensor, SplitTensor) else tensor
+
+
+def memory_of(tensor: Tensor) -> StorageWeakRef | None:
+    """Return the storage of a tensor, or of this rank's slice of it; None for sparse tensors and other subclasses."""
+    own = _own(tensor)
+    plain = type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
+    return StorageWeakRef(own.untyped_storage()) if plain else None
+
+
+def fills_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor, or this rank's slice of it, has all elements of its storage."""
+    own = _own(tensor)
+    return own.nbytes == own.untyped_storage().nbytes()
