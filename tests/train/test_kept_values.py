@@ -349,6 +349,44 @@ def test_an_optimizer_outside_of_the_run_is_refused_with_a_compiled_model_and_wo
         assert isinstance(found, tuple) and "SGD.step() " in found[0], found
 
 
+def weights(kind: str, form: str) -> list[float]:
+    """Return the learned weights of a run in two stages."""
+    torch.manual_seed(0)
+    model, loss = Network().double(), KEEPING[kind]()
+    assert isinstance(loss, Uncertain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, dataset(), loss, strategy="model_parallel", batch_size=BATCH, seed=0)
+    if form == "step":
+        for batch in run.epoch(0):
+            run.step(batch)
+            if tutti.rank():
+                loss.after()
+    else:
+        for batch in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(loss(model, batch))
+            optimizer.step()
+            loss.after()
+    found: list[float] = loss.weights.tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["learned weights", "learned weights by hand"])
+def test_weights_beside_a_model_in_stages_are_the_same_on_every_rank_or_refused(kind: str) -> None:
+    one, other = worlds.run(2, weights, kind=kind, form="loop")
+    assert one == other != [0.0, 0.0]
+    with pytest.raises(worlds.RankError, match=r"trains tensors that are not in the model .*the last stage's rank"):
+        worlds.run(2, weights, kind=kind, form="step")
+    worlds.forget(2)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:period=2", "parameter_server:mode=async"])
+def test_weights_by_hand_are_refused_where_workers_train_alone(strategy: str) -> None:
+    for form in ("step", "loop"):
+        for found in worlds.run(2, train, strategy=strategy, kind="learned weights by hand", form=form):
+            assert isinstance(found, tuple) and "trains tensors that are not in the model" in found[0], found
+
+
 def test_values_of_each_worker_are_its_own_where_workers_train_alone() -> None:
     for found in worlds.run(2, train, strategy="local_sgd:period=2", kind="a queue", form="loop"):
         assert isinstance(found, dict), found

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,10 +59,12 @@ class _Kept(NamedTuple):
     Attributes:
         line: the script's line that first reads it in a step, and a number among the values that this line reads.
         digest: hash of its values there.
+        trained: whether it is a tensor with a gradient.
     """
 
     line: str
     digest: int
+    trained: bool = False
 
 
 class _Origin(NamedTuple):
@@ -102,6 +104,7 @@ class KeptValues(LossWatch):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._steps = self._samples = 0
+        self._alone = ""
         self._own, self._constants = set[StorageWeakRef](), set[StorageWeakRef]()
         self._batch = set[StorageWeakRef]()
         # Tensors of this step, and digests of those among them that the code for it has only read.
@@ -116,7 +119,7 @@ class KeptValues(LossWatch):
         # Digests of values that losses of this step depend on, and of what other optimizers have trained since.
         self._reached: dict[str, int] = {}
         self._trained: dict[str, int] = {}
-        self._others = OtherSteps(run, self._note)
+        self._others = OtherSteps(run, self._note_step)
         self._hooks: list[Any] = []
 
     def begin_batch(self, watched: bool) -> bool:
@@ -133,11 +136,11 @@ class KeptValues(LossWatch):
         self._origins, self._digests, self._counts = {}, {}, {}
         self._kept, self._by_sample, self._states = {}, set(), set()
         self._reached, self._trained = self._trained, {}
-        several = run.context.comms.replica.size > 1
+        self._alone = self._why_alone()
+        several = run.context.comms.replica.size > 1 or bool(self._alone)
         if several and (self._steps == 1 or (self._steps > _FIRST and not self._steps & (self._steps - 1))):
             self._others.look()
-        agree = several and run.context.in_step and run.gradient_sync.loss_normalisation == "step"
-        if watched or not agree or not _is_due(self._steps):
+        if watched or not several or not _is_due(self._steps):
             self._before = {}
             self._numbers.make_plain()
             return False
@@ -178,11 +181,17 @@ class KeptValues(LossWatch):
             self._own = _memories(_own_tensors(self._run.replica.parts))
 
     def check(self, loss: Any) -> None:
-        """See the base class. Records the values on which the loss depends, for ``digest``, and raises nothing."""
+        """See the base class. Records the values on which the loss depends, for ``digest``.
+
+        Where ranks compare nothing in this step, raises UsageError for tensors that the script trains.
+        """
         total = loss[0] if isinstance(loss, tuple | list) and loss else loss
         if self._active and isinstance(total, Tensor):
             for each in self._joined([total], with_ints=False).kept - self._states:
-                self._reached.setdefault(each.line, each.digest)
+                if not self._alone:
+                    self._reached.setdefault(each.line, each.digest)
+                elif each.trained:
+                    self._refuse_trained(each.line.partition(" #")[0])
 
     def digest(self) -> int:
         """Return a hash of the kept values on which the losses of this step depend so far; 0 without any."""
@@ -224,6 +233,24 @@ class KeptValues(LossWatch):
             remedy="give tutti.prepare tensors that are trained, in a module beside the model (tutti.prepare([model,"
             " loss], …)) and in an optimizer; exchange other values over ranks before they are kept (tutti.allreduce,"
             " tutti.allgather), or keep them in a buffer of the model, of which each logical worker has its own",
+        )
+
+    def _why_alone(self) -> str:
+        """Return why ranks do not compare tensors that the script trains beside the model; an empty text if they do."""
+        run = self._run
+        if run.context.grid.stage > 1 and not run.custom.within_batch:
+            return "the last stage's rank computes the loss, and other ranks' copies would stay as they are"
+        together = run.context.in_step and run.gradient_sync.loss_normalisation == "step"
+        if together or run.context.comms.replica.size == 1:
+            return ""
+        return "each rank would train its own with its samples, and none exchanges them"
+
+    def _refuse_trained(self, where: str) -> NoReturn:
+        raise UsageError(
+            "the script trains tensors that are not in the model",
+            where=f"step {self._run.clock + 1}, {where}",
+            why=self._alone,
+            remedy=PREPARE,
         )
 
     def _look(self, module: nn.Module, args: Any, named: Any) -> None:
@@ -309,7 +336,7 @@ class KeptValues(LossWatch):
             return _NOTHING if memory in self._constants else _SAMPLES
         if self._before[memory] == digest:
             return _NOTHING
-        self._kept[memory] = kept = _Kept(self._line(), digest)
+        self._kept[memory] = kept = _Kept(self._line(), digest, tensor.requires_grad)
         return _Origin(frozenset((kept,)), samples=True)
 
     def _line(self) -> str:
@@ -319,9 +346,17 @@ class KeptValues(LossWatch):
         """Return the script's line with a number among the values that it has read in this step."""
         return f"{line} #{next(self._counts.setdefault(line, itertools.count()))}"
 
-    def _note(self, line: str, digest: int) -> None:
+    def _note_step(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Record a step of an optimizer outside of the run.
+
+        Args:
+            name: the optimizer's class.
+            tensors: its parameters that are not in the model, and their gradients.
+        """
+        if self._alone:
+            self._refuse_trained(f"{name}.step() in {script_line()}")
         if _is_due(self._steps):
-            self._trained[self._numbered(line)] = digest
+            self._trained[self._numbered(f"{name}.step() in {script_line()}")] = mix(*tensor_digests(tensors)) >> 1
 
 
 def _is_due(step: int) -> bool:

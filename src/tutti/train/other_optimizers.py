@@ -10,8 +10,6 @@ from weakref import WeakMethod, WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tutti.checkpoint.fingerprint import tensor_digests
-from tutti.comm.random_keys import mix
 from tutti.errors import UsageError, script_line
 from tutti.python_compat import live_objects
 from tutti.train.prepared_before import is_prepared
@@ -73,27 +71,26 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class OtherSteps:
-    """Digests of what optimizers outside of a run are about to make of tensors that are not in the model.
+    """Finds steps of optimizers that no ``tutti.prepare`` was given, of tensors that are not in a run's model.
 
-    Learned weights of a loss, a discriminator or a probe have gradients of this rank's samples alone, unless the script
-    reduces them over ranks. The digests are compared over data ranks with the next step's gradients.
+    Learned weights of a loss, class centres, a discriminator or a probe have gradients of this rank's samples alone,
+    unless the script reduces them over ranks.
 
     Args:
         run: the run.
-        note: receives at a step of such an optimizer a text that names it and a digest of its parameters and their
-            gradients.
+        note: called before such a step with the optimizer's class and its tensors: parameters and their gradients.
     """
 
-    def __init__(self, run: Run, note: Callable[[str, int], None]) -> None:
+    def __init__(self, run: Run, note: Callable[[str, Sequence[Tensor]], None]) -> None:
         self._run, self._note = run, note
         self._hooked = WeakSet[Optimizer]()
 
     def look(self) -> None:
         """Add a step pre-hook to the optimizers of this process that no ``tutti.prepare`` was given. Not collective."""
-        step = WeakMethod(self._stepping)
+        stepping = WeakMethod(self._stepping)
 
         def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (method := step()) is not None:
+            if (method := stepping()) is not None:
                 method(optimizer)
 
         for each in live_objects(Optimizer):
@@ -110,15 +107,6 @@ class OtherSteps:
         own = (p for part in run.replica.parts for p in part.parameters())
         known = set(map(id, [*own, *run.hooks.originals.values()]))
         trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-        tensors = [each for p in trained if p.grad is not None for each in (p, p.grad)]
-        if not tensors:
-            return
-        name = f"{type(optimizer).__name__}.step()"
-        if not run.context.in_step or run.gradient_sync.loss_normalisation != "step":
-            raise UsageError(
-                f"{name} trains tensors that are not in the model",
-                where=f"step {run.clock + 1}, {script_line()}",
-                why="each rank would train its own with its samples, and none exchanges them",
-                remedy=PREPARE,
-            )
-        self._note(f"{name} in {script_line()}", mix(*tensor_digests(each.detach() for each in tensors)) >> 1)
+        tensors = [each.detach() for p in trained if p.grad is not None for each in (p, p.grad)]
+        if tensors:
+            self._note(type(optimizer).__name__, tensors)
