@@ -87,10 +87,10 @@ class KeptValues(LossWatch):
 
     A memory of losses, a queue of embeddings, a running mean or a tensor that the script trains by itself holds on each
     data rank what this rank's samples gave; on one device it would hold what all samples gave. The mode follows tensors
-    that the code for an earlier step has computed from samples, or that have changed since, up to the loss, and numbers
-    of ``item`` and ``tolist`` through arithmetic (``FollowedFloat``). A digest of the values that reach the loss
-    goes over the data ranks with the gradients (``StepContext.written``), at no further message, and ``compare`` then
-    refuses values that differ. The first five steps are watched, and the two steps after each 2ᵏ - 1.
+    that the code for an earlier step has computed from samples, or that have changed since, up to the loss. A digest of
+    the values that reach it goes over the data ranks with the gradients (``StepContext.written``), at no further
+    message, and ``compare`` then refuses values that differ. The first five steps are watched, and the two steps after
+    each 2ᵏ - 1; in the first five also numbers of ``item`` and ``tolist``, through arithmetic (``FollowedFloat``).
 
     Left out are parameters and buffers of the model, of which each logical worker (share of the global batch) has its
     own; batches; averages of norm layers; and recurrent states, which the model's modules are given with a dimension of
@@ -276,6 +276,9 @@ class KeptValues(LossWatch):
         before = [tensor_version(leaf) for leaf in given]
         result = func(*args, **kwargs)
         if func in (Tensor.item, Tensor.tolist):
+            if self._steps > _FIRST:
+                # To make them plain takes tenths of a second.
+                return result
             origins = {each: "" for each in origin.kept} | ({self._steps: ""} if origin.samples else {})
             return tree_map(lambda value: self._numbers.follow(value, origins), result) if origins else result
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
@@ -305,10 +308,9 @@ class KeptValues(LossWatch):
         return _Origin(kept, samples)
 
     def _origin_of_number(self, number: FollowedFloat | FollowedInt) -> _Origin:
-        kept = frozenset(each for each in number.origins if isinstance(each, _Kept))
         if any(isinstance(each, int) and each < self._steps for each in number.origins):
-            kept |= {_Kept(self._line(), name_key(repr(float(number))))}
-        return _Origin(kept, samples=True)
+            return _Origin(frozenset((_Kept(self._line(), name_key(repr(float(number)))),)), samples=True)
+        return _Origin(frozenset(each for each in number.origins if isinstance(each, _Kept)), samples=True)
 
     def _origin_of(self, tensor: Tensor) -> _Origin:
         memory = memory_of(tensor)

@@ -195,7 +195,9 @@ def check_fits(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Modul
         if any(id(p) not in known for each in optimizer for group in each.param_groups for p in group["params"]):
             raise UsageError(
                 "the optimizer has parameters that the model does not have",
-                remedy="make it of model.parameters(), and register everything that is trained in the model",
+                why="their gradients would be of each rank's own samples",
+                remedy="make it of model.parameters(), and register everything that is trained in the model; or give"
+                " tutti.prepare also the module that has them, such as a loss: tutti.prepare([model, loss], …)",
             )
         return
     options, names = optimizer.options, [name for name, _ in model.named_parameters()]
