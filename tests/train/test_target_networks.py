@@ -81,6 +81,18 @@ def of_a_parent(target: Any, model: Any) -> None:
 
 
 @load
+def averaged_data(target: Any, model: Any) -> None:
+    for mine, other in zip(target.parameters(), model.parameters(), strict=True):
+        mine.data = mine.data * 0.9 + (1 - 0.9) * other.data
+
+
+@load
+def copied_data(target: Any, model: Any) -> None:
+    for mine, other in zip(target.parameters(), model.parameters(), strict=True):
+        mine.data = other.data.clone()
+
+
+@load
 def into_parameters(target: Any, model: Any) -> None:
     """A model is moved half of the way to its target."""
     halfway = target.state_dict()
@@ -119,7 +131,7 @@ def trained(how: str, strategy: str, inside: bool = False) -> Any:
                 if run is None or run.stepped:
                     step += 1
                     if step % 3 == 0:
-                        (LOADS | MISUSE)[how](target, model)
+                        (LOADS | MISUSE | LOADS_OF_DATA)[how](target, model)
         return {name: tensor.numpy() for name, tensor in copy.deepcopy(both.state_dict()).items()}
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -199,6 +211,40 @@ def on_one_rank(target: Any, model: Any) -> None:
 @misuse
 def variables(target: Any, model: Any) -> None:
     target.load_state_dict(model.state_dict(keep_vars=True))
+
+
+def shared_data(target: Any, model: Any) -> None:
+    """In plain PyTorch the target then follows every update."""
+    for mine, other in zip(target.parameters(), model.parameters(), strict=True):
+        mine.data = other.data
+
+
+def swapped_data(target: Any, model: Any) -> None:
+    """An average of the weights takes the parameters' place for a forward, as for an evaluation, and they come back."""
+    kept = {name: parameter.data for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    with torch.no_grad():
+        target[4].bias.fill_(model(DATA[:5][0]).mean().item())
+    for name, parameter in model.named_parameters():
+        parameter.data = kept[name]
+
+
+LOADS_OF_DATA = {"shared_data": shared_data, "swapped_data": swapped_data}
+
+
+@pytest.mark.parametrize("strategy", PARTS)
+@pytest.mark.parametrize("how", LOADS_OF_DATA)
+def test_assigned_data_of_which_a_rank_has_a_part(how: str, strategy: str) -> None:
+    refused = how == "shared_data" or strategy.startswith("sharded")
+    why = "to the .data of another tensor" if how == "shared_data" else "has assigned the .data of 0.weight"
+    want = trained(how, "plain")
+    for got in worlds.run(2, trained, how=how, strategy=strategy):
+        if refused:
+            assert isinstance(got, str) and why in got and "test_target_networks.py:" in got, got
+        else:
+            assert isinstance(got, dict), got
+            assert largest_difference(got, want) <= 1e-10
 
 
 @pytest.mark.parametrize("strategy", PARTS)

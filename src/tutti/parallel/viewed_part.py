@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.errors import UsageError, script_line
 from tutti.nn.state_copy import SourceValues, StateCopy
 from tutti.nn.written_tensors import read_only, share_memory
 from tutti.torch_compat import TorchFunctionDisabled, local_tensor, tree_map_only
@@ -65,6 +66,20 @@ def as_views(func: Any, result: Any, wholes: Mapping[Tensor, tuple[str, Tensor]]
 
     with TorchFunctionDisabled():
         return tree_map_only(Tensor, seen, read_only(func, result))
+
+
+def refuse_shared_data(name: str) -> NoReturn:
+    """Raise UsageError: the script assigns a parameter's memory to ``.data`` of a whole tensor. Never returns.
+
+    Args:
+        name: the parameter's name in the model.
+    """
+    raise UsageError(
+        f"the script assigns the memory of {name} to the .data of another tensor",
+        where=script_line(),
+        why="this rank has a part of the parameter, and a whole copy would not change with it",
+        remedy="assign a copy (parameter.data.clone()), or write into the tensor (tensor.copy_(parameter))",
+    )
 
 
 def _digest(part: Tensor) -> int:

@@ -53,6 +53,7 @@ def refuse_assigned_data(name: str) -> NoReturn:
     """
     raise UsageError(
         f"the script has assigned the .data of {name}, whose rows are sharded over devices",
+        where=script_line(),
         why="FSDP2 keeps the rows elsewhere, so that the assignment would change nothing",
         remedy="write in place, with torch.no_grad(): parameter.copy_(value), or mul_, add_, clamp_",
     )

@@ -29,12 +29,12 @@ from tutti.nn.script_mode import (
     tutti_caller,
 )
 from tutti.nn.state_copy import StateCopy
-from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, VIEWS, may_write, read_only
-from tutti.parallel.fsdp.fsdp_refusals import refuse_gathered_write
+from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, VIEWS, may_write, read_only, share_memory
+from tutti.parallel.fsdp.fsdp_refusals import refuse_assigned_data, refuse_gathered_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
-from tutti.parallel.viewed_part import as_views
-from tutti.torch_compat import in_backward, is_compiled, replace_call, tree_map_only, uncompiled_call
+from tutti.parallel.viewed_part import as_views, refuse_shared_data
+from tutti.torch_compat import in_backward, is_compiled, local_tensor, replace_call, tree_map_only, uncompiled_call
 
 _WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
@@ -234,6 +234,8 @@ class _ShardMode(EditWatch):
                 self._data[data] = written
                 return data
             refuse_gathered_write(written, getattr(func, "__name__", ""))
+        if func == ASSIGN_DATA and any(isinstance(each, DTensor) for each in args) and _by_script():
+            return self._assign_data(*args)
         if func in SIZES and (shape := self.wholes.get(first)) is not None and asked_by_script(__name__):
             self.asked = True
             return size_of_whole(func, shape, args, kwargs)
@@ -323,6 +325,21 @@ class _ShardMode(EditWatch):
         """Return the name of the parameter of the model that a ``DTensor`` is; None for other tensors."""
         engine = self.engine()
         return engine.reads.name_of(tensor) if engine is not None and isinstance(tensor, DTensor) else None
+
+    def _assign_data(self, target: Tensor, value: Tensor) -> None:
+        """Assign the whole of a ``DTensor`` to ``.data`` of a plain tensor, which cannot hold rows. Collective."""
+        engine = self.engine()
+        if isinstance(target, DTensor):
+            refuse_assigned_data(self._name_of(target) or "a tensor made of a parameter")
+        if engine is not None and isinstance(value, DTensor):
+            for each in engine.owners():
+                if isinstance(each, DTensor) and share_memory([local_tensor(value)], [local_tensor(each)]):
+                    refuse_shared_data(str(self._name_of(each)))
+            self.asked = True
+            engine.agree_on_call(f"a sharded tensor, which all ranks must read in {script_line()}")
+            self._lost[value] = True
+            value = value.full_tensor()
+        ASSIGN_DATA(target, value)
 
     def _of_wholes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a function of whole parameters. Collective over the shard ranks."""

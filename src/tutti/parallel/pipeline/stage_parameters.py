@@ -18,7 +18,8 @@ from tutti.nn.absent_tensor import is_absent
 from tutti.nn.partial_gradient import PartGradient, agree_on_operand
 from tutti.nn.script_mode import QuietMode, acts_by_element, is_of_lists, tensors_among, tutti_caller
 from tutti.nn.state_copy import SourceValues, StateCopy
-from tutti.nn.written_tensors import DATA, METADATA, VIEWS, may_write, read_only, share_memory
+from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, VIEWS, may_write, read_only, share_memory
+from tutti.parallel.viewed_part import refuse_shared_data
 from tutti.torch_compat import TorchFunctionDisabled, in_backward, tree_map_only
 
 _FORMS = frozenset(
@@ -110,6 +111,8 @@ class StageParameters(QuietMode):
             alias = func(*args, **kwargs) if func is Tensor.detach or not is_absent(args[0]) else args[0].detach()
             self._places[alias] = self._places[given[0]]
             return alias
+        if func == ASSIGN_DATA and self._comm is not None and not self.apart:
+            return self._assign_data(self._comm, *args)
         # To a gradient the ranks that have both add a parameter, without a message.
         adds = bool(args) and isinstance(args[0], PartGradient)
         if self._comm is None or self.apart or in_backward() or adds or name in _TEXTS:
@@ -173,6 +176,19 @@ class StageParameters(QuietMode):
             # The error of PyTorch on the ranks that have the parameter.
             func(torch.zeros(target.shape, dtype=target.dtype, device=target.device).requires_grad_(), *rest, **named)
         return target
+
+    def _assign_data(self, comm: Communicator, target: Tensor, value: Tensor) -> None:
+        """Assign to ``.data`` of a parameter where this rank has it. Collective if the value is a whole tensor."""
+        if target not in self._places:
+            self.undo()
+            refuse_shared_data(self._places[value][0])
+        if value not in self._places:
+            agree_on_operand(comm, value, "the script writes a parameter by a tensor")
+        elif self._places[value][1] != self._places[target][1]:
+            self._refuse(value, "an assignment to .data of a parameter of another stage")
+        self._changes += 1
+        if not is_absent(target):
+            ASSIGN_DATA(target, value)
 
     def _wholes(self, given: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return copies of parameters that are equal on all ranks, by the ``id()`` of the parameter. Collective."""

@@ -35,11 +35,11 @@ from tutti.nn.script_mode import (
 from tutti.nn.state_copy import StateCopy
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
-from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write
+from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write, share_memory
 from tutti.parallel.split_optimizer import SliceRegions, SplitMatrixGatherer
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
-from tutti.parallel.viewed_part import as_views
+from tutti.parallel.viewed_part import as_views, refuse_shared_data
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     TorchFunctionDisabled,
@@ -348,9 +348,13 @@ class SplitReads(EditWatch):
             if len({isinstance(tensor, DTensor) for tensor in given}) > 1:
                 _refuse(name, func, ", sharded over further ranks, together with a plain tensor")
             return tree_map_only(Tensor, partial(self._cut, name, func), (args, kwargs))
+        assigns = func == ASSIGN_DATA
         graph = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_among(args, kwargs))
-        if tuple(args[0].shape) != self._shapes[name][1] or func in _DATA or graph:
+        if tuple(args[0].shape) != self._shapes[name][1] or (graph and not assigns):
             _refuse(name, func, f" together with a tensor of {tuple(args[0].shape)}")
+        same = (each for each, own in self._names.items() if own == name and isinstance(each, nn.Parameter))
+        if assigns and share_memory([args[1]], same):
+            refuse_shared_data(name)
         return tree_map_only(Tensor, partial(self._gather, name, func), (args, kwargs))
 
     def _without_shards(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
