@@ -557,3 +557,24 @@ def test_a_write_to_rows_in_the_groups_that_a_forward_would_not_see_is_refused()
         for said in worlds.run(2, with_rows, strategy=strategy, change=halved_rows, place="before"):
             assert "in an optimizer's groups" in said and said.endswith(" 0")
     worlds.forget(2)
+
+
+def tied_in_the_body(strategy: str) -> tuple[str, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, torch.randn(24, 4), strategy=strategy, batch_size=6, precision="fp64")
+    with pytest.raises(UsageError) as refused:
+        for x in run.microbatches(0):
+            if run.clock == 2:
+                model[2].weight = model[0].weight
+            optimizer.zero_grad()
+            run.backward(model(x).square().mean())
+            optimizer.step()
+    return str(refused.value), run.updates
+
+
+@pytest.mark.parametrize("strategy", ["sharded:stage=2", "sharded:stage=3"])
+def test_weights_that_are_tied_within_an_epoch_are_refused(strategy: str) -> None:
+    for said, updates in worlds.run(2, tied_in_the_body, strategy=strategy):
+        assert "tied the parameter 2.weight" in said and "test_sharded_reads.py:" in said and updates == 2, said

@@ -59,6 +59,20 @@ def refuse_assigned_data(name: str) -> NoReturn:
     )
 
 
+def refuse_replaced(name: str) -> NoReturn:
+    """Raise UsageError: the script has put another object in the place of a sharded parameter. Never returns.
+
+    Args:
+        name: the parameter's name in the model.
+    """
+    raise UsageError(
+        f"the script has replaced or tied the parameter {name} of the model after tutti.prepare",
+        where=script_line(),
+        why="FSDP2 puts its own parameter back in every forward, so that the change would be lost",
+        remedy="make and tie all parameters before tutti.prepare, or write new values into them (copy_)",
+    )
+
+
 def _refuse_functional_call(*_: Any) -> None:
     """Raise UsageError within ``torch.func.functional_call``, which replaces the parameters for one forward."""
     frame = inspect.currentframe()

@@ -34,7 +34,12 @@ from tutti.nn.partial_gradient import GradientParts, agree_on_operand
 from tutti.nn.script_edits import ScriptEdits
 from tutti.nn.swap import parameters, swapped
 from tutti.parallel.fsdp.fsdp_collectives import FirstStepCheck, GradientMeter, set_collectives
-from tutti.parallel.fsdp.fsdp_refusals import refuse_assigned_data, refuse_gathered_write, watch_forwards
+from tutti.parallel.fsdp.fsdp_refusals import (
+    refuse_assigned_data,
+    refuse_gathered_write,
+    refuse_replaced,
+    watch_forwards,
+)
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.parallel.fsdp.whole_reads import WholeReads
@@ -198,8 +203,12 @@ class FullySharded:
         Runs before every forward of the model, too. Not collective.
 
         Raises:
-            UsageError: the script has assigned the ``.data`` of a DTensor parameter, which FSDP2 would not use.
+            UsageError: the script has assigned the ``.data`` of a DTensor parameter, which FSDP2 would not use; or in a
+                custom loop it has put another object in the place of a trained parameter.
         """
+        for name, (module, key) in self._slots.items():
+            if all(module_parameters(module).get(key) is not twin for twin in self._twins[name]):
+                refuse_replaced(name)
         for name, twins in self._twins.items():
             if storage_key(twins[1]) != self._storages[name]:
                 refuse_assigned_data(name)
