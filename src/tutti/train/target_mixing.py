@@ -113,7 +113,9 @@ class TargetProbe(TorchFunctionMode):
         states = random.getstate(), _numpy_state()
         drawn = states[0] != self._states[0] or not all(map(np.array_equal, states[1], self._states[1]))
         size = sum(output.numel() for output in outputs)
-        if not calls or not outputs or size > _MOST or drawn:
+        # A loss that the model itself has computed does not come out of the calls, and its graph must stay unread.
+        computed = id(next(iter(tree_leaves(loss)), None)) in self._known
+        if not calls or not outputs or not computed or size > _MOST or drawn:
             return ""
         with suppress(Exception), own_generators():
             value, whole = self._again(calls, loss, self._batch_of(None), self._outputs)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_shape import check_adds_up
+from tutti.parallel.ddp.output_graph import graph_within
 from tutti.torch_compat import cross_entropy_of, divisor_of_node, is_scalar_node, label_smoothing_of
 from tutti.types.micro_batch import MicroBatch
 
@@ -101,7 +102,7 @@ def _terms(root: Any) -> tuple[list[_Term], bool]:
     smoothing: list[tuple[Any, Tensor]] = []
     while ahead and len(seen) < _MOST:
         node, divisor = ahead.pop()
-        if node is None or node in seen:
+        if node is None or (node := graph_within(node)) in seen:
             continue
         seen.add(node)
         found = cross_entropy_of(node)

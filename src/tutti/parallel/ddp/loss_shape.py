@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from tutti.errors import UsageError, counted
+from tutti.parallel.ddp.output_graph import graph_within
 from tutti.torch_compat import divisor_of_node, is_scalar_node, shape_of_node
 from tutti.types.micro_batch import MicroBatch
 
@@ -53,7 +54,7 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
     ahead, seen = [root], set[Any]()
     while ahead and len(seen) < _MOST:
         node = ahead.pop()
-        if node is None or node in seen or not is_scalar_node(node):
+        if node is None or (node := graph_within(node)) in seen or not is_scalar_node(node):
             continue
         seen.add(node)
         if _reduces(node, micro_batch):
@@ -84,6 +85,7 @@ def _check_elements(node: Any, micro_batch: MicroBatch) -> None:
 
 
 def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
+    root = None if root is None else graph_within(root)
     divisor = None if root is None else divisor_of_node(root)
     if divisor is None or divisor.numel() != 1 or divisor.requires_grad or micro_batch.samples < 1:
         return
@@ -100,7 +102,7 @@ def _holds(node: Any, micro_batch: MicroBatch) -> bool:
     ahead, seen = [node], set[Any]()
     while ahead and len(seen) < _MOST:
         node = ahead.pop()
-        if node is None or node in seen or not is_scalar_node(node):
+        if node is None or (node := graph_within(node)) in seen or not is_scalar_node(node):
             continue
         seen.add(node)
         if _reduces(node, micro_batch):

@@ -246,7 +246,7 @@ class ReplicaPart:
                 rank).
         """
         self.draws.check()
-        objective, start, part = loss_output.read_loss(result, micro_batch)
+        objective, start, part = self.read_loss(result, micro_batch)
         loss_output.check_trains(objective)
         total = part if before is None else before + part
         # A dummy micro-batch runs backward only where that has collectives (SyncBatchNorm, FSDP2), with zero gradient.
@@ -257,6 +257,13 @@ class ReplicaPart:
         if not micro_batch.samples:
             self.forget()
         return total
+
+    def read_loss(self, result: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
+        """Parse what the loss function returned, before its backward: see ``loss_output.read_loss``. Not collective.
+
+        Subclasses whose model's graph is not that of its outputs override the method.
+        """
+        return loss_output.read_loss(result, micro_batch)
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
         """Register ``grad_hook.gradient_ready`` as post-accumulate-grad hook of all trainable parameters on this rank.

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
 from tutti.comm.graph_breaks import left_out_of_graphs
 from tutti.comm.single_call import single_call
@@ -32,6 +33,8 @@ from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.nn.untraced import written_attributes
 from tutti.parallel.ddp import loss_output
+from tutti.parallel.ddp.loss_count import annotate_mean, loss_count
+from tutti.parallel.ddp.output_graph import reads_output
 from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.module_timing import module_seconds
@@ -605,6 +608,23 @@ class PipelineRunner(ReplicaPart):
                     grad_hook.gradient_ready(parameter)
         return total
 
+    def read_loss(self, result: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
+        """Parse the loss of a custom loop, on the ranks of all stages, before its backward: see the method of the base.
+
+        Where the loss contains a loss that the model has computed, the call is collective over the ranks of the
+        replica's stages: the last stage, which has its graph, broadcasts the number of targets that it is a mean over.
+
+        Raises:
+            UsageError: on all ranks, as ``loss_output.read_loss``.
+        """
+        if isinstance(result, Tensor) and result.numel() == 1 and micro_batch.samples and reads_output(result):
+            count = broadcast_result(
+                self._comm, self._ranks - 1, partial(_count_of, result, micro_batch), "what the loss is a mean over"
+            )
+            if count is not None:
+                annotate_mean(result, torch.tensor(count, dtype=result.dtype), micro_batch.samples)
+        return super().read_loss(result, micro_batch)
+
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Return a context in which the model holds other values, for evaluation: in eval mode, without autograd.
@@ -654,6 +674,12 @@ class _Turn:
         if not self.armed and self.grad_hook is not None:
             self.grad_hook.prepare_for_backward(self.total)
         self.armed = True
+
+
+def _count_of(loss: Tensor, micro_batch: MicroBatch) -> float | None:
+    """Return what a loss is a mean over, as a JSON value: see ``loss_count``."""
+    count = loss_count(loss, micro_batch)
+    return None if count is None else float(count)
 
 
 def _as_reply(error: Exception) -> dict[str, Any]:

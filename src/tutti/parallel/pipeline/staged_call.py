@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from tutti.comm.single_call import single_call
 from tutti.comm.stall import TellFailures
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
+from tutti.parallel.ddp.output_graph import annotate_output
 from tutti.parallel.pipeline.second_backward import SecondBackward
 from tutti.parallel.pipeline.stage_messages import MEMORY_FORMATS, MessageForm, message_form, tuples
 from tutti.torch_compat import (
@@ -107,6 +109,7 @@ class StagedModel:
                 values = call.forward(inputs)
             else:
                 values = _Through.apply(call, self._anchor.clone().requires_grad_(), *inputs)  # type: ignore[no-untyped-call]
+                values = call.annotated(values)
         return tree_unflatten(call.with_values(values), treespec_loads(call.outputs.structure))
 
     def _forget_oldest(self, key: tuple[Any, ...]) -> None:
@@ -292,6 +295,13 @@ class _Call:
         """Return the leaves of the model's output: these tensors, and values of other types."""
         given = iter(tensors)
         return [form.value if form.shape is None else next(given) for form in self.outputs.forms]
+
+    def annotated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of the output; numbers, which may be losses, lead to their graph on the last stage."""
+        return [
+            annotate_output(tensor, result) if tensor.numel() == 1 and tensor.requires_grad else tensor
+            for tensor, result in zip_longest(tensors, self._results)
+        ]
 
     @property
     def learns(self) -> list[bool]:

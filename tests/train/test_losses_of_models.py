@@ -1,0 +1,140 @@
+"""Models that compute their loss themselves, a mean over the tokens that are no padding: equal to plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+import tutti
+from tests import worlds
+from tutti.errors import UsageError
+
+BATCH, EPOCHS = 6, 2
+Batch = dict[str, Tensor]
+
+
+class Language(nn.Module):
+    """Returns its loss beside the scores, as models of transformers do: a mean over tokens, or a sum by ``count``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, words: Tensor, labels: Tensor, count: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.head(self.layers(self.embedding(words)))
+        kind = "mean" if count is None else "sum"
+        loss = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction=kind)
+        return {"loss": loss if count is None else loss / count, "scores": scores}
+
+
+def data() -> list[Batch]:
+    draw = torch.Generator().manual_seed(3)
+    words = torch.randint(1, 9, (20, 5), generator=draw)
+    ends = torch.randint(1, 6, (20, 1), generator=draw)
+    labels = words.masked_fill(torch.arange(5) >= ends, -100)
+    return [{"words": w, "labels": t} for w, t in zip(words, labels, strict=True)]
+
+
+def build() -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = Language().double()
+    return model, torch.optim.Adam(model.parameters(), lr=0.03)
+
+
+def of_mean(model: Any, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch)["loss"]
+    return loss
+
+
+def of_count(model: Any, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch, count=(batch["labels"] != -100).sum())["loss"]
+    return loss
+
+
+def scaled(model: Any, batch: Batch) -> Tensor:
+    return 0.5 * of_mean(model, batch)
+
+
+def in_place(model: Any, batch: Batch) -> Tensor:
+    loss = of_mean(model, batch)
+    loss /= 2
+    return loss
+
+
+def with_penalty(model: Any, batch: Batch) -> Tensor:
+    found = model(**batch)
+    loss: Tensor = found["loss"] + 0.01 * found["scores"].pow(2).mean()
+    return loss
+
+
+def rooted(model: Any, batch: Batch) -> Tensor:
+    return of_mean(model, batch).sqrt()
+
+
+LOSSES = {each.__name__: each for each in (of_mean, of_count, scaled, in_place, with_penalty, rooted)}
+
+
+def train(loss: str, strategy: str, micro_batch: int | None, own_loop: bool) -> dict[str, Any]:
+    model, optimizer = build()
+    options: dict[str, Any] = {} if micro_batch is None else {"micro_batch": micro_batch}
+    loss_fn = LOSSES[loss]
+    run = tutti.prepare(
+        model, optimizer, data(), loss_fn, strategy=strategy, batch_size=BATCH, shuffle=False, **options
+    )
+    for epoch in range(EPOCHS):
+        for batch in run.microbatches(epoch) if own_loop else run.epoch(epoch):
+            if own_loop:
+                optimizer.zero_grad()
+                run.backward(loss_fn(model, batch))
+                optimizer.step()
+            else:
+                run.step(batch)
+    return {name: tensor.numpy() for name, tensor in run.state().items()}
+
+
+def plain(loss: str) -> dict[str, Any]:
+    model, optimizer = build()
+    rows = data()
+    for _ in range(EPOCHS):
+        for start in range(0, len(rows), BATCH):
+            batch = {k: torch.stack([row[k] for row in rows[start : start + BATCH]]) for k in rows[0]}
+            optimizer.zero_grad()
+            LOSSES[loss](model, batch).backward()
+            optimizer.step()
+    return {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+
+
+def check_equal(loss: str, size: int, **options: Any) -> None:
+    want = worlds.alone(plain, loss=loss)
+    for state in worlds.run(size, train, loss=loss, **options):
+        for name, value in want.items():
+            assert abs(state[name] - value).max() < 1e-10, (name, options)
+
+
+STAGES = [(2, "pipeline"), (3, "model_parallel"), (2, "hybrid:stages=2")]
+
+
+@pytest.mark.parametrize("loss", ["of_mean", "scaled", "in_place"])
+@pytest.mark.parametrize(("size", "strategy"), STAGES)
+def test_loops_of_stages_divide_by_the_tokens_of_the_global_batch(size: int, strategy: str, loss: str) -> None:
+    check_equal(loss, size, strategy=strategy, micro_batch=2, own_loop=True)
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=2", "sharded", "central_storage", "tensor:least=1"])
+def test_a_count_that_the_script_gives_the_model_is_that_of_its_loss(strategy: str, own_loop: bool) -> None:
+    check_equal("of_count", 3, strategy=strategy, micro_batch=None, own_loop=own_loop)
+
+
+@pytest.mark.parametrize(("loss", "what"), [("with_penalty", "adds other terms"), ("rooted", "takes sqrt")])
+def test_losses_of_stages_that_do_not_add_up_are_refused_on_every_rank(loss: str, what: str) -> None:
+    with pytest.raises(worlds.RankError) as raised:
+        worlds.run(2, train, loss=loss, strategy="pipeline", micro_batch=2, own_loop=True)
+    for failure in raised.value.failures:
+        assert failure is not None and failure.kind == UsageError.__name__ and what in failure.text
