@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from tutti.data.collation import collate
+from tutti.data.digest import digest
 from tutti.data.global_generators import own_generators, seed_generators
+from tutti.data.kept_generators import KeptGenerators
 from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey
-from tutti.errors import DataError
+from tutti.errors import DataError, UsageError
 from tutti.types.micro_batch import Batch
 
 # Random draws of a collate_fn, such as masks, must not repeat those of its first sample.
@@ -25,17 +28,19 @@ _COLLATE = int.from_bytes(b"collate", "big")
 class ItemSource:
     """Gives any map-style data set the interface of a ``tutti.data.Source``, which fetches samples as batches.
 
-    Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators) are keyed by (seed,
-    epoch, sample): they do not depend on the rank, the loader process or the items read before. A data set with
-    ``__getitems__`` is read by one call of this method; if the call fails or uses a global generator, its result is
-    discarded and the items are read one by one.
+    Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators, or with generators that
+    the data set keeps) are keyed by (seed, epoch, sample): they do not depend on the rank, the loader process or the
+    items read before. A data set with ``__getitems__`` is read by one call of this method; if the call fails or uses a
+    generator, its result is discarded and the items are read one by one.
 
     Args:
         items: the data set, with ``__len__`` and ``__getitem__``.
+        functions: of the script, which make a batch of items.
     """
 
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items: Any, *functions: Callable[..., Any]) -> None:
         self.items = items
+        self._kept = KeptGenerators(items, *functions)
         self._name = type(items).__name__
         self._together = callable(getattr(items, "__getitems__", None))
 
@@ -58,9 +63,45 @@ class ItemSource:
             Exception: any other exception of the data set, or an exception of the script's own function.
         """
         key = augment or AugmentKey(0, -1)
-        with own_generators():
+        self._kept.look()
+        batch = self._fetch(indices, key)
+        # A generator that was made with the first item had another seed.
+        return self._fetch(indices, key) if self._kept.look() else batch
+
+    def _fetch(self, indices: NDArray[np.int64], key: AugmentKey) -> Batch:
+        with own_generators(), self._kept.restored():
             samples = self._read_together(indices) or self._read_each(indices, key)
             return self._collate(samples, indices, key)
+
+    def check_repeats(self, index: int, augment: AugmentKey) -> None:
+        """Read an item twice with the same draws, and check that it is equal both times. Not collective.
+
+        Args:
+            index: of the item.
+            augment: seed and epoch of its draws.
+
+        Raises:
+            UsageError: the items differ.
+        """
+        indices = np.array([index])
+        self._kept.look()
+        found = self._digest(indices, augment)
+        if self._kept.look():
+            found = self._digest(indices, augment)
+        if found != self._digest(indices, augment):
+            raise UsageError(
+                f"sample {index} of the {self._name} is another one when it is read again",
+                why="it depends on the samples read before, as by a counter, or draws random numbers that tutti does"
+                " not seed; each device reads other samples",
+                remedy="let a sample depend on its index alone, and draw from random, numpy.random or torch, or from a"
+                " generator of theirs that is an attribute of the data set",
+            )
+
+    def _digest(self, indices: NDArray[np.int64], key: AugmentKey) -> str:
+        with own_generators(), self._kept.restored(), suppress(DataError):
+            return digest(self._read_each(indices, key))
+        # It is raised where the sample is read for training.
+        return ""
 
     def _collate(self, samples: list[Any], indices: NDArray[np.int64], key: AugmentKey) -> Batch:
         return collate(samples, lambda place: f"sample {int(indices[place])}", self._name)
@@ -69,14 +110,15 @@ class ItemSource:
         """Return the items of one call of ``__getitems__``; None where they must be read one by one."""
         if not self._together or not len(indices):
             return None
-        before = _states()
+        before = _states(), self._kept.states()
         try:
             samples = list(self.items.__getitems__(indices.tolist()))
         except Exception:
             # Read one by one, the sample at fault is named.
             return None
         # Random draws of items that are read together would depend on the samples beside them.
-        return samples if len(samples) == len(indices) and _states() == before else None
+        drawn = (_states(), self._kept.states()) != before
+        return samples if len(samples) == len(indices) and not drawn else None
 
     def _read_each(self, indices: NDArray[np.int64], key: AugmentKey) -> list[Any]:
         keys = hash64(key.seed, key.epoch, indices)
@@ -87,6 +129,7 @@ class ItemSource:
 
     def _item(self, index: int, key: int) -> Any:
         seed_generators(key)
+        self._kept.seed(key)
         try:
             return self.items[index]
         except (IndexError, KeyError, OSError, ValueError) as error:
@@ -106,11 +149,13 @@ class CollatedSource(ItemSource):
     """
 
     def __init__(self, items: Any, function: Callable[[list[Any]], Any]) -> None:
-        super().__init__(items)
+        super().__init__(items, function)
         self._function = function
 
     def _collate(self, samples: list[Any], indices: NDArray[np.int64], key: AugmentKey) -> Batch:
-        seed_generators(int(hash64(_COLLATE, key.seed, key.epoch, int(indices[0]))))
+        own = int(hash64(_COLLATE, key.seed, key.epoch, int(indices[0])))
+        seed_generators(own)
+        self._kept.seed(own)
         return self._function(samples)
 
 

@@ -13,7 +13,7 @@ from tutti.comm.communicator import Communicator
 from tutti.data.batches import CollatedBatch, slice_batch
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
-from tutti.data.item_source import CollatedSource
+from tutti.data.item_source import CollatedSource, ItemSource
 from tutti.data.loader import IN_PROCESS, Loader, Prefetch, Task
 from tutti.data.order import SampleOrder, ShuffledOrder
 from tutti.data.source import AugmentKey, Source
@@ -160,7 +160,7 @@ class MapReader:
         self._prefetch, self._world = prefetch, world
         self._order = order or ShuffledOrder(seed, len(source), len(source))
         self._loader: Loader | None = None
-        self._epoch = -1
+        self._epoch, self._checked = -1, False
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch of an epoch of a map-style data set, on the CPU.
@@ -180,6 +180,7 @@ class MapReader:
         Raises:
             MismatchError: on every rank, if a sampler has drawn other samples on another rank.
             DataError: a sample cannot be read or collated, or the sampler yields invalid indices.
+            UsageError: on several ranks, a sample is another one when it is read again.
             LoaderError: a loader process ended, or gave no batch within the timeout.
         """
         contract = self._epochs.at(epoch)
@@ -194,6 +195,8 @@ class MapReader:
             for step, cut in zip(numbers, cuts, strict=True)
             for piece in cut
         ]
+        if tasks and not self._checked and self._world is not None and self._world.size > 1:
+            self._check_repeats(epoch, int(tasks[0][0][0]))
         batches = self._fetch(tasks)
         for step, cut in zip(numbers, cuts, strict=True):
             parts, samples = [next(batches) for _ in cut], len(steps[step])
@@ -204,6 +207,13 @@ class MapReader:
             else:
                 whole = parts[0] if mine else slice_batch(parts[0], 0, 0)
             yield RankBatch(whole, samples, after, None if mine else parts[0])
+
+    def _check_repeats(self, epoch: int, index: int) -> None:
+        """Raise UsageError for a data set whose samples depend on those that this rank has read before."""
+        self._checked = True
+        # Loader processes open the data set's files themselves.
+        if isinstance(self.source, ItemSource) and not self._prefetch.workers:
+            self.source.check_repeats(index, AugmentKey(self._seed, epoch))
 
     def follow(self, epochs: Epochs) -> None:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
