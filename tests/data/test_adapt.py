@@ -95,3 +95,8 @@ def test_what_is_no_data_is_refused(data: Any, kind: type[Exception], words: str
     with pytest.raises(kind) as caught:
         adapt(data)
     assert words in str(caught.value)
+
+
+def test_tensors_of_other_lengths_beside_a_collate_are_refused_with_the_way_out() -> None:
+    with pytest.raises(DataError, match=r"different lengths: \[2, 3\].*DataLoader"):
+        adapt([torch.zeros(2), torch.zeros(3)], collate=list)

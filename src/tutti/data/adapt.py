@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -98,7 +98,7 @@ def adapt(data: Any, collate: Collate | None = None) -> Source:
     if isinstance(data, Source):
         source: Source = data
     elif collate is not None and (several or isinstance(data, Tensor) or _has_numbers(data)):
-        source = CollatedSource(TensorDataset(*data) if several else data, collate)
+        source = CollatedSource(TensorDataset(*_columns(data)) if several else data, collate)
     elif isinstance(data, TensorDataset) and type(data).__getitem__ is TensorDataset.__getitem__:
         source = TensorSource(tuple(data.tensors))
     elif isinstance(data, Tensor):
@@ -112,6 +112,17 @@ def adapt(data: Any, collate: Collate | None = None) -> Source:
     if len(source) == 0:
         raise _empty(data)
     return source
+
+
+def _columns(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return tensors that have an entry for every sample. Raises DataError for other numbers of entries."""
+    lengths = sorted({len(t) for t in tensors})
+    if len(lengths) != 1:
+        raise DataError(
+            f"the tensors have different lengths: {lengths}",
+            remedy="give each one entry for every sample; a list of samples as DataLoader(samples, …)",
+        )
+    return tensors
 
 
 def _unreadable(data: Any, more: str = "") -> UsageError:
@@ -138,12 +149,7 @@ class TensorSource:
 
     def __init__(self, tensors: Tensor | tuple[Tensor, ...]) -> None:
         self._tensors = tensors
-        lengths = {len(t) for t in (tensors if isinstance(tensors, tuple) else (tensors,))}
-        if len(lengths) != 1:
-            raise DataError(
-                f"the tensors have different lengths: {sorted(lengths)}", remedy="give each one entry for every sample"
-            )
-        self._length = lengths.pop()
+        self._length = len(_columns(tensors if isinstance(tensors, tuple) else (tensors,))[0])
 
     def __len__(self) -> int:
         return self._length

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import tutti
 from tests import worlds
@@ -234,3 +236,35 @@ def test_an_argument_that_was_taken_by_its_default_is_refused() -> None:
     assert worlds.run(2, scaled, given=None) == worlds.run(1, scaled, given=None) * 2
     for said in worlds.run(2, scaled, given=2.0):
         assert "gives the model 'scale'" in said
+
+
+@dataclass
+class Padded:
+    """A batch of sequences as an object."""
+
+    words: Tensor
+
+
+def padded(form: str) -> Any:
+    def collate(samples: list[Tensor]) -> Any:
+        words = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        return Padded(words) if form == "object" else UserDict(words=words)
+
+    rows = [torch.ones(1 + 3 * index % 5, 1, dtype=torch.float64) * index for index in range(12)]
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.Tanh()) for _ in range(4)]).double()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        words = batch.words if form == "object" else batch["words"]
+        out: Tensor = model(words).sum(1).square().mean()
+        return out
+
+    strategy = "pipeline" if tutti.size() > 1 else "single"
+    loader = DataLoader(rows, batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    run = tutti.prepare(model, "sgd:lr=0.1", loader, loss, strategy=strategy)
+    return [run.step(batch) for batch in run.epoch(0)]
+
+
+@pytest.mark.parametrize("form", ["object", "mapping"])
+def test_batches_that_are_objects_may_have_other_widths(form: str) -> None:
+    [want] = worlds.run(1, padded, form=form)
+    assert worlds.run(2, padded, form=form) == [pytest.approx(want, abs=1e-12)] * 2

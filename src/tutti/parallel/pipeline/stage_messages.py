@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -316,13 +316,15 @@ def _refuse(value: Any) -> Any:
     )
 
 
-def shapes(batch: Any) -> list[torch.Size]:
+def shapes(batch: Any, depth: int = 8) -> list[torch.Size]:
     """Return the shapes of all tensors of a batch, in the order in which the batch contains them.
 
     Args:
-        batch: a tensor, or nested dictionaries, tuples and lists of tensors. Values of other types are left out.
+        batch: a tensor, nested mappings, tuples and lists of tensors, or an object with such attributes (a dataclass).
+        depth: nesting below which values are left out: objects may refer to each other.
     """
     if isinstance(batch, Tensor):
         return [batch.shape]
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return [shape for value in values for shape in shapes(value)]
+    values = batch if isinstance(batch, tuple | list) else getattr(batch, "__dict__", {}).values()
+    values = batch.values() if isinstance(batch, Mapping) else values
+    return [shape for value in values for shape in shapes(value, depth - 1)] if depth else []
