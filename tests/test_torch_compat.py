@@ -47,6 +47,7 @@ from tutti.torch_compat import (
     DropoutBase,
     FakeTensorMode,
     FunctionModesDisabled,
+    LoaderIterator,
     NormBase,
     TorchDispatchMode,
     TorchFunctionDisabled,
@@ -101,6 +102,7 @@ from tutti.torch_compat import (
     is_wrapped_by_scheduler,
     keeps_graph,
     label_smoothing_of,
+    loader_position,
     local_tensor,
     make_elastic_agent,
     make_wrapper_subclass,
@@ -707,6 +709,13 @@ def loader_processes_know_their_number() -> None:
         torch.utils.data._utils.worker._worker_info = before
 
 
+def loaders_count_their_batches() -> None:
+    iterator = iter(torch.utils.data.DataLoader(range(3)))
+    assert isinstance(iterator, LoaderIterator) and loader_position(iterator) == 0
+    next(iterator)
+    assert loader_position(iterator) == 1
+
+
 def agents_count_the_restarts_that_are_used() -> None:
     agent = SimpleNamespace(_remaining_restarts=3, _worker_group=SimpleNamespace(spec=SimpleNamespace(max_restarts=5)))
     for left in (0, 4):
@@ -856,6 +865,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     modes_are_left_and_entered_again: "without_dispatch_modes",
     events_are_written_at_once: "write_event",
     loader_processes_know_their_number: "enter_loader_process",
+    loaders_count_their_batches: "LoaderIterator loader_position",
     modes_of_compiling_stand_for_options: "inductor_mode_options",
     inductor_compiles_for_some_devices: "inductor_lacks",
     an_apple_gpu_has_one_generator: "mps_generator",

@@ -40,6 +40,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 from torch.utils.data._utils import worker
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 __all__ = [
     "CONVERSION",
@@ -60,6 +61,7 @@ __all__ = [
     "DropoutBase",
     "FakeTensorMode",
     "FunctionModesDisabled",
+    "LoaderIterator",
     "NormBase",
     "TorchDispatchMode",
     "TorchFunctionDisabled",
@@ -115,6 +117,7 @@ __all__ = [
     "is_wrapped_by_scheduler",
     "keeps_graph",
     "label_smoothing_of",
+    "loader_position",
     "local_tensor",
     "make_elastic_agent",
     "make_wrapper_subclass",
@@ -1298,6 +1301,11 @@ def write_event(writer: Any, summary: Any, step: int) -> None:
         step: step of the event.
     """
     writer._get_file_writer().add_summary(summary, step)
+
+
+def loader_position(iterator: LoaderIterator) -> int:
+    """Return how many batches an iterator of a ``DataLoader`` has yielded; no public name tells it."""
+    return iterator._num_yielded
 
 
 def enter_loader_process(number: int, processes: int, dataset: Any) -> None:

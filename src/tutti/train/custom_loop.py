@@ -191,6 +191,7 @@ class CustomLoop:
         work = lifecycle.begin(batch, None)
         self._in_batch, self._counted = True, False
         self._bodies.begin_batch()
+        lifecycle.loaders.begin_batch()
         self._bank.clear()
         self._settings.clear()
         work = lifecycle.padded(work)
@@ -285,6 +286,7 @@ class CustomLoop:
                 self._sync.add_gradients(carried)
             self._origin.remember()
         self._bodies.begin_body(final)
+        self._lifecycle.loaders.begin_body(self._bodies.several)
         self._carried.begin_body(micro_batch, self._bodies.several)
         if self._watches:
             self._lifecycle.values.begin(micro_batch, micro_batch.batch)
@@ -408,6 +410,7 @@ class CustomLoop:
         self._follow_script()
         self._run.checks.end_body(loss)
         self._lifecycle.values.check(loss)
+        self._lifecycle.loaders.check()
         self._bodies.note("backward", 0)
 
         def work(before: LossSums | None) -> LossSums:

@@ -20,6 +20,7 @@ from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.train.carried_state import CarriedValues
 from tutti.train.kept_values import KeptValues
+from tutti.train.loader_watch import LoaderWatch
 from tutti.train.loss_watch import LossWatch
 from tutti.train.worker_trials import WorkerTrials
 from tutti.train.written_parameters import WrittenParameters
@@ -53,6 +54,7 @@ class StepLifecycle:
             its schedule asks.
         values: the check of losses that depend on samples of another logical worker, or on those that this rank alone
             has had in earlier steps.
+        loaders: the check for DataLoaders of the script that advance with every micro-batch.
         in_update: whether the run itself is making an update at this moment.
         in_any_update: number of updates that runs of this process are making at this moment.
         stop_asked: whether this rank asks all ranks to stop after the next step; set by ``Run.ask_to_stop`` and never
@@ -66,7 +68,7 @@ class StepLifecycle:
         self._written = WrittenParameters(run)
         self._carried, self._kept = CarriedValues(run), KeptValues(run)
         self.values: LossWatch = self._carried
-        self._trials = WorkerTrials(run)
+        self._trials, self.loaders = WorkerTrials(run), LoaderWatch(run)
         self.context = StepContext(run.taken, run.feed.contract.batch)
         self.drawn: RankBatch | None = None
         self.rate = 1.0
@@ -256,7 +258,8 @@ class StepLifecycle:
         for a loss that depends on samples of another logical worker (share of the global batch), and for a forward that
         changes parameters in every micro-batch; it warns of a loss that mixes samples. In steps 1 to 8, 16, 32, 64, …
         it also raises UsageError for a loss that depends on Python objects which another worker's micro-batch has
-        changed. In other steps it is ``loss`` itself. Not collective.
+        changed, and in steps 1 and 2 for a loss that takes batches of a DataLoader. In other steps it is ``loss``
+        itself. Not collective.
 
         Args:
             loss: the loss function.
@@ -268,8 +271,8 @@ class StepLifecycle:
         # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
         probed = self._run.checks.probed(loss)
         watched = self.values.watched(probed, work) if self.watch(work) else probed
-        guarded = self._written.guarded(watched, work)
-        return self._trials.watched(loss, guarded, work)
+        guarded = self._trials.watched(loss, self._written.guarded(watched, work), work)
+        return self.loaders.watched(guarded, sum(len(micro_batches) for _, micro_batches in work))
 
     # --- the update, and after it ----------------------------------------------------------------------------------
 
