@@ -138,3 +138,46 @@ def test_losses_of_stages_that_do_not_add_up_are_refused_on_every_rank(loss: str
         worlds.run(2, train, loss=loss, strategy="pipeline", micro_batch=2, own_loop=True)
     for failure in raised.value.failures:
         assert failure is not None and failure.kind == UsageError.__name__ and what in failure.text
+
+
+class Cache:
+    """Keys and values of a model, which training does not use."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class Caching(Language):
+    """Returns a cache beside the loss."""
+
+    def forward(self, words: Tensor, labels: Tensor, count: Tensor | None = None) -> dict[str, Any]:
+        found = super().forward(words, labels, count)
+        return {**found, "cache": Cache(found["scores"])}
+
+
+def train_caching(strategy: str, used: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Caching().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, data(), strategy=strategy, batch_size=BATCH)
+    losses = []
+    for batch in run.microbatches(0):
+        found = model(**batch)
+        assert found["cache"] is not None
+        run.backward(found["cache"].keys.square().mean() if used else found["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        assert run.stats is not None
+        losses.append(run.stats.loss)
+    return losses
+
+
+def test_an_object_in_the_output_of_stages_is_refused_only_where_it_is_used() -> None:
+    [want] = worlds.run(1, train_caching, strategy="single", used=False)
+    for found in worlds.run(2, train_caching, strategy="pipeline", used=False):
+        assert found == pytest.approx(want, abs=1e-12)
+    with pytest.raises(worlds.RankError) as raised:
+        worlds.run(2, train_caching, strategy="pipeline", used=True)
+    assert all(
+        each is not None and "returns a Cache, which cannot be sent" in each.text for each in raised.value.failures
+    )

@@ -53,12 +53,46 @@ class _Outputs(NamedTuple):
     forms: list[MessageForm]
 
 
+class LeftOnStage:
+    """Stands for an object in a model's output that stays on the last stage, such as a cache of keys and values.
+
+    A script that does not use the object, as one that trains on the loss beside it, needs it on no rank. Any use of it
+    raises UsageError.
+
+    Args:
+        kind: name of the object's class.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def refusal(self) -> UsageError:
+        """Return the error that says why the object is on no other rank."""
+        return UsageError(
+            f"the model returns a {self._kind}, which cannot be sent from the last stage to the others",
+            where=script_line(),
+            remedy="return tensors, and tuples, lists or dicts of them, or take strategy='mirrored'",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.refusal()
+
+    def _use(self, *args: Any) -> Any:
+        raise self.refusal()
+
+    __getitem__ = __iter__ = __len__ = __call__ = __bool__ = _use
+
+
 class StagedModel:
     """Stands for a whole model whose stages are on several ranks: a call computes on all of them.
 
     Every rank of the replica's stages makes the same calls with equal arguments, and gets the model's output: calls and
     their backwards are collective over these ranks. A gradient of the output goes back through the stages, into the
     parameters of each and to the inputs.
+
+    Objects in the output that are neither tensors, numbers nor texts are a ``LeftOnStage`` on every rank.
 
     Args:
         passes: passes calls of the model through its stages.
@@ -86,7 +120,7 @@ class StagedModel:
         Raises:
             UsageError: an argument is an object whose tensors are not known; the call is within a transform of
                 ``torch.func``, or with other parameters than the model's own; the model writes an argument in place; or
-                the output is no structure of tensors and numbers, or of another form than for equal arguments before.
+                the output's containers cannot be sent, or it has another form than for equal arguments before.
                 In backward: ``create_graph=True`` for the parameters' gradients, or a third derivative.
             PeerError: a rank has ended, or an error on another stage's rank, which the message states, ended its call.
         """
@@ -189,7 +223,7 @@ class StagedModel:
             stage copies of those in ``result``, without their autograd graph.
 
         Raises:
-            UsageError: the output is no structure of tensors and numbers; or, on the last stage, it has another form
+            UsageError: the output's containers cannot be sent; or, on the last stage, it has another form
                 than for this key before.
         """
         if key not in self._known:
@@ -294,7 +328,8 @@ class _Call:
     def with_values(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Return the leaves of the model's output: these tensors, and values of other types."""
         given = iter(tensors)
-        return [form.value if form.shape is None else next(given) for form in self.outputs.forms]
+        values = [form.value if form.shape is None else next(given) for form in self.outputs.forms]
+        return [LeftOnStage(*value) if isinstance(value, tuple) else value for value in values]
 
     def annotated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of the output; numbers, which may be losses, lead to their graph on the last stage."""
@@ -460,17 +495,13 @@ def _reached(gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:
 def _describe(result: Any) -> tuple[_Outputs, list[Tensor]]:
     """Return the structure of the model's output, and copies of its tensors, which the script may write in place."""
     leaves, structure = tree_flatten(result)
-    odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, bool, int, float, str, type(None)))), None)
-    if odd is not None or (text := _text_of(structure)) is None:
-        kind = type(result if odd is None else odd).__name__
-        raise UsageError(
-            f"the model returns a {kind}, which cannot be sent from the last stage to the others",
-            where=script_line(),
-            remedy="return tensors, and tuples, lists or dicts of them, or take strategy='mirrored'",
-        )
+    if (text := _text_of(structure)) is None:
+        raise LeftOnStage(type(result).__name__).refusal()
     forms, tensors = [], []
     for leaf in leaves:
-        form = message_form(leaf)
+        sent = isinstance(leaf, (Tensor, bool, int, float, str, type(None)))
+        # No leaf of a structure is a tuple, which therefore marks what stays on the last stage.
+        form = message_form(leaf if sent else (type(leaf).__name__,))
         if isinstance(leaf, Tensor):
             form = form._replace(learns=leaf.requires_grad)
             plain = leaf.detach().resolve_conj().resolve_neg()
