@@ -291,26 +291,31 @@ def soak(
     faults:
         number of faults
     kinds:
-        of kill,launcher,stop,slow,terminate,corrupt,fill; fill needs a run on a small disk
+        of kill,launcher,stop,slow,terminate,corrupt,fill [all; fill on a small disk alone]
     devices:
-        numbers of devices to resume on, such as 2,3,4; needs --reproducible
+        numbers of devices to resume on, such as 2,3,4; needs --reproducible [the same]
     seed:
         seed of kinds, steps and ranks
     reference:
-        directory of the run without faults, if it exists already
+        directory of the run without faults [it is trained first]
     as_json:
         print one JSON object
 
     Returns
     -------
     int
-        Exit code. 0: the run survived all faults as promised. 9 (``THRESHOLD``): it broke a promise, which is
-        printed. A wrong option raises UsageError, which ``tutti`` turns into exit code 2.
+        Exit code. 0: the run survived all faults. 9 (``THRESHOLD``): it broke a promise, which is printed: final
+        weights other than those of the run without faults, an unexpected exit code, more repeated steps than lie
+        between two checkpoints, a fault that came after the end, or files of an unfinished save left behind. A wrong
+        option raises UsageError, which ``tutti`` turns into exit code 2.
 
     Notes
     -----
     ``command`` holds the words of a ``tutti train`` command, which is started; when a fault ends the run, it is started
-    again with ``--resume``.
+    again with ``--resume``. Kinds of faults: ``kill`` ends a rank by SIGKILL, ``launcher`` the process that started the
+    ranks; ``stop`` stops a rank for a while (SIGSTOP), ``slow`` stops it again and again; ``terminate`` sends SIGTERM
+    to the launcher, which saves the run; ``corrupt`` flips a bit of the newest checkpoint, and kills; ``fill`` fills
+    the disk.
     """
     above("--faults", faults)
     chosen = read_command(command)

@@ -118,11 +118,11 @@ class Sampling:
     def order(self, seed: int, count: int) -> SampleOrder:
         """Return the object that gives the order in which each epoch draws the samples of a map-style data set.
 
-        These options of the data set may name a PyTorch sampler, which then gives the order. Without a sampler the
-        samples are shuffled, or sequential if the option ``shuffle`` is False.
+        If the attribute ``sampler`` is set, this PyTorch sampler gives the order. Otherwise the samples are shuffled
+        anew in each epoch, or sequential if ``shuffle`` is False.
 
         Args:
-            seed: seed of the run.
+            seed: seed of the run, for the shuffles and for the draws of a sampler; sequential order ignores it.
             count: number of samples in the data set.
 
         Returns:

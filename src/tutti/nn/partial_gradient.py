@@ -158,12 +158,16 @@ class GradientParts:
         return rows.view(comm.size, -1).to(mine.device)
 
     def total(self, index: int) -> Tensor:
-        """Return, on all ranks of the group, a gradient that some of them have whole and the others not at all.
+        """Return, on all ranks of the group, the whole gradient of a parameter that only some of the ranks hold.
 
-        For pipeline stages, not for slices or rows. Collective over the group: an all-reduce; blocks.
+        For pipeline stages, not for slices or rows: one rank of the group holds the whole gradient, others none of it.
+        Where two stages share a parameter, one of them holds the sum of both gradients; the copy of the other is left
+        out (``counted=False`` of ``conceal``). Collective over the group: an all-reduce; blocks.
 
         Args:
-            index: number of the call of ``conceal`` for this gradient, from 0.
+            index: which gradient: its place, from 0, in the order in which every rank of the group has called
+                ``conceal``, the method that replaces a ``.grad`` by a placeholder. A rank that does not hold the
+                gradient makes this call, too, which tells it the shape.
 
         Returns:
             A new tensor of the gradient's shape on the device of the group's communicator, equal on all ranks.

@@ -192,7 +192,7 @@ def asked_by_script(mode: str) -> bool:
     """Return whether the PyTorch function that a function mode handles was called by the script, and not by tutti.
 
     To be called within ``__torch_function__`` of the mode. Looks at the callers on the stack: True if the first one
-    beside the mode belongs to the script, to one of its libraries or to ``torch.nn.init``; False for other code of
+    outside of the mode belongs to the script, to one of its libraries or to ``torch.nn.init``; False for other code of
     PyTorch and for tutti.
 
     Args:

@@ -55,7 +55,7 @@ class LossCounter:
         self._names = part.names
 
     def together(self, part: LossSums | None) -> LossSums | None:
-        """Return this rank's loss sums of the step plus those of the current worker; the rank's total stays.
+        """Return this rank's loss sums of the step plus those of the current worker, without adding them up in place.
 
         A logical worker is one of N fixed shares of the global batch. To be called before the current worker's last
         backward, when the sums are sent along with the gradients, and before ``add`` is called for this worker.

@@ -226,7 +226,7 @@ class LossSurface:
         The current point is the one to which the most recent ``value`` or ``gradient`` has set the model. Reverse mode
         twice (Pearlmutter 1994): the gradient of g·v, where g is the gradient. Collective over the data ranks: call it
         on rank 0, while the other data ranks compute their shares in ``serve``. Rank 0 broadcasts the kind of the pass
-        and v; loss sums and products are all-reduced (``TreeSum``).
+        and v; products are summed over the ranks in a fixed order, so that they are equal on any number of devices.
 
         Args:
             vector: v, a flat vector (``size``,) over the trainable parameters, in the dtype of ``point()``.

@@ -114,11 +114,12 @@ def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
         checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
 
     Returns:
-        A list of two, backward and recomputation (with ``none``: what fused kernels repeat), each with FLOP, bytes and
-        calls by class of operator.
+        A list of two, backward and recomputation (with ``none``: what fused kernels repeat), each with FLOP, bytes read
+        and written in memory, and calls by class of operator.
 
     Raises:
-        UsageError: the choice recomputes nothing in this model.
+        UsageError: the model has no module that ``checkpointing`` would recompute; equal for all groups of a model. For
+            a group whose modules are not recomputed the recomputation is empty.
     """
     if checkpointing not in group.recompute:
         raise UsageError(

@@ -289,8 +289,8 @@ class Run:
 
         Every rank must iterate alike. Collective over all ranks, by all-gathers: of reasons to stop after events of
         callbacks; of digests of the copies of parameters at the end of an epoch, if the last comparison is at least 100
-        steps old; and for a stream or a sampler of digests of samples. Yields nothing once a callback has ended
-        training.
+        steps old; and, if the data are a stream or have a sampler, of digests of samples. Yields nothing once a
+        callback has ended training.
 
         Args:
             number: the epoch, from 0.
@@ -590,8 +590,9 @@ class Run:
         """Return the numbers of the epochs that are left of ``number`` epochs, for a loop over them.
 
         The loop ends early when a callback stops the run. If there are callbacks, ``on_train_begin`` is called before
-        the first epoch and ``on_train_end`` after the last, which is collective over all ranks; after a ``break`` out
-        of the loop the latter is called before the run's next collective call, such as ``evaluate`` or ``save``.
+        the first epoch and ``on_train_end`` after the last; after a ``break`` out of the loop the latter is called
+        before the run's next collective call, such as ``evaluate`` or ``save``. Both calls are collective over all
+        ranks: an all-gather of reasons to stop.
 
         Args:
             number: number of epochs of the whole run.
