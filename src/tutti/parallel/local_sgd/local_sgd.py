@@ -185,6 +185,7 @@ class LocalSGDSync(LocalGradients):
                 optimizer does not take sparse gradients; or, in a synchronous step, a gradient is sparse without its
                 module's attribute ``sparse``.
         """
+        self._take_assigned(worker)
         if (reducer := self._jointly(self._step_context)) is not None:
             self._contribute(reducer, worker, part)
             return
@@ -637,10 +638,15 @@ class LocalSGDSync(LocalGradients):
         if len(self._run_context.mine) > 1:
             self._guard.check(self._trained, where)
             return
-        for worker, copies in self._copies.items():
-            for place, (_, parameter) in enumerate(self._trained):
-                if parameter.data_ptr() != copies[place].data_ptr():
-                    self._copies[worker][place] = parameter.data
+        for worker in self._copies:
+            self._take_assigned(worker)
+
+    def _take_assigned(self, worker: int) -> None:
+        """Let a worker, whose parameters the model has, go on from ``.data`` that a forward or the script assigned."""
+        copies = self._copies[worker]
+        for place, (_, parameter) in enumerate(self._trained):
+            if parameter.data_ptr() != copies[place].data_ptr():
+                copies[place] = parameter.data
 
     def _due(self, step_context: StepContext) -> bool:
         """Return whether the copies are averaged at the end of this step."""
