@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,6 +15,11 @@ from tutti.nn.swap import BufferRef, buffers
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import TorchFunctionDisabled, end_traced_graph
 
+_WAY = (
+    "take run.state() for the whole model, run.evaluate(…) for its results, ema=… for an average of its weights and"
+    " init_from=… for other weights; or strategy='mirrored'"
+)
+_WAY_OF_ATTRIBUTE = "let the model's forward return the value; or take strategy='mirrored'"
 _ADDING = {Tensor.add_, Tensor.sub_, Tensor.__iadd__, Tensor.__isub__}
 
 
@@ -23,11 +29,13 @@ class _Absent:
     Attributes:
         called: the tensor's name in the model.
         place: words for the location of its values, for the error message.
+        way: what the error message advises.
         undo: called before an operation is refused; None for nothing.
     """
 
     called: str = "tensors"
     place: str = "on other ranks"
+    way: str = _WAY
     undo: Callable[[], None] | None = None
 
     @classmethod
@@ -74,6 +82,27 @@ class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
     It takes the memory of one element. Operations that read or write its values raise UsageError; its metadata can be
     read.
     """
+
+
+class AbsentContainer:
+    """Placeholder of a list, dict or set of a module that is on another rank; reading or writing it raises UsageError.
+
+    Args:
+        called: the attribute's name in the model.
+        place: words for the rank that has it, for the error message.
+    """
+
+    def __init__(self, called: str, place: str) -> None:
+        vars(self).update(called=called, place=place, way=_WAY_OF_ATTRIBUTE, undo=None)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(self)
+
+    def _refused(self, *args: Any) -> NoReturn:
+        _refuse(self)
+
+    __iter__ = __len__ = __bool__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _refused
+    __add__ = __radd__ = __iadd__ = __or__ = __ior__ = __setattr__ = _refused
 
 
 def put_away(
@@ -130,8 +159,11 @@ def put_attributes_away(plain: nn.Module, written: Mapping[str, str], here: Sequ
         path, _, key = name.rpartition(".")
         module = plain.get_submodule(path)
         if module not in own:
-            placeholder = torch.zeros(()).as_subclass(AbsentBuffer)
-            _call(placeholder, name, {name: place})
+            placeholder: Any = AbsentContainer(name, place)
+            if not isinstance(vars(module).get(key), list | dict | set | deque):
+                placeholder = torch.zeros(()).as_subclass(AbsentBuffer)
+                _call(placeholder, name, {name: place})
+                placeholder.way = _WAY_OF_ATTRIBUTE
             vars(module)[key] = placeholder
 
 
@@ -169,7 +201,7 @@ def _found(values: Any) -> Any:
             yield from _found(value)
 
 
-def _refuse(tensor: _Absent | type[_Absent]) -> NoReturn:
+def _refuse(tensor: _Absent | type[_Absent] | AbsentContainer) -> NoReturn:
     # Dynamo traces a module's forward, and not the function that ``replace_call`` has set: the graph ends before the
     # call, which is then made as in eager mode.
     end_traced_graph(f"{tensor.called} is on another rank")
@@ -179,6 +211,5 @@ def _refuse(tensor: _Absent | type[_Absent]) -> NoReturn:
         f"the script reads or writes the model's {tensor.called}, which this rank does not have",
         where=script_line(),
         why=f"its numbers are {tensor.place}",
-        remedy="take run.state() for the whole model, run.evaluate(…) for its results, ema=… for an average of its "
-        "weights and init_from=… for other weights; or strategy='mirrored'",
+        remedy=tensor.way,
     )

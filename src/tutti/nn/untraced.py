@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +53,20 @@ class Untraced:
         ]
         self._versions = [(name, b, tensor_version(b), b.clone()) for name, b in model.named_buffers() if not b.is_meta]
 
+    def written_attributes(self) -> list[str]:
+        """Return the dotted names of attributes that were added or changed; not of parameters, buffers and hooks.
+
+        The modules stay as they are, unlike with ``undo``.
+        """
+        return [
+            _joined(path, name)
+            for (path, module), before in zip(self._modules, self._before, strict=True)
+            for name, value in vars(module).items()
+            if _is_kept(name)
+            and name not in MODULE_HOOK_TABLES
+            and (name not in before or value is not before[name][0] or not _same(value, before[name][1]))
+        ]
+
     def undo(self) -> list[str]:
         """Restore what the modules had when this snapshot was made, in place.
 
@@ -84,24 +98,6 @@ class Untraced:
                 with torch.no_grad():
                     buffer.copy_(value)
         return found
-
-
-def written_attributes(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
-    """Run ``forward`` and return the dotted names of the attributes that modules of ``model`` wrote in it.
-
-    The attributes, parameters and buffers are restored, also after an error of ``forward``, which is raised on.
-    Parameters, buffers and tables of hooks are not among the names.
-
-    Args:
-        model: the model.
-        forward: function without arguments that runs the model's forward.
-    """
-    before, tensors = Untraced(model), {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    try:
-        forward()
-    finally:
-        changed = before.undo()
-    return [n for n in changed if n not in tensors and n.rpartition(".")[2] not in MODULE_HOOK_TABLES]
 
 
 class Constants:

@@ -31,7 +31,7 @@ from tutti.nn.script_mode import ScriptMode
 from tutti.nn.swap import describe_tensors, parameters, training_mode
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
-from tutti.nn.untraced import written_attributes
+from tutti.nn.untraced import Untraced
 from tutti.parallel.ddp import loss_output
 from tutti.parallel.ddp.loss_count import annotate_mean, loss_count
 from tutti.parallel.ddp.output_graph import reads_output
@@ -215,7 +215,7 @@ def _names_in(name: str, names: Collection[str]) -> list[str]:
 
 
 class _Trial:
-    """Runs the loss function on the first micro-batch with the whole model, and records its calls of the model.
+    """Runs the loss function, or else the model, on the first micro-batch with the whole model, and watches the calls.
 
     Attributes:
         several_calls: whether the loss function calls the model several times, or asks for a gradient of its inputs.
@@ -223,26 +223,34 @@ class _Trial:
 
     def __init__(self, plain: nn.Module) -> None:
         self._plain, self._calls, self.several_calls = plain, 0, False
+        self._written: dict[str, None] = {}
 
     def run(self, run_context: RunContext) -> list[str]:
         """Return the names of attributes that the model's modules write in a forward of the first micro-batch."""
-        plain = self._plain
-        if run_context.trial is None or peers_of(plain) is not None:
+        plain, trial = self._plain, run_context.trial or run_context.forward_trial
+        if trial is None or peers_of(plain) is not None:
             return []
         before = replace_call(plain, self._call)
         try:
             # The first step reports any error. With gradients: loss functions may take one.
             with suppress(Exception), untouched(plain, run_context.comms.world.device), torch.enable_grad():
-                return written_attributes(plain, partial(run_context.trial, plain))
+                trial(plain)
         finally:
             replace_call(plain, before)
-        return []
+        # Without a loss function the model is called in several ways until one works.
+        self.several_calls &= run_context.trial is not None
+        return list(self._written)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         asked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
         self.several_calls |= asked or self._calls > 0
         self._calls += 1
-        return uncompiled_call(self._plain)(*args, **kwargs)
+        before = Untraced(self._plain)
+        try:
+            return uncompiled_call(self._plain)(*args, **kwargs)
+        finally:
+            # Here, because the trial restores the attributes of modules that the loss function reads by a variable.
+            self._written |= dict.fromkeys(before.written_attributes())
 
 
 class PipelineRunner(ReplicaPart):
