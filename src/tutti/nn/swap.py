@@ -163,6 +163,25 @@ def swapped(parts: Sequence[nn.Module], values: Mapping[str, Tensor]) -> Iterato
 
 
 @contextmanager
+def copied_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context in which modules have copies of their buffers; on exit they have the former ones, and no more.
+
+    Args:
+        parts: the modules, whose submodules are included.
+    """
+    tables = [module_buffers(module) for part in parts for module in part.modules()]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({key: None if tensor is None else tensor.clone() for key, tensor in table.items()})
+        yield
+    finally:
+        for table, former in zip(tables, before, strict=True):
+            table.clear()
+            table.update(former)
+
+
+@contextmanager
 def training_mode(parts: Iterable[nn.Module], training: bool) -> Iterator[None]:
     """Return a context in which modules are in training or evaluation mode; every submodule's mode comes back on exit.
 

@@ -7,7 +7,10 @@ losses: tensors, tensors that the code for a micro-batch moves (``MovedValues``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ref
 
@@ -28,7 +31,9 @@ from tutti.torch_compat import (
 )
 from tutti.train.followed_numbers import FollowedFloat, FollowedInt
 from tutti.train.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
+from tutti.train.module_trials import ModuleTrials
 from tutti.train.moved_values import MovedValues, Place
+from tutti.train.python_state import numbers, numbers_of
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -72,9 +77,11 @@ def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
         what,
         where=f"step {run.clock + 1}, {where}",
         why="this rank computes several logical workers in turn, and each would get the values of the worker before",
-        remedy="keep the values in a buffer of the model, of which each worker has its own (of a loss module, too, by"
-        f" tutti.prepare([model, loss], …)); or take as many workers as data ranks ({run.context.grid.data_ranks}), no"
-        " micro_batch" + ", and exchange them over ranks (tutti.allreduce)" * (run.context.grid.data_ranks > 1),
+        remedy="keep the values in a buffer that the model has before tutti.prepare, of which each worker has its own"
+        " (of a loss module, too, by tutti.prepare([model, loss], …)); or take as many workers as data ranks"
+        f" ({run.context.grid.data_ranks}), no micro_batch"
+        + ", and exchange them over ranks (tutti.allreduce)"
+        * (run.context.grid.data_ranks > 1),
     )
 
 
@@ -180,8 +187,9 @@ class CarriedValues(LossWatch):
     workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
     global batches through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist`` through
     arithmetic (``FollowedFloat``). It changes no call and is not collective. A model in stages and a collective of
-    split layers are one call each (``single_call``), whose results depend on the samples of its arguments. Values that
-    pass through ``float()``, ``math`` or NumPy are not followed; compiled models are not watched.
+    split layers are one call each (``single_call``), whose results depend on the samples of its arguments; the forward
+    of a stage is followed by itself (``stage``). Values that pass through ``float()``, ``math`` or NumPy are not
+    followed, but for numbers of modules (``ModuleTrials``).
 
     Args:
         run: the run.
@@ -195,6 +203,9 @@ class CarriedValues(LossWatch):
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found: dict[StorageWeakRef, _Origins] = {}
         self._moved = MovedValues(memory_of)
+        self._eager, self._uncompiled = False, ExitStack()
+        self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
+        self._trials = ModuleTrials(run, self.updating, partial(refuse_carried, run, where="in the module's forward"))
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether the losses of its micro-batches are to be checked.
@@ -206,20 +217,26 @@ class CarriedValues(LossWatch):
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
 
         Returns:
-            True in the first two global batches, if this rank has several micro-batches of the batch and the model is
-            not compiled; else False.
+            True in the first two global batches, if this rank has several micro-batches of the batch. Their code runs
+            uncompiled; False if it is compiled and the run is reproducible or records graphs.
         """
         run = self._run
         self._batches += 1
         self._moved.begin_batch()
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         if self._batches > _WATCHED or self._left < 2:
-            self._leaves, self._given, self._found = {}, set(), {}
+            self._leaves, self._given, self._found, self._counted = {}, set(), {}, {}
             self._numbers.make_plain()
+            self._trials.forget()
             return False
+        self._trials.begin_batch()
         # The script's object of a split model has a call of tutti's own, which counts as compiled.
         parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
-        return not has_compiled_code(parts, run.context)
+        compiled = has_compiled_code(parts, run.context)
+        # Code that is not compiled rounds otherwise.
+        may = not (run.context.reproducible or (run.context.compile and run.context.compile.records_graphs))
+        self._eager = may and (compiled or "torch._dynamo" in sys.modules)
+        return may or not compiled
 
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
         """See the base class. Called in global batches for which ``begin_batch`` has returned True."""
@@ -232,21 +249,58 @@ class CarriedValues(LossWatch):
                     self._leaves[id(each)] = ref(each), self._here
                     memory = memory_of(each)
                     self._given |= set() if memory is None else {memory}
-        # Each worker has its own persistent buffers, and parameters are those of all samples.
-        own = set(self._given)
+        # Each worker has its own persistent buffers, but for those that a forward has made since tutti.prepare, and
+        # parameters are those of all samples.
+        own, kept = set(self._given), self._run.replica.specs
         for part in self._run.replica.parts:
-            for tensor in (*part.parameters(), *(slot.get() for slot in buffers([part]))):
+            for tensor in (*part.parameters(), *(slot.get() for slot in buffers([part]) if slot.name in kept)):
                 if (memory := memory_of(tensor)) is not None:
                     self._found.pop(memory, None)
                     own.add(memory)
         self._moved.begin(own)
+        self._counted = numbers(self._run.replica.parts)
+        if micro_batch.samples:
+            self._trials.begin(self._here)
+        if self._eager:
+            # A function mode does not see the calls of compiled code.
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
         self.enter()
 
     def ended(self) -> None:
         """Count the micro-batch, and make numbers plain after the last one."""
+        self._uncompiled.close()
         self._left -= 1
+        if self._left > 0:
+            self._follow_counts()
+        self._trials.end()
         if self._batches == _WATCHED and self._left <= 0:
             self._numbers.make_plain()
+
+    @contextmanager
+    def stage(self, given: Any) -> Iterator[Callable[[Any], None]]:
+        """Return a context manager in which this mode follows the forward of a pipeline stage.
+
+        Args:
+            given: the tensors that the stage is given, which depend on the present micro-batch.
+
+        Returns:
+            Its value raises UsageError where the stage's results depend on another logical worker's samples.
+        """
+        if not self._active or not torch.is_grad_enabled():
+            yield lambda result: None
+            return
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, Tensor):
+                self._leaves[id(leaf)] = ref(leaf), self._here
+                # Messages of later micro-batches may come in the same memory.
+                if (memory := memory_of(leaf)) is not None:
+                    self._found.pop(memory, None)
+        with self:
+            yield self._check_stage
+
+    def _check_stage(self, result: Any) -> None:
+        for leaf in tree_leaves(result):
+            self.check(leaf)
 
     def check(self, loss: Any) -> None:
         """See the base class.
@@ -256,8 +310,11 @@ class CarriedValues(LossWatch):
                 micro-batch has moved (changed as a function of its former values), such as a teacher's average; the
                 error names the script's line.
         """
+        if not self._active:
+            return
+        self._follow_counts()
         total = loss[0] if isinstance(loss, tuple | list) and loss else loss
-        if not self._active or not isinstance(total, Tensor):
+        if not isinstance(total, Tensor):
             return
         origins = self._origins([total]).items()
         others = [(place, line) for place, line in origins if place._replace(moved=False) != self._here]
@@ -276,6 +333,20 @@ class CarriedValues(LossWatch):
             )
         what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
         refuse_carried(self._run, what, line)
+
+    def _follow_counts(self) -> None:
+        """Follow the Python numbers of the model's modules that the code for this micro-batch has changed.
+
+        Not what a body of a loop writes after its backward, where it may be the rank's last: that is for all workers.
+        """
+        for part in self._run.replica.parts:
+            for name, module in part.named_modules():
+                for key, value in numbers_of(module).items():
+                    before = self._counted.get(f"{name}.{key}".removeprefix("."))
+                    if before is not None and value != before:
+                        setattr(module, key, self._numbers.follow(value, {self._here: ""}))
+        self._counted = numbers(self._run.replica.parts)
+        self._trials.note()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -300,6 +371,7 @@ class CarriedValues(LossWatch):
                 origins |= self._with_line(leaf.origins)
         before = [tensor_version(leaf) for leaf in given]
         # FSDP2 gathers weights into memory that the forwards of all micro-batches use.
+        gathered = self._gathered(given)
         former = [] if self._run.replica.sharded else self._moved.former(func, args)
         result = func(*args, **kwargs)
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
@@ -310,8 +382,14 @@ class CarriedValues(LossWatch):
         if overwrites and (memory := memory_of(args[0])) is not None and fills_memory(args[0]):
             self._found.pop(memory, None)
         for tensor in (*made, *written) if origins else ():
-            self._note(tensor, origins)
+            if memory_of(tensor) not in gathered:
+                self._note(tensor, origins)
         return result
+
+    def _gathered(self, tensors: Iterable[Tensor]) -> set[StorageWeakRef | None]:
+        """Return memory that may be that of gathered weights: of tensors of a sharded model that no call has made."""
+        computed = (tensor for tensor in tensors if self._run.replica.sharded and tensor.grad_fn is not None)
+        return {memory for tensor in computed if (memory := memory_of(tensor)) not in self._found}
 
     def _origins(self, tensors: Iterable[Tensor]) -> _Origins:
         """Return the micro-batches from which tensors were computed, each with the line where another's met them."""

@@ -31,7 +31,7 @@ from tutti.errors import UsageError, counted
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.ac_and_compile import has_compiled_code
-from tutti.nn.swap import buffers, training_mode
+from tutti.nn.swap import buffers, copied_buffers, training_mode
 from tutti.nn.written_tensors import parameters_unwritten
 from tutti.optim.several import members_of
 from tutti.python_compat import live_objects
@@ -274,17 +274,9 @@ class Checks:
         does a collective, which rank 0 would call alone.
         """
         parts = self._run.replica.parts
-        kept = [(slot, slot.get()) for slot in buffers(parts, persistent=False)]
-        try:
-            for slot, tensor in kept:
-                slot.put(tensor.clone())
-            own = parameters_unwritten(parts)
-            alone = collectives_refused()
-            with own, alone, own_generators(), torch.no_grad(), training_mode(parts, training=False), self.aside():
-                yield
-        finally:
-            for slot, tensor in kept:
-                slot.put(tensor)
+        own, kept, alone = parameters_unwritten(parts), copied_buffers(parts), collectives_refused()
+        with kept, own, alone, own_generators(), torch.no_grad(), training_mode(parts, training=False), self.aside():
+            yield
 
     def _update_batch(self) -> int:
         """Return the number of samples of one update: the global batch, or a worker's share of it."""

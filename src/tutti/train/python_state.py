@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tutti.nn.swap import buffers
 from tutti.nn.untraced import hook_tables
+from tutti.torch_compat import storage_key
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module: parameters, buffers, children and the mode, which others restore, and hooks."""
@@ -63,9 +64,14 @@ def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
         f"{name}.{key}".removeprefix("."): value
         for part in parts
         for name, module in part.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        for key, value in numbers_of(module).items()
     }
+
+
+def numbers_of(module: nn.Module) -> dict[str, float]:
+    """Return the attributes of one module that are Python ints or floats (no bools), by name; not its submodules'."""
+    found = vars(module).items()
+    return {key: value for key, value in found if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
 class PythonState:
@@ -86,6 +92,8 @@ class PythonState:
         self._changes: list[Callable[[], str]] = []
         self._generators: list[Callable[[], Any]] = []
         self._seen = set[int]()
+        # A script's attribute may be a view of a parameter, such as the ``weight`` that ``spectral_norm`` sets.
+        self._parameters = {storage_key(p) for part in parts for p in part.parameters() if _has_storage(p)}
         for part in parts:
             for module in part.modules():
                 self._attributes_and_hooks(module)
@@ -114,7 +122,7 @@ class PythonState:
     def _attributes_and_hooks(self, module: nn.Module) -> None:
         """Record the attributes and hooks of a module, and the variables its forward reads; not its submodules'."""
         self._attributes(module, _DEPTH, _OF_MODULES)
-        if _is_scripts(type(module)):
+        if is_of_script(type(module)):
             self._function(type(module).forward, _DEPTH)
         self._restores += [partial(_refill, table, dict(table)) for table in hook_tables(module).values()]
 
@@ -147,7 +155,9 @@ class PythonState:
         if isinstance(function, MethodType):
             if isinstance(function.__self__, nn.Module):
                 self._module(function.__self__)
-            self._attributes(function.__self__, depth)
+            # Not those of tutti, which a model's replaced call leads to.
+            if is_of_script(type(function.__self__)):
+                self._attributes(function.__self__, depth)
             self._function(function.__func__, depth)
         elif isinstance(function, partial):
             for each in (function.func, *function.args, *function.keywords.values()):
@@ -178,7 +188,7 @@ class PythonState:
             self._function(value, depth - 1)
         elif isinstance(value, nn.Module):
             self._module(value)
-        elif depth > 0 and _is_scripts(kind):
+        elif depth > 0 and is_of_script(kind):
             self._attributes(value, depth)
             self._function(inspect.getattr_static(kind, "__call__", None), depth - 1)
         self._contents(value, depth, name)
@@ -209,6 +219,8 @@ class PythonState:
                 for each in value.values() if kind is dict else value:
                     self._value(each, depth - 1, name)
         elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _is_small(value):
+            if storage_key(value) in self._parameters:
+                return
             then = value.detach().clone()
             self._restores.append(partial(_copy, value, then))
             self._changes.append(lambda: "" if torch.equal(value, then) else name)
@@ -226,8 +238,12 @@ class PythonState:
             self._generators.append(partial(value.set_state, value.get_state()))
 
 
-def _is_scripts(kind: type) -> bool:
-    """Return whether objects of a type are a script's own, and not those of Python, PyTorch or tutti."""
+def is_of_script(kind: type) -> bool:
+    """Return whether objects of a type are a script's own, and not those of Python, PyTorch or tutti.
+
+    Args:
+        kind: the type.
+    """
     root = kind.__module__.split(".")[0]
     return kind is SimpleNamespace or (
         not issubclass(kind, type | ModuleType | Tensor)
@@ -253,6 +269,10 @@ def _holds(container: Any, before: Any) -> bool:
 def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta
     return plain and not tensor.requires_grad
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) is nn.Parameter and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -752,7 +752,8 @@ class Run:
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average; or the script has replaced a parameter of the model,
-                with pipeline stages a module, or written a buffer that has a value of its own in each logical worker.
+                with pipeline stages a module, made a buffer, or written one that has a value of its own in each logical
+                worker.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         self._read_whole(averaged)
@@ -803,6 +804,7 @@ class Run:
     def _read_whole(self, averaged: bool) -> None:
         """Compare over ranks this call and the copies of the model. Collective."""
         self.trainability.check_replaced()
+        self.trainability.check_buffers()
         self.hooks.check_tree()
         self.together("reading the whole state" + " with the average" * averaged)
         check_replicas(self, "reading the whole state")
@@ -891,8 +893,8 @@ class Run:
 
         Raises:
             UsageError: in the middle of a global batch; ``extra``, or a state of a scheduler or callback, has a value
-                of another type; or the script has replaced a parameter of the model, or written a buffer that has a
-                value of its own in each logical worker.
+                of another type; or the script has replaced a parameter of the model, made a buffer, or written one that
+                has a value of its own in each logical worker.
             CheckpointError: the ranks do not share ``folder``.
             MismatchError: ranks hold different copies of a parameter; nothing is written.
             DiskError: the checkpoint could not be written; earlier checkpoints are intact.
@@ -905,6 +907,7 @@ class Run:
         self.callbacks.end_left(self)
         self.custom.end_step()
         self.trainability.check_replaced()
+        self.trainability.check_buffers()
         self.hooks.check_tree()
         saver = run_state.saver(self, Path(folder), keep)
         saver.save(run_state.run_facts(self, extra or {}))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -69,6 +69,7 @@ class StepLifecycle:
         self._carried, self._kept = CarriedValues(run), KeptValues(run)
         self.values: LossWatch = self._carried
         self._trials, self.loaders = WorkerTrials(run), LoaderWatch(run)
+        run.replica.around_stage = self._around_stage
         self.context = StepContext(run.taken, run.feed.contract.batch)
         self.drawn: RankBatch | None = None
         self.rate = 1.0
@@ -273,6 +274,12 @@ class StepLifecycle:
         watched = self.values.watched(probed, work) if self.watch(work) else probed
         guarded = self._trials.watched(loss, self._written.guarded(watched, work), work)
         return self.loaders.watched(guarded, sum(len(micro_batches) for _, micro_batches in work))
+
+    @contextmanager
+    def _around_stage(self, stage: int, given: Any) -> Iterator[Callable[[Any], None]]:
+        """Return a context manager around the forward of a pipeline stage, with the checks of the first steps."""
+        with self._written.unmoved(stage), self._carried.stage(given) as check:
+            yield check
 
     # --- the update, and after it ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
-from tutti.nn.swap import parameters
+from tutti.nn.swap import buffers, parameters
 from tutti.types.gradient_sync import GradientSync
 from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.replica_runner import ReplicaRunner
@@ -132,6 +132,21 @@ class TrainabilityWatch:
             self._refuse_new(f"the script has taken the parameter {name} out of the model")
         if (replaced := self._replica.replaced_name()) is not None:
             self._refuse_new(f"the script has made {replaced} a parameter of the model")
+
+    def check_buffers(self) -> None:
+        """Check that the modules have no more persistent buffers than when the run began. Not collective.
+
+        Raises:
+            UsageError: a forward or the script has made a buffer, or given a tensor to one that was None.
+        """
+        late = [slot.name for slot in buffers(self._replica.parts) if slot.name not in self._replica.specs]
+        if late:
+            raise UsageError(
+                f"the model has had the buffer {late[0]} only since after tutti.prepare",
+                why="weights and buffers are compared, saved and returned by the names that the model had then",
+                remedy="register it with its first values before tutti.prepare, or call the model on a batch there; or"
+                " with persistent=False, which leaves it out of checkpoints, as in PyTorch",
+            )
 
     def _objects(self, named: NamedParameters) -> dict[str | int, str]:
         """Return the parameters' names by what tells parameters apart: their objects, or else their names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,8 +14,9 @@ from tutti.comm.collectives import collectives_refused
 from tutti.config.variables import is_off
 from tutti.data.batches import map_tensors
 from tutti.data.global_generators import own_generators
+from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import has_compiled_code
-from tutti.nn.swap import buffers
+from tutti.nn.swap import buffers, copied_buffers
 from tutti.nn.written_tensors import ParameterWriteError, parameters_unwritten
 from tutti.train.carried_state import refuse_carried, worker_place
 from tutti.train.metric_objects import metric_objects
@@ -43,7 +44,10 @@ class WorkerTrials:
     are allowed. ``CarriedValues`` finds such values by the script's calls of PyTorch and arithmetic, and names the
     line; the trials find values that pass through ``float()``, ``math``, NumPy or a condition.
 
-    Losses are not tried if the model is compiled, or split or sharded over ranks, whose forwards are collective, nor
+    On a rank that shares a worker's micro-batches with others, the loss of each micro-batch is tried with the values
+    from before and from after its forward.
+
+    Losses are not tried if the model is split or sharded over ranks, whose forwards are collective, nor
     with ``TUTTI_DIAGNOSTICS=off``.
 
     Args:
@@ -58,8 +62,9 @@ class WorkerTrials:
         """Return ``guarded`` with a check for losses that depend on Python objects another worker has changed.
 
         To be called once in each step. The check is due in steps 1 to 8, 16, 32, 64, …, if this rank computes several
-        logical workers (fixed shares of the global batch) by forwards that are neither compiled nor collective, and the
-        loss function uses no metric object (with ``update``, ``compute`` and ``reset``). Not collective.
+        logical workers (fixed shares of the global batch), or shares one with other ranks, by forwards that are not
+        collective, and the loss function uses no metric object (with ``update``, ``compute`` and ``reset``). Not
+        collective.
 
         Args:
             loss: the script's loss function, of which the check makes further calls without gradients.
@@ -78,7 +83,11 @@ class WorkerTrials:
         left = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         places = [worker_place(each, run) for each in left]
         collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.together
-        if len(set(places)) < 2 or collective or metric_objects(loss) or has_compiled_code([run.model], run.context):
+        if collective or metric_objects(loss):
+            return guarded
+        if run.feed.contract.shared:
+            return self._watched_alone(loss, guarded, left)
+        if len(set(places)) < 2:
             return guarded
         begun = PythonState(run.replica.parts, loss)
         tried = {places[0]}
@@ -98,26 +107,76 @@ class WorkerTrials:
 
         return watch
 
-    def _depends(self, loss: LossFn, model: Any, micro_batch: MicroBatch, begun: PythonState) -> bool:
-        """Return whether a micro-batch's loss differs with the values that Python objects had before the step."""
+    def _watched_alone(self, loss: LossFn, guarded: LossFn, left: list[MicroBatch]) -> LossFn:
+        """Return the check of a rank that shares a worker: whether losses depend on what a forward has changed.
+
+        The worker's next micro-batch may be on another rank, which has persistent buffers from here and nothing else.
+        """
+        run = self._run
+
+        def watch(model: Any, batch: Any) -> Any:
+            micro_batch = left.pop(0) if left else None
+            if micro_batch is None or not micro_batch.samples:
+                return guarded(model, batch)
+            begun, former = PythonState(run.replica.parts, loss), self._volatile()
+            result = guarded(model, batch)
+            run.trainability.check_buffers()
+            names = begun.changed() or [n for n, tensor in self._volatile().items() if not _same(tensor, former.get(n))]
+            draws = run.replica.draws
+            moment, state = draws.moment, draws.state
+            if names and self._depends(loss, model, micro_batch, begun, former):
+                raise UsageError(
+                    f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}",
+                    where=f"step {run.clock + 1}, in the loss function or the model's forward",
+                    why="ranks share the micro-batches of a logical worker, and each would get the values that its own"
+                    " have left",
+                    remedy="keep the values in a persistent buffer that the model has before tutti.prepare; or take as"
+                    f" many workers as data ranks ({run.context.grid.data_ranks}), and no micro_batch",
+                )
+            draws.moment, draws.state = moment, state
+            return result
+
+        return watch
+
+    def _volatile(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that are not handed on between ranks that share a worker."""
+        specs = self._run.replica.specs
+        slots = buffers(self._run.replica.parts, persistent=False)
+        return {slot.name: slot.get().clone() for slot in slots if slot.name not in specs}
+
+    def _depends(
+        self,
+        loss: LossFn,
+        model: Any,
+        micro_batch: MicroBatch,
+        begun: PythonState,
+        former: Mapping[str, Tensor] | None = None,
+    ) -> bool:
+        """Return whether a micro-batch's loss differs with the values that Python objects had before the step.
+
+        ``former``: buffers that take their values before, too.
+        """
         run = self._run
         now = PythonState(run.replica.parts, loss)
         replica = cast(CustomLoopRunner, run.replica)
         by_worker = run.gradient_sync.loss_normalisation == "worker"
+        compiled = has_compiled_code([run.model], run.context)
 
         def value(state: PythonState) -> list[Tensor]:
-            slots = [(slot, slot.get()) for slot in buffers(run.replica.parts, persistent=False)]
             with ExitStack() as stack:
-                for slot, tensor in slots:
-                    stack.callback(slot.put, tensor)
                 stack.callback(now.restore)
                 stack.enter_context(own_generators())
                 stack.enter_context(run.checks.aside())
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(collectives_refused())
+                if compiled:
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(parameters_unwritten(run.replica.parts))
-                for slot, tensor in slots:
-                    slot.put(tensor.clone())
+                stack.enter_context(copied_buffers(run.replica.parts))
+                if state is begun and former is not None:
+                    for slot in buffers(run.replica.parts, persistent=False):
+                        if slot.name in former:
+                            slot.put(former[slot.name].clone())
                 replica.begin(micro_batch)
                 state.restore(generators=False)
                 try:
@@ -139,6 +198,10 @@ class WorkerTrials:
             return False
         finally:
             replica.begin(micro_batch)
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from tutti.checkpoint.fingerprint import is_compared, tensor_digests
@@ -45,9 +47,13 @@ class WrittenParameters:
     def __init__(self, run: Run) -> None:
         self._run, self._count, self._steps = run, 0, 0
         self._epochs = self._digested = 0
+        # Whether forwards are guarded in this step, and in pipeline stages those that have had one; whether backwards
+        # of other micro-batches follow.
+        self._guards, self._stages, self._in_flight = False, set[int](), False
         sync = run.gradient_sync
         together = run.context.comms.replica.size > 1 and sync.loss_normalisation == "step"
-        self._watched = together and cast(CustomLoopSync, sync).gradient_at in ("rank", "rows", "stages")
+        place = cast(CustomLoopSync, sync).gradient_at if together else None
+        self._watched, self._served = place in ("rank", "rows", "stages", "servers"), place == "servers"
         self.watch()
 
     def watch(self) -> None:
@@ -55,7 +61,9 @@ class WrittenParameters:
 
         To be called again when the model gets other parameter objects. Not collective.
         """
-        self._parameters = [p for _, p in parameters(self._run.replica.parts)] if self._watched else []
+        named = parameters(self._run.replica.parts) if self._watched else []
+        # Parameter servers have values of the trained ones, which replace the ranks' own.
+        self._parameters = [p for _, p in named if not (self._served and p.requires_grad)]
         self.note()
 
     def note(self) -> None:
@@ -121,20 +129,56 @@ class WrittenParameters:
 
         Returns:
             The wrapped function in the first three calls of this method; ``loss`` itself afterwards, where this rank's
-            parameters see only one micro-batch a step, where parameters are sharded or in pipeline stages, and where
-            other ranks write into the same memory, so that a change during a forward need not be the forward's.
+            parameters see only one micro-batch a step, where parameters are sharded, in pipeline stages (``unmoved``),
+            and where other ranks write into the same memory, so that a change during a forward need not be its own.
         """
         run = self._run
         self._steps += 1
+        self._stages, self._in_flight = set(), False
         counts = [len(micro_batches) for _, micro_batches in work]
-        apart = run.context.grid.stage > 1 or run.replica.sharded or run.gradient_sync.shares_parameters
-        if self._steps > _GUARDED or sum(counts) < 2 or apart:
+        self._guards = self._steps <= _GUARDED and sum(counts) > 1
+        if not self._guards or run.replica.sharded or run.gradient_sync.shares_parameters:
+            self._guards = False
+            return loss
+        if run.context.grid.stage > 1:
+            self._in_flight = not run.replica.own_backward and max(counts) > 1
             return loss
         named = _plain_parameters(run.replica.parts)
         if run.gradient_sync.loss_normalisation == "worker" and max(counts) < 2:
             # Workers that train alone have trained parameters of their own, and share the frozen ones of the rank.
             named = [(name, p) for name, p in named if not p.requires_grad]
         return _Guard(loss, named, run) if named else loss
+
+    @contextmanager
+    def unmoved(self, stage: int) -> Iterator[None]:
+        """Return a context manager around a pipeline stage's forward that refuses what ``guarded`` does for a loss.
+
+        Args:
+            stage: number of the stage.
+
+        Raises:
+            UsageError: the forward moves parameters in every micro-batch, or writes them while backwards of other
+                micro-batches are still to come.
+        """
+        if not self._guards or self._run.context.grid.stage == 1 or not torch.is_grad_enabled():
+            yield
+            return
+        named = _plain_parameters(self._run.replica.parts)
+        versions = [tensor_version(p) for _, p in named]
+        before = _digests(named) if stage in self._stages else None
+        self._stages.add(stage)
+        yield
+        if before is not None:
+            _refuse_moved(self._run, named, before)
+        changed = [name for (name, p), version in zip(named, versions, strict=True) if tensor_version(p) != version]
+        if self._in_flight and changed:
+            raise UsageError(
+                f"the forward writes the parameter {changed[0]}",
+                where=f"step {self._run.clock + 1}",
+                why="pipeline stages compute forwards of other micro-batches before a backward, which needs the values"
+                " of its own forward",
+                remedy="write it between two steps; or take micro_batches=1, or strategy='model_parallel'",
+            )
 
     def compare(self) -> None:
         """Raise UsageError, on every data rank, if copies of a parameter differ because the script has written them.
@@ -158,8 +202,9 @@ class WrittenParameters:
             why="random draws between steps come from each rank's own generator (reset_parameters, torch.randn), and"
             " numbers of a rank's own samples are its own, too",
             remedy="call torch.manual_seed with the same number on every rank right before the draw, or compute the"
-            " values from what is the same everywhere, such as run.stats or run.state(); for a layer that its first"
-            " batch initialises, call the model on a batch, the same on every rank, before tutti.prepare",
+            " values from what is the same everywhere, such as run.stats or run.state(); keep what a forward computes"
+            " from samples (a codebook's averages) in buffers; for a layer that its first batch initialises, call the"
+            " model on a batch, the same on every rank, before tutti.prepare",
         )
 
 
@@ -179,23 +224,29 @@ class _Guard:
     def __call__(self, model: Any, batch: Any) -> Any:
         """Return the loss. Raises UsageError if this call, and not the first one alone, has moved a parameter."""
         self._calls += 1
-        before = self._digests() if self._calls > 1 else None
+        before = _digests(self._parameters) if self._calls > 1 else None
         result = self._loss(model, batch)
-        if before is not None and (after := self._digests()) != before:
-            moved = [name for (name, _), a, b in zip(self._parameters, before, after, strict=True) if a != b]
-            raise UsageError(
-                f"the forward writes the parameter {moved[0]}, and moves it in every micro-batch",
-                where=f"step {self._run.clock + 1}",
-                why="a device has several micro-batches of a global batch, and on more devices the parameter would move"
-                " less often",
-                remedy="write it between two steps; or take as many workers as data ranks"
-                f" ({self._run.context.grid.data_ranks}), and no micro_batch; or give tutti.prepare ema=… for an"
-                " average",
-            )
+        if before is not None:
+            _refuse_moved(self._run, self._parameters, before)
         return result
 
-    def _digests(self) -> list[int]:
-        return tensor_digests(p.data for _, p in self._parameters)
+
+def _digests(named: NamedParameters) -> list[int]:
+    return tensor_digests(p.data for _, p in named)
+
+
+def _refuse_moved(run: Run, named: NamedParameters, before: Sequence[int]) -> None:
+    """Raise UsageError if parameters have other digests than before a forward."""
+    moved = [name for (name, _), a, b in zip(named, before, _digests(named), strict=True) if a != b]
+    if moved:
+        raise UsageError(
+            f"the forward writes the parameter {moved[0]}, and moves it in every micro-batch",
+            where=f"step {run.clock + 1}",
+            why="a device has several micro-batches of a global batch, and on more devices the parameter would move"
+            " less often",
+            remedy=f"write it between two steps; or take as many workers as data ranks ({run.context.grid.data_ranks}),"
+            " and no micro_batch; or give tutti.prepare ema=… for an average",
+        )
 
 
 def _plain_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:

@@ -128,6 +128,10 @@ class ReplicaRunner(Protocol):
             empty.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
             otherwise empty.
+        draws: the model's RNG streams on this rank, which ``moment`` and ``state`` read and set.
+        around_stage: context manager around the forward of a virtual pipeline stage; called with the stage's number and
+            the tensors that it is given. Its value is called with the stage's results, and raises UsageError where they
+            depend on another logical worker's micro-batch.
     """
 
     plain: nn.Module
@@ -150,6 +154,8 @@ class ReplicaRunner(Protocol):
     edits: EditRecords | None
     passes: Sequence[Any]
     split_backwards: Sequence[Any]
+    draws: Any
+    around_stage: Callable[[int, Any], AbstractContextManager[Callable[[Any], None]]]
 
     @property
     def stage_copies(self) -> Sequence[tuple[Communicator, Sequence[nn.Parameter]]]:

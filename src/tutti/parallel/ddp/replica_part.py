@@ -104,6 +104,8 @@ class ReplicaPart:
         self.adapt_hooks: Callable[[], Sequence[str]] = lambda: ()
         self.passes: Sequence[Any] = ()
         self.split_backwards: Sequence[Any] = ()
+        self.around_stage: Callable[[int, Any], AbstractContextManager[Callable[[Any], None]]]
+        self.around_stage = lambda stage, given: nullcontext(lambda result: None)
         here = {inner for part in self.parts for inner in part.modules()}
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}
         self.draws = RngStreams(module, device, run_context.draws, chosen)

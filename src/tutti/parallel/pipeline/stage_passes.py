@@ -216,7 +216,10 @@ class StagePasses:
         traced = self.cuts.record is None
         arguments = {name: given[name] for name in virtual_stage.given} if traced else {}
         before = {name: _versions(value) for name, value in arguments.items()}, _versions(shared)
-        result = virtual_stage.module(*(given[name] for name in virtual_stage.given), *flight.values)
+        taken = [*(given[name] for name in virtual_stage.given), *flight.values]
+        with self.replica.around_stage(stage, taken) as check:
+            result = virtual_stage.module(*taken)
+            check(result)
         if traced:
             self._check_written(stage, arguments, shared, before)
         if self.replica.split_backwards:

@@ -1,0 +1,167 @@
+"""Refuse modules whose output depends on Python numbers that another logical worker's micro-batch has left in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tutti.comm.collectives import collectives_refused
+from tutti.data.global_generators import own_generators
+from tutti.nn.swap import copied_buffers
+from tutti.nn.written_tensors import parameters_unwritten
+from tutti.torch_compat import functorch_level, in_backward, tree_leaves, tree_map_only
+from tutti.train.moved_values import Place
+from tutti.train.python_state import PythonState, is_of_script
+from tutti.types.replica_runner import ReplicaRunner
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+_Values: TypeAlias = dict[nn.Module, dict[str, Any]]
+_PLAIN = int | float | str
+"""Types of the attributes that are compared; bools are ints."""
+
+
+class ModuleTrials:
+    """Finds modules of the script whose output depends on numbers that another worker's micro-batch has changed.
+
+    A count of forwards, or a rate that grows with them, would have another value if each worker had a device of its
+    own. If a module has other numbers or texts than it would have for a worker alone, its forward is computed
+    without gradients: with the values that the worker would have, with the present ones, and where the outputs differ
+    once more with the former, to leave out modules that draw by themselves. No call leaves a trace. Outputs that do not
+    depend on the values, such as those of a module that counts for a log, are allowed. A module with submodules is
+    tried only where its forward sends nothing to other ranks.
+
+    Args:
+        run: the run.
+        aside: returns a context manager in which calls of PyTorch are not followed by other checks.
+        refuse: called with the error message's first sentence.
+    """
+
+    def __init__(
+        self, run: Run, aside: Callable[[], AbstractContextManager[None]], refuse: Callable[[str], None]
+    ) -> None:
+        self._run, self._aside, self._refuse = run, aside, refuse
+        self._begun: _Values = {}
+        self._left: _Values = {}
+        # The values that each worker would have on a device of its own.
+        self._own: dict[Place, _Values] = {}
+        self._place: Place | None = None
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        self._trying = False
+
+    def begin_batch(self) -> None:
+        """Note the values before a global batch; those that the script has written since the last are every worker's.
+
+        What a loop's last body writes after its backward counts as written by the script, too.
+        """
+        modules = {module for part in self._run.replica.parts for module in part.modules()}
+        self._begun = {module: _values(module) for module in modules if is_of_script(type(module))}
+        for own in self._own.values():
+            for module, now in self._begun.items():
+                left = self._left.get(module, {})
+                written = {name: value for name, value in now.items() if left.get(name) != value}
+                own[module] = {**own.get(module, now), **written}
+
+    def begin(self, place: Place) -> None:
+        """Begin a worker's micro-batch: watch the modules that have other values than the worker's own.
+
+        Args:
+            place: the micro-batch's worker.
+        """
+        self._place = place
+        for module, own in self._own.setdefault(place, dict(self._begun)).items():
+            if _differing(own, _values(module)):
+                self._hooks[module] = module.register_forward_pre_hook(_Trial(self._try), with_kwargs=True)
+
+    def note(self) -> None:
+        """Note the values that the code for the micro-batch has left."""
+        self._left = {module: _values(module) for module in self._begun}
+
+    def end(self) -> None:
+        """End the micro-batch."""
+        if self._place is not None:
+            self._own[self._place] |= {m: values for m, values in self._left.items() if m not in self._hooks}
+        for hook in self._hooks.values():
+            hook.remove()
+        self._place, self._hooks = None, {}
+
+    def forget(self) -> None:
+        """Forget all values, once no micro-batch is watched any more."""
+        self._begun, self._left, self._own = {}, {}, {}
+
+    def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        run = self._run
+        collective = run.context.comms.model.size > 1 or bool(run.replica.sharded) or run.feed.together
+        outside = not torch.is_grad_enabled() or functorch_level() is not None or in_backward()
+        if self._place is None or self._trying or outside:
+            return
+        if collective and next(module.children(), None) is not None:
+            return
+        own, now = self._own[self._place][module], _values(module)
+        self._trying, depends = True, False
+        try:
+            value = partial(_output, run.replica, module, args, kwargs)
+            with self._aside():
+                first, self._own[self._place][module] = value(own)
+                depends = not _equal(first, value(now)[0]) and _equal(first, value(own)[0])
+        except Exception:
+            # The forward may need gradients, or write parameters.
+            self._own[self._place][module] = now
+        finally:
+            self._trying = False
+        if depends:
+            name, changed = type(module).__name__, _differing(own, now)
+            self._refuse(f"the output of {name} depends on what another micro-batch has left in {name}.{changed[0]}")
+
+
+class _Trial:
+    """A hook before a module's forward that changes nothing; see ``leave_hooks_out_of_copies``."""
+
+    def __init__(self, look: Callable[[nn.Module, Any, Any], None]) -> None:
+        self._look = look
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Try the module with the arguments of the forward that begins."""
+        self._look(module, args, kwargs)
+
+
+def _values(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training"}
+
+
+def _differing(own: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name, value in own.items() if now.get(name, value) != value]
+
+
+def _output(
+    replica: ReplicaRunner, module: nn.Module, args: Any, kwargs: Any, values: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return a forward's results and the attributes afterwards, from these values; and leave everything as it was."""
+    draws, state = replica.draws, PythonState((), module.forward)
+    with ExitStack() as stack:
+        stack.callback(state.restore)
+        stack.callback(setattr, draws, "moment", draws.moment)
+        stack.callback(setattr, draws, "state", draws.state)
+        stack.enter_context(own_generators())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(collectives_refused())
+        stack.enter_context(parameters_unwritten([module]))
+        stack.enter_context(copied_buffers([module]))
+        vars(module).update(values)
+        given, named = tree_map_only(Tensor, torch.clone, (args, kwargs))
+        found = tree_leaves(module.forward(*given, **named))
+        return [each.clone() if isinstance(each, Tensor) else each for each in found], _values(module)
+
+
+def _equal(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or bool(a == b)
+        for a, b in zip(some, others, strict=True)
+    )
