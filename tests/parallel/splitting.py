@@ -17,7 +17,7 @@ SPLIT, SEQUENCE = "tensor:least=1", "tensor:least=1,sequence=true"
 
 
 def prepare(shape: str, strategy: str, optimizer: str = "adamw:lr=0.01", **options: Any) -> tutti.Run:
-    arguments = {"workers": 1, "batch_size": 8, "micro_batch": 3, "precision": "fp64", "ema": 0.8, **options}
+    arguments = {"workers": 1, "batch_size": 8, "micro_batch": 5, "precision": "fp64", "ema": 0.8, **options}
     plain = build(shape)
     made = MADE[optimizer](plain) if optimizer in MADE else optimizer
     return tutti.prepare(plain, made, data(shape), loss(shape), strategy=strategy, **arguments)

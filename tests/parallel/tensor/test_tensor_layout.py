@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import KINDS, OPTIMIZERS, largest_difference
-from tests.covering import Continuations, in_turn, shared_out
+from tests.covering import Continuations, in_turn, shared_out, table
 from tests.parallel.shapes import SHAPES, build, data, loss
 from tests.parallel.splitting import SEQUENCE, SPLIT, TOLERANCE, check, few_large, outcome, prepare, train, trained
 from tutti.errors import UsageError
@@ -572,16 +572,17 @@ def elsewhere(strategy: str, kind: str, own: bool) -> Any:
     return {name: value.numpy().copy() for name, value in run.state().items()}
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", ["norm", "normed", "scaled", "tied by hand", "layer's own"])
-def test_layers_whose_weights_the_forward_reads_stay_whole(kind: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "own", "devices"),
+    table(["norm", "normed", "scaled", "tied by hand", "layer's own"], [False, True], [2, 3]),
+)
+def test_layers_whose_weights_the_forward_reads_stay_whole(kind: str, own: bool, devices: int) -> None:
     want = worlds.alone(elsewhere, strategy="single", kind=kind, own=own)
-    for devices in (2, 3):
-        for got in worlds.run(devices, elsewhere, strategy="tensor:least=1", kind=kind, own=own):
-            if own and kind != "layer's own":
-                assert "the script reads " in got and "tensor:whole=" in got
-            else:
-                assert largest_difference(got, want) <= TOLERANCE
+    for got in worlds.run(devices, elsewhere, strategy="tensor:least=1", kind=kind, own=own):
+        if own and kind != "layer's own":
+            assert "the script reads " in got and "tensor:whole=" in got
+        else:
+            assert largest_difference(got, want) <= TOLERANCE
 
 
 def sharing_a_softmax(strategy: str) -> list[float]:
