@@ -17,6 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -233,7 +234,11 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, d
     import torch
 
     import tutti
+    from tutti.comm import stall
 
+    # Ranks of tests of deadlocks begin to read each other's notes after half a second and not after two; what the notes
+    # must say, and how long, stays.
+    stall._PATIENCE = timedelta(seconds=0.5)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), TUTTI_STORE=store
