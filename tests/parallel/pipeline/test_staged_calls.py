@@ -110,8 +110,8 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
 
 def data() -> TensorDataset:
     draw = torch.Generator().manual_seed(3)
-    inputs = torch.randn(20, 4, generator=draw, dtype=torch.float64)
-    return TensorDataset(inputs, torch.randint(0, 3, (20,), generator=draw))
+    inputs = torch.randn(16, 4, generator=draw, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(0, 3, (16,), generator=draw))
 
 
 Backward = Callable[..., None]
@@ -373,7 +373,7 @@ def stepped(strategy: str, kind: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     for epoch in range(EPOCHS):
         for batch in run.epoch(epoch):
             seen.append(torch.tensor(run.step(batch)))
-        found = run.evaluate(data(), batch=7)
+        found = run.evaluate(data(), batch=9)
         seen += [torch.tensor(found.loss), torch.tensor(found.metrics["errors"]), torch.tensor(float(model.training))]
     return on_cpu(run.state(), seen)
 
