@@ -90,7 +90,7 @@ KINDS = dict.fromkeys(("sgd", "sgd momentum", "adam", "adamw"), "elementwise")
 KINDS |= dict.fromkeys(("lars", "larc", "lamb", "novograd"), "layerwise")
 KINDS |= dict.fromkeys(("muon", "torch muon", "torch adafactor"), "matrix")
 # micro-batch, clipping, channels-last, batch norm
-VARIANTS = ((None, None, False, "worker"), (2, 0.5, True, "worker"), (None, None, True, "ghost:size=2"))
+VARIANTS = ((None, None, False, "worker"), (3, 0.5, True, "worker"), (None, None, True, "ghost:size=2"))
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def pairwise() -> list[Case]:
     each. Whether a case runs in reproducible mode is a column of its own; ``make contract`` runs each in both modes. It
     also has every strategy on 4 and 8 devices, with 8 workers and with the digits' model, of which these few have some:
     each strategy on 1, 2 and 3 devices, and on 4 where it does not run on 3; with 1, 3 and 4 workers, and with 8 where
-    it runs with none of these; and with every other model.
+    it runs with none of these; and with every other model, but for those of ``ONE_MODEL``.
     Greedy, among the cases that hold that missing pair which fewest cases hold (Cohen et al. 1997, AETG).
     """
     columns, cost = _columns()
@@ -276,7 +276,7 @@ def _columns() -> tuple[dict[str, tuple[list[Any], NDArray[Any]]], NDArray[Any]]
     cases = np.concatenate([cases, cases[exact[cases[:, 1]]]])
     order = np.random.default_rng(0).permutation(len(cases))
     model, strategy, optimizer, workers, devices, variant = cases[order].T
-    kinds, micro, norms = ["elementwise", "layerwise", "matrix"], [None, 2], ["worker", "ghost:size=2"]
+    kinds, micro, norms = ["elementwise", "layerwise", "matrix"], [None, 3], ["worker", "ghost:size=2"]
     columns = {
         "model": (list(MODELS), model),
         "strategy": (list(STRATEGIES), strategy),
@@ -299,11 +299,21 @@ def _columns() -> tuple[dict[str, tuple[list[Any], NDArray[Any]]], NDArray[Any]]
     return columns, cost
 
 
+ONE_MODEL = {
+    *(name for name in STRATEGIES if name.startswith(("mirrored, ", "hybrid"))),
+    *("parameter_server × 2", "local_sgd, post", "pipeline gpipe", "pipeline 1f1b", "pipeline 1f1b × 2"),
+}
+"""Strategies that ordinary runs have with the first model alone: some treat a model as another one of the table does,
+and exchange or order its messages otherwise; hybrids have models of all shapes in
+``tests/parallel/test_split_between.py`` and ``tests/parallel/tensor/test_tensor_layout.py``."""
+
+
 def _only_whole(pair: tuple[Any, ...], exist: Set[tuple[Any, ...]]) -> bool:
     """Whether a pair may be missing in ordinary runs, for the time that it would take.
 
     One of a strategy or an optimizer and the largest world; one of a strategy that runs on three devices, or with four
-    workers, and four devices or eight workers; and one of a strategy and the digits' model.
+    workers, and four devices or eight workers; one of a strategy and the digits' model; and one of a strategy of
+    ``ONE_MODEL`` and any model but the first.
     """
     values = dict(pair)
     if "strategy" not in values:
@@ -311,7 +321,9 @@ def _only_whole(pair: tuple[Any, ...], exist: Set[tuple[Any, ...]]) -> bool:
     own = ("strategy", values["strategy"])
     fourth = values.get("devices") == 4 and (own, ("devices", 3)) in exist
     most = values.get("workers") == max(WORKERS) and (own, ("workers", 4)) in exist
-    return fourth or most or values.get("devices") == max(DEVICES) or values.get("model") == "digits"
+    model = values.get("model", "odd")
+    alike = model == "digits" or (model != "odd" and values["strategy"] in ONE_MODEL)
+    return fourth or most or values.get("devices") == max(DEVICES) or alike
 
 
 def part(text: str) -> list[Case]:
