@@ -43,14 +43,26 @@ NARROW = {"muon": 1e-2, "torch muon": 1e-2}
 """Optimizers that multiply in bfloat16, which another device's kernels round otherwise."""
 
 
-@cache
-def cases() -> list[Case]:
+REPEATED = {
+    *(f"mirrored, {algorithm}" for algorithm in ("small buckets", "tree", "halving", "central")),
+    *("pipeline gpipe", "pipeline 1f1b × 2", "pipeline interleaved × 2", "local_sgd, post"),
+    *("hybrid, shards", "hybrid, shards of stages", "hybrid, sequence"),
+}
+"""Strategies of which others in the table have every part: ``full``, and in ``make contract DEVICE=simgpu``."""
+
+
+def cases() -> list[Any]:
+    """Every strategy once, on two devices where it can; those of ``REPEATED`` marked ``full``."""
+    return [pytest.param(case, marks=pytest.mark.full) if case.strategy in REPEATED else case for case in drawn()]
+
+
+def drawn() -> list[Case]:
     """Every strategy once, on two devices where it can, with another optimizer than those before where it can."""
     chosen: list[Case] = []
-    drawn = running("odd", {3, 4}, {2, 4})
-    random.Random(1).shuffle(drawn)
+    mixed = running("odd", {3, 4}, {2, 4})
+    random.Random(1).shuffle(mixed)
     for name in (name for name in STRATEGIES if name != HOST_ONLY):
-        own = [case for case in drawn if case.strategy == name]
+        own = [case for case in mixed if case.strategy == name]
         few = [case for case in own if case.devices == 2] or [case for case in own if not case.micro_batch]
         used = {case.optimizer for case in chosen}
         chosen.append(next((case for case in few if case.optimizer not in used), few[0]))
