@@ -255,9 +255,12 @@ class KeptValues(LossWatch):
 
     def _look(self, module: nn.Module, args: Any, named: Any) -> None:
         """Record recurrent states among a module's arguments, and parameters that FSDP2 has gathered for it."""
-        if self._active and self._run.replica.sharded:
+        # A loop's body that the script compiles traces this hook, too.
+        if torch.compiler.is_compiling() or not self._active:
+            return
+        if self._run.replica.sharded:
             self._own |= _memories(module.parameters())
-        for each in tree_leaves((args, named)) if self._active else ():
+        for each in tree_leaves((args, named)):
             if isinstance(each, Tensor) and each.is_floating_point():
                 self._states |= self._origin_of(each).kept & self._by_sample
 
