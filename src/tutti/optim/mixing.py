@@ -16,6 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -118,10 +119,11 @@ _found: dict[Any, Mixing] = {}
 def _attributes(optimizer: Optimizer) -> tuple[tuple[str, type[Optimizer], str, Any], ...]:
     """Return an optimizer's plain attributes, which distinguish it from others of its class, and its inner ones'.
 
-    Values are texts, but classes and functions themselves: others may have the same name.
+    Values are texts, but weak references to classes and functions: others may have the same name, and a function may
+    refer to a run.
     """
     return tuple(
-        (path, type(each), name, value if isinstance(value, type | FunctionType) else repr(value))
+        (path, type(each), name, ref(value) if isinstance(value, type | FunctionType) else repr(value))
         for path, each in {"": optimizer, **inner_optimizers(optimizer)}.items()
         for name, value in sorted(vars(each).items())
         if _is_plain_data(value) or isinstance(value, type | FunctionType)
