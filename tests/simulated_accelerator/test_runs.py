@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.commands import write_task
+from tests.forkserver import run
 from tests.simulated_accelerator import build
 
 pytestmark = pytest.mark.timeout(600)
@@ -34,7 +35,8 @@ def weights(folder: Path) -> str:
 def test_profile_and_trace_change_nothing_and_see_the_device(tmp_path: Path) -> None:
     build.require()
     words = ["train", "digits", "--devices", "2", "--steps", "6", "--seed", "3"]
-    command(tmp_path, *words, "--device", "cpu", "--out", "cpu")
+    done = run(["-m", "tutti", *words, "--device", "cpu", "--out", "cpu"], tmp_path, os.environ, 240)
+    assert done.returncode == 0, done.stderr
     command(tmp_path, *words, "--device", build.DEVICE, "--profile", "2:2", "--trace", "2:2", "--out", "device")
     assert weights(tmp_path / "device") == weights(tmp_path / "cpu")
     assert sorted((tmp_path / "device").glob("trace*")) and sorted((tmp_path / "device").glob("profile*"))
