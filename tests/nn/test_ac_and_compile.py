@@ -144,9 +144,11 @@ def compared(names: Sequence[str], ways: Sequence[dict[str, Any]]) -> list[Any]:
     """For each model and way: difference of states and of losses, part of the bytes kept, graphs."""
     told = []
     for name in names:
+        precisions = {way.get("precision", "fp32") for way in ways}
+        alone = {precision: train(name, precision=precision) for precision in precisions}
         for way in ways:
             precision = way.get("precision", "fp32")
-            plain = train(name, precision=precision)
+            plain = alone[precision]
             other = train(name, **{"precision": precision, **way})
             apart = max(abs(a - b) for a, b in zip(other[1], plain[1], strict=True))
             part = sum(other[2]) / sum(plain[2])
