@@ -153,7 +153,8 @@ class Routed(nn.Module):
         else:
             self.balance = balance
         outputs = torch.stack([expert(inputs) for expert in self.experts], dim=2)
-        return (outputs * shares[:, None]).sum(2)
+        found: Tensor = (outputs * shares[:, None]).sum(2)
+        return found
 
 
 def balance_of(model: Any) -> Any:
