@@ -92,7 +92,7 @@ def noise_of_a_penalty() -> str:
     model = nn.Linear(4, 1).double()
     run = tutti.prepare(
         model, "sgd:lr=0.1", torch.randn(12, 4),
-        lambda called, batch: called(batch).square().mean() + model.weight.square().sum(),
+        lambda called, batch: model.weight.square().sum() + called(batch).square().mean(),
         strategy="sharded", batch_size=6, workers=2, precision="fp64", noise_every=1,
     )  # fmt: skip
     with pytest.raises(UsageError) as caught:
