@@ -29,6 +29,7 @@ from tutti.torch_compat import (
     tree_map,
     view_base,
 )
+from tutti.train.body_trace import BodyTrace
 from tutti.train.followed_numbers import FollowedFloat, FollowedInt
 from tutti.train.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
 from tutti.train.module_trials import ModuleTrials
@@ -206,6 +207,8 @@ class CarriedValues(LossWatch):
         self._eager, self._uncompiled = False, ExitStack()
         self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
         self._trials = ModuleTrials(run, self.updating, partial(refuse_carried, run, where="in the module's forward"))
+        # Of custom loops alone: ``WorkerTrials`` computes loss functions again.
+        self._trace: BodyTrace | None = None
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether the losses of its micro-batches are to be checked.
@@ -223,6 +226,7 @@ class CarriedValues(LossWatch):
         run = self._run
         self._batches += 1
         self._moved.begin_batch()
+        self._trace = None
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         if self._batches > _WATCHED or self._left < 2:
             self._leaves, self._given, self._found, self._counted = {}, set(), {}, {}
@@ -251,13 +255,12 @@ class CarriedValues(LossWatch):
                     self._given |= set() if memory is None else {memory}
         # Each worker has its own persistent buffers, but for those that a forward has made since tutti.prepare, and
         # parameters are those of all samples.
-        own, kept = set(self._given), self._run.replica.specs
-        for part in self._run.replica.parts:
-            for tensor in (*part.parameters(), *(slot.get() for slot in buffers([part]) if slot.name in kept)):
-                if (memory := memory_of(tensor)) is not None:
-                    self._found.pop(memory, None)
-                    own.add(memory)
-        self._moved.begin(own)
+        parts, kept = self._run.replica.parts, self._run.replica.specs
+        weights = _memories(parameter for part in parts for parameter in part.parameters())
+        own = weights | _memories(slot.get() for slot in buffers(parts) if slot.name in kept)
+        for memory in own:
+            self._found.pop(memory, None)
+        self._moved.begin(own | self._given, weights)
         self._counted = numbers(self._run.replica.parts)
         if micro_batch.samples:
             self._trials.begin(self._here)
@@ -265,6 +268,22 @@ class CarriedValues(LossWatch):
             # A function mode does not see the calls of compiled code.
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
         self.enter()
+
+    def begin_body(self, micro_batch: MicroBatch) -> None:
+        """Enter this function mode for the body of a custom loop, as ``begin`` does, and compare it with the first one.
+
+        Bodies of one global batch whose numbers and branches differ without a reason in their samples count as moved by
+        the code for another micro-batch (``BodyTrace``).
+
+        Args:
+            micro_batch: the micro-batch whose body follows.
+        """
+        self.begin(micro_batch, micro_batch.batch)
+        # FSDP2's first forward makes other graphs than the later ones.
+        if self._trace is None and not self._run.replica.sharded:
+            self._trace = BodyTrace()
+        if self._trace is not None:
+            self._trace.begin(worker_place(micro_batch, self._run), micro_batch.batch)
 
     def ended(self) -> None:
         """Count the micro-batch, and make numbers plain after the last one."""
@@ -316,21 +335,17 @@ class CarriedValues(LossWatch):
         total = loss[0] if isinstance(loss, tuple | list) and loss else loss
         if not isinstance(total, Tensor):
             return
-        origins = self._origins([total]).items()
-        others = [(place, line) for place, line in origins if place._replace(moved=False) != self._here]
+        origins = self._origins([total])
+        whole = self._run.context.comms.model.size == 1
+        if whole and self._trace is not None and (first := self._trace.other_graph(total)) is not None:
+            origins[first._replace(moved=True)] = script_line()
+        others = [(place, line) for place, line in origins.items() if place._replace(moved=False) != self._here]
         if not others:
             return
         place, line = min(others, key=lambda other: other[0].moved)
         if place.moved:
-            raise UsageError(
-                "the loss of a micro-batch depends on values that the code for another one has moved",
-                where=f"step {self._run.clock + 1}, {line}",
-                why="this rank runs the code for several micro-batches in turn, and would move them once for each, not"
-                " once a step",
-                remedy="move them, such as a teacher's averages, where run.stepped is true or after run.step; give"
-                " tutti.prepare the parameters that an optimizer trains; or take as many workers as data ranks"
-                f" ({self._run.context.grid.data_ranks}), and no micro_batch",
-            )
+            what = "the loss of a micro-batch depends on values that the code for another one has moved"
+            self._refuse_moved(what, line)
         what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
         refuse_carried(self._run, what, line)
 
@@ -347,6 +362,17 @@ class CarriedValues(LossWatch):
                         setattr(module, key, self._numbers.follow(value, {self._here: ""}))
         self._counted = numbers(self._run.replica.parts)
         self._trials.note()
+
+    def _refuse_moved(self, what: str, line: str) -> NoReturn:
+        raise UsageError(
+            what,
+            where=f"step {self._run.clock + 1}, {line}",
+            why="this rank runs the code for several micro-batches in turn, and would move them once for each, not once"
+            " a step",
+            remedy="count global batches by run.clock; move values, such as a teacher's averages, where run.stepped is"
+            " true or after run.step; give tutti.prepare the parameters that an optimizer trains; or take as many"
+            f" workers as data ranks ({self._run.context.grid.data_ranks}), and no micro_batch",
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -374,11 +400,16 @@ class CarriedValues(LossWatch):
         gathered = self._gathered(given)
         former = [] if self._run.replica.sharded else self._moved.former(func, args)
         result = func(*args, **kwargs)
+        if self._trace is not None and (first := self._trace.note(func, name, args, kwargs, result)) is not None:
+            origins[first._replace(moved=True)] = script_line()
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
         if func in (Tensor.item, Tensor.tolist) and origins:
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._moved.note(self._here, func, name, (*args, *kwargs.values()), made, former)
+        again = self._moved.note(self._here, func, name, (*args, *kwargs.values()), made, former)
+        if again and self._trace is not None and all(place.moved for place in origins):
+            what = "the code for a micro-batch moves an average of the weights that the code for another one has moved"
+            self._refuse_moved(what, script_line())
         if overwrites and (memory := memory_of(args[0])) is not None and fills_memory(args[0]):
             self._found.pop(memory, None)
         for tensor in (*made, *written) if origins else ():
@@ -421,3 +452,8 @@ class CarriedValues(LossWatch):
             self._leaves[id(tensor)] = ref(tensor), self._here
         else:
             self._found[memory] = self._found.get(memory, {}) | origins
+
+
+def _memories(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
+    """Return the storages of the tensors that have one."""
+    return {memory for each in tensors if (memory := memory_of(each)) is not None}

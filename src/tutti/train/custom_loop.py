@@ -289,7 +289,7 @@ class CustomLoop:
         self._lifecycle.loaders.begin_body(self._bodies.several)
         self._carried.begin_body(micro_batch, self._bodies.several)
         if self._watches:
-            self._lifecycle.values.begin(micro_batch, micro_batch.batch)
+            self._lifecycle.values.begin_body(micro_batch)
         self._origin.watch()
         self._run.checks.begin_body(micro_batch)
         if self._alone and not micro_batch.samples:

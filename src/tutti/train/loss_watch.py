@@ -51,6 +51,14 @@ class LossWatch(TorchFunctionMode):
             batch: its samples, as the code gets them.
         """
 
+    def begin_body(self, micro_batch: MicroBatch) -> None:
+        """Enter this function mode for the body of a custom loop, as ``begin`` does.
+
+        Args:
+            micro_batch: the micro-batch whose body follows.
+        """
+        self.begin(micro_batch, micro_batch.batch)
+
     @abstractmethod
     def check(self, loss: Any) -> None:
         """Look at what the loss of the present micro-batch depends on; do nothing outside of ``begin`` and ``end``.

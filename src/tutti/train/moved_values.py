@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tutti.errors import script_line
-from tutti.nn.script_mode import DRAWS
+from tutti.nn.script_mode import DRAWS, acts_by_element
 from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write
 
 _REPLACING = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "__setitem__")) | {
@@ -63,6 +63,8 @@ class MovedValues:
         # Memory of tensors that the present micro-batch's code has made, and the older memory they are computed from.
         self._sources: dict[StorageWeakRef, frozenset[StorageWeakRef]] = {}
         self._own: set[StorageWeakRef] = set()
+        # Memory of the run's parameters, and of what the present micro-batch's code has made of them by element.
+        self._weights: set[StorageWeakRef] = set()
         # Memory that the present micro-batch's code has read.
         self._read: set[StorageWeakRef] = set()
 
@@ -74,7 +76,7 @@ class MovedValues:
         """
         self._moved, self._sources, self._own = {}, {}, set()
 
-    def begin(self, own: set[StorageWeakRef]) -> None:
+    def begin(self, own: set[StorageWeakRef], weights: set[StorageWeakRef]) -> None:
         """Begin a micro-batch of this rank: forget which tensors the code for the one before has made and read.
 
         Tensors that it has moved (changed as a function of their former values, or after a read) stay recorded until
@@ -82,8 +84,9 @@ class MovedValues:
 
         Args:
             own: storages of the batches and of the run's model, which never count as moved: other checks follow them.
+            weights: those of them that are of parameters.
         """
-        self._sources, self._own, self._read = {}, own, set()
+        self._sources, self._own, self._read, self._weights = {}, own, set(), weights
 
     def mover(self, tensor: Tensor) -> tuple[Place, str] | None:
         """Return the latest micro-batch of this global batch whose code has moved a tensor's storage; None if none has.
@@ -131,7 +134,7 @@ class MovedValues:
         args: Sequence[Any],
         made: Sequence[Tensor],
         former: Sequence[_Former],
-    ) -> None:
+    ) -> bool:
         """Record which tensors a call of a PyTorch function has read, made and moved, right after the call.
 
         A tensor of ``former`` is moved if its values have changed (beyond rounding), and the new ones depend on the
@@ -144,6 +147,10 @@ class MovedValues:
             args: values of all arguments, positional and named; tensors in nested lists and tuples count.
             made: the tensors among the results of the call.
             former: the result of the method ``former`` for this call.
+
+        Returns:
+            Whether the call has moved an average of the run's weights that the code for another micro-batch of this
+            global batch has moved before.
         """
         replaces = name in _REPLACING or name in _REPEATABLE or func == ASSIGN_DATA
         read = {m for each in _tensors(args[1:] if replaces else args) if (m := self._memory_of(each)) is not None}
@@ -154,18 +161,24 @@ class MovedValues:
             memory = self._memory_of(tensor)
             if memory is not None and memory not in read and all(memory != each.memory for each in former):
                 self._sources.setdefault(memory, sources)
+        of_weights = not self._weights.isdisjoint(read) and (func == ASSIGN_DATA or acts_by_element(func))
+        if of_weights:
+            self._weights |= {memory for each in made if (memory := self._memory_of(each)) is not None} - self._own
+        again = False
         for each in former:
             now = self._memory_of(each.tensor)
             if now is None:
                 continue
             depends = each.memory in sources or each.memory in self._read
             if depends and not _is_close(each.values, each.tensor.detach()):
+                again |= of_weights and self._moved.get(each.memory, (place, ""))[0] != place
                 self._moved[now] = place, script_line()
             elif not depends and _fills(name, args) and each.tensor.nbytes == each.tensor.untyped_storage().nbytes():
                 self._moved.pop(now, None)
         if func not in METADATA:
             # A view reads no values.
             self._read |= read - {self._memory_of(each) for each in made}
+        return again
 
 
 def _fills(name: str, args: Sequence[Any]) -> bool:

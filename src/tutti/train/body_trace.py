@@ -1,0 +1,168 @@
+"""Compare how the bodies of one global batch compute their losses, to find counters that each body moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tutti.nn.script_mode import tutti_caller
+from tutti.nn.written_tensors import METADATA
+from tutti.torch_compat import tree_leaves
+from tutti.train.moved_values import Place
+
+_OF_DATA = frozenset(
+    (
+        *("nonzero", "argwhere", "masked_select", "unique", "unique_dim", "unique_consecutive", "bincount"),
+        *("repeat_interleave", "one_hot", "coalesce", "to_sparse"),
+    )
+)
+"""Names of functions whose result has a size that depends on values."""
+_CLEARS = frozenset(("zero_", "_foreach_zero_"))
+"""Names of functions that ``zero_grad`` calls for gradients that are there, as not in every body."""
+_VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ViewAsBackward0", "AliasBackward0"))
+"""Names of autograd nodes that compute nothing; tutti's own checks of a first body make some."""
+_Graph: TypeAlias = list[tuple[str, int]]
+
+
+class _Call(NamedTuple):
+    """A call of PyTorch: the function's name, the shapes of its results, and the numbers among its arguments."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    numbers: tuple[float, ...]
+
+
+class _Body(NamedTuple):
+    """What the body for a micro-batch has done until its losses: calls, and the graph of each loss."""
+
+    place: Place
+    calls: list[_Call]
+    graphs: list[_Graph | None]
+
+
+class BodyTrace:
+    """Finds numbers and branches in which the bodies of one global batch differ, without a reason in their samples.
+
+    A rank with several micro-batches runs the body of a custom loop once for each. Where two micro-batches have equal
+    shapes, and a body has read no value of a tensor, numbers that it gives to PyTorch, and the graph of its loss, can
+    differ from those of the first body for one reason alone: Python objects that each body moves, such as a counter. On
+    other devices another body would have another number. Bodies that draw from the global generators of Python and
+    NumPy are not compared. ``CarriedValues``, a torch-function mode, calls ``begin_batch``, ``begin`` and ``note``. Not
+    collective.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[Any, _Body] = {}
+        self._own = _Body(Place(0, 0), [], [])
+        self._other: _Body | None = None
+        self._comparable = self._aligned = False
+        self._generators = 0
+
+    def begin_batch(self) -> None:
+        """Forget the bodies of the previous global batch."""
+        self._first.clear()
+
+    def begin(self, place: Place, batch: Any) -> None:
+        """Begin the body of a micro-batch.
+
+        Args:
+            place: worker and index of the micro-batch.
+            batch: its samples. Batches with other leaves than tensors are not compared.
+        """
+        leaves = tree_leaves(batch)
+        self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
+        self._own, self._generators = _Body(place, [], []), _generators()
+        found = self._first.setdefault(tuple(_shapes(leaves)), self._own) if self._comparable else self._own
+        self._other = found if found.place != place else None
+
+    def note(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Place | None:
+        """Record a call of PyTorch of the present body, right after the call.
+
+        Args:
+            func, name: the function, and its name.
+            args, kwargs: its arguments.
+            result: what it has returned.
+
+        Returns:
+            The first body's micro-batch, if that body has made the same call with other numbers; else None.
+        """
+        if not self._comparable or func in METADATA or name in _CLEARS or tutti_caller(__name__) is not None:
+            return None
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        masks = name == "__getitem__" and any(_is_mask(leaf) for leaf in tree_leaves(args[1:]))
+        reads = (
+            not made and result is not None and any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+        )
+        if name in _OF_DATA or masks or reads or (name == "where" and len(args) + len(kwargs) == 1):
+            # From here on the samples may be the reason.
+            self._comparable = False
+            return None
+        if not made:
+            return None
+        numbers = tuple(each for each in chain(args, kwargs.values()) if type(each) in (int, float))
+        call, index = _Call(name, tuple(_shapes(made)), numbers), len(self._own.calls)
+        self._own.calls.append(call)
+        if self._other is None or not self._aligned or index >= len(self._other.calls):
+            return None
+        before = self._other.calls[index]
+        self._aligned = call[:2] == before[:2]
+        return self._other.place if self._aligned and self._moves(call.numbers != before.numbers) else None
+
+    def other_graph(self, loss: Tensor) -> Place | None:
+        """Compare the autograd graph of a loss with that of the same loss of the first body.
+
+        Args:
+            loss: the loss of the present body, before its backward.
+
+        Returns:
+            The first body's micro-batch, if that body has computed its loss by other functions or of other parameters;
+            else None.
+        """
+        graph = _graph(loss) if self._comparable else None
+        index = len(self._own.graphs)
+        self._own.graphs.append(graph)
+        if self._other is None or graph is None or index >= len(self._other.graphs):
+            return None
+        before = self._other.graphs[index]
+        return self._other.place if before is not None and self._moves(graph != before) else None
+
+    def _moves(self, differs: bool) -> bool:
+        """Return ``differs``; but False for bodies that have drawn random numbers, which are no longer compared."""
+        if differs and _generators() != self._generators:
+            self._comparable = False
+        return differs and self._comparable
+
+
+def _shapes(tensors: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    return (tuple(each.shape) for each in tensors if isinstance(each, Tensor))
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _generators() -> int:
+    """Return a hash of the states of Python's and NumPy's global generators."""
+    return hash((random.getstate(), repr(np.random.get_state(legacy=False)["state"])))
+
+
+def _graph(loss: Tensor) -> _Graph:
+    """Return the nodes of a loss's autograd graph in a fixed order, by name and parameter; views are left out."""
+    found: _Graph = []
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() not in _VIEWS:
+            leaf = getattr(node, "variable", None)
+            found.append((node.name(), id(leaf) if isinstance(leaf, nn.Parameter) else 0))
+        waiting += [each for each, _ in reversed(node.next_functions)]
+    return found

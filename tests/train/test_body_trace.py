@@ -1,0 +1,160 @@
+"""Counters that a custom loop's body moves, where a rank runs it several times a global batch: refused, or harmless."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tests.contract.table import largest_difference
+from tests.train.test_custom_loop import BATCH, DATA, made
+
+WEIGHTS = torch.linspace(1, 2, 40, dtype=torch.float64)
+Body = Callable[[Any, Any, nn.Module, Tensor, Tensor, dict[str, Any]], Tensor]
+REFUSED: dict[str, Body] = {}
+RIGHT: dict[str, Body] = {}
+
+
+def refused(body: Body) -> Body:
+    REFUSED[body.__name__] = body
+    return body
+
+
+def right(body: Body) -> Body:
+    RIGHT[body.__name__] = body
+    return body
+
+
+@refused
+def annealed(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    own["step"] += 1
+    outputs = model(inputs)
+    return (outputs - targets).square().mean() + min(1.0, own["step"] / 50) * outputs.square().mean()
+
+
+@refused
+def scheduled(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    own["step"] += 1
+    return ((model(inputs) - targets) * WEIGHTS[own["step"]]).square().mean()
+
+
+@refused
+def alternating(
+    run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]
+) -> Tensor:
+    own["step"] += 1
+    error = model(inputs) - targets
+    return error.square().mean() if own["step"] % 2 else error.abs().mean()
+
+
+@refused
+def averaged(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+        mine.data = 0.9 * mine.data + 0.1 * other.data
+    return (model(inputs) - targets).square().mean()
+
+
+@refused
+def averaged_by_lists(
+    run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]
+) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_lerp_([*average.parameters()], [*model.parameters()], 0.1)
+    return (model(inputs) - targets).square().mean()
+
+
+@right
+def by_the_clock(
+    run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]
+) -> Tensor:
+    error = (model(inputs) - targets) * WEIGHTS[run.clock]
+    return error.square().mean() if run.clock % 2 else error.abs().mean()
+
+
+@right
+def by_the_samples(
+    run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]
+) -> Tensor:
+    """Numbers and branches that a micro-batch's own samples decide."""
+    error = model(inputs) - targets
+    return error.square().mean() if inputs.sum().item() > 0 else error.abs().mean() * float(inputs.max())
+
+
+@right
+def by_the_found(
+    run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]
+) -> Tensor:
+    """As a router sends samples to an expert, which may have none."""
+    error = (model(inputs) - targets).square()
+    chosen = torch.nonzero(inputs[:, 0] > 0).squeeze(1)
+    return error.mean() + error[chosen].sum() / len(inputs) if len(chosen) else error.mean()
+
+
+@right
+def logged(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    """Counts bodies for what it prints, before the backward."""
+    own["step"] += 1
+    error = model(inputs) - targets
+    own["sum"] = own.get("sum", 0.0) + error.detach().square().mean()
+    own["mean"] = own["sum"] / own["step"]
+    if own["step"] % 2:
+        own["largest"] = error.detach().abs().max()
+    return error.square().mean()
+
+
+@right
+def kept_once(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    """The first body makes what the later ones use."""
+    if "mask" not in own:
+        own["mask"] = torch.ones(4, dtype=torch.float64).mul(0.5).add(0.5)
+    return (model(inputs * own["mask"]) - targets).square().mean()
+
+
+def trained(strategy: str, how: str, workers: int) -> Any:
+    model, own, before = made(), {"step": 0}, random.getstate()
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, workers=workers, batch_size=BATCH)
+    try:
+        for epoch in range(2):
+            for inputs, targets in run.microbatches(epoch):
+                optimizer.zero_grad()
+                run.backward((REFUSED | RIGHT)[how](run, model, average, inputs, targets, own))
+                optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", run.updates
+    assert random.getstate() == before
+    return {name: tensor.numpy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", ["single", "mirrored", "sharded:stage=1"])
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_each_body_moves_is_refused_before_the_first_one_that_is_wrong(how: str, strategy: str) -> None:
+    for said, updates in worlds.run(1 if strategy == "single" else 2, trained, strategy=strategy, how=how, workers=4):
+        # Before the first update the average of the weights is the weights.
+        assert updates == how.startswith("averaged") and "has moved" in said and "run.clock" in said, said
+        assert "test_body_trace.py:" in said or "PeerError" in said, said
+    worlds.forget(2)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "tensor:least=1", "central_storage"])
+@pytest.mark.parametrize("how", RIGHT)
+def test_numbers_and_branches_with_a_reason_are_right(how: str, strategy: str) -> None:
+    want = worlds.alone(trained, strategy="single", how=how, workers=4)
+    assert isinstance(want, dict), want
+    for got in worlds.run(2, trained, strategy=strategy, how=how, workers=4):
+        assert isinstance(got, dict), got
+        assert largest_difference(got, want) <= 1e-10
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_one_body_a_rank_may_count(how: str) -> None:
+    for got in worlds.run(3, trained, strategy="mirrored", how=how, workers=3):
+        assert isinstance(got, dict), got
