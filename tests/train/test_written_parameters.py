@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.contract.table import largest_difference
 from tutti.errors import TuttiError, UsageError
 from tutti.train import written_parameters
 from tutti.train.carried_state import CarriedValues
@@ -322,4 +323,30 @@ def test_a_write_that_keeps_the_norm_is_refused_where_it_would_be_lost() -> None
     arguments = {"strategy": "parameter_server", "workers": 2, "how": "rolled"}
     for updates, said in worlds.run(2, assigned_between_steps, **arguments):
         assert updates == 1 and "has written the parameter 0.weight outside of optimizer.step() (step 2)" in said
+    worlds.forget(2)
+
+
+def clamped_data(strategy: str) -> Any:
+    """As CLIP's scripts bound their logit scale: an assignment of values that are within the bounds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, torch.randn(12, 4).double(), strategy=strategy, batch_size=4, workers=2)
+    try:
+        for inputs in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(model(inputs).square().mean())
+            optimizer.step()
+            model[2].bias.data = torch.clamp(model[2].bias.data, -10, 10)
+    except UsageError as error:
+        return run.updates, str(error)
+    return {name: tensor.numpy() for name, tensor in run.state().items()}
+
+
+def test_data_that_is_assigned_out_of_shared_memory_is_refused_at_the_next_step() -> None:
+    want = worlds.alone(clamped_data, strategy="single")
+    for got in worlds.run(2, clamped_data, strategy="mirrored"):
+        assert largest_difference(got, want) <= 1e-10
+    for updates, said in worlds.run(2, clamped_data, strategy="central_storage"):
+        assert updates == 1 and "assigned the .data of 2.bias (step 2)" in said
     worlds.forget(2)

@@ -147,7 +147,21 @@ class CentralStorageSync(AllReduceSync):
                 parameter.grad = gradient.to(parameter.device)
         if self._run_context.comms.replica.size > 1:
             self._guard.check(self._guarded, f"step {step_context.taken + 1}")
+        if self.shares_parameters:
+            self._check_homes(step_context.taken + 1)
         return stats
+
+    def _check_homes(self, step: int) -> None:
+        """Raise UsageError if a parameter is no longer in the memory that all ranks share."""
+        for name, parameter in self._named:
+            if parameter.numel() and parameter.data_ptr() != self._homes[name].data_ptr():
+                raise UsageError(
+                    f"the script has assigned the .data of {name}",
+                    where=f"step {step}",
+                    why="all ranks compute from one copy of the parameters, and this rank would not see its updates",
+                    remedy="assign what .data was before the next step; put the change into the loss or the optimizer;"
+                    " or take strategy='mirrored'",
+                )
 
     def _release(self) -> None:
         if self._host is None or not self._custom:
