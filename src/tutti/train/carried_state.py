@@ -369,9 +369,10 @@ class CarriedValues(LossWatch):
             where=f"step {self._run.clock + 1}, {line}",
             why="this rank runs the code for several micro-batches in turn, and would move them once for each, not once"
             " a step",
-            remedy="count global batches by run.clock; move values, such as a teacher's averages, where run.stepped is"
-            " true or after run.step; give tutti.prepare the parameters that an optimizer trains; or take as many"
-            f" workers as data ranks ({self._run.context.grid.data_ranks}), and no micro_batch",
+            remedy="count global batches by run.clock; draw by PyTorch's own generator; move values, such as a"
+            " teacher's averages, where run.stepped is true or after run.step; give tutti.prepare the parameters that"
+            f" an optimizer trains; or take as many workers as data ranks ({self._run.context.grid.data_ranks}), and no"
+            " micro_batch",
         )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

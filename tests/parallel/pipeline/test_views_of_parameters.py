@@ -20,6 +20,9 @@ READS: dict[str, Callable[[nn.Module], Tensor]] = {
     "flatten": lambda model: torch.cat([p.flatten() for p in model.parameters()]).abs().mean(),
     "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).norm(),
     "rows": lambda model: sum((p[0].square().sum() for p in model.parameters()), torch.zeros(())),
+    "spectral": lambda model: torch.stack(
+        [torch.linalg.matrix_norm(p, ord=2) for p in model.parameters() if p.dim() == 2]
+    ).sum(),
     "chunks": lambda model: sum((p.chunk(2)[-1].t().norm() for p in model.parameters()), torch.zeros(())),
     "reshaped twice": lambda model: torch.stack(
         [p.reshape(-1).unsqueeze(0).pow(2).sum() for p in model.parameters()]

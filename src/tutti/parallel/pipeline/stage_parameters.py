@@ -99,7 +99,7 @@ class StageParameters(QuietMode):
         given = [tensor for tensor in tensors_among(args, kwargs) if tensor in self._places]
         if not given or tutti_caller(__name__) is not None:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "").strip("_")
+        name = getattr(func, "__name__", "").strip("_").removeprefix("linalg_")
         if name in _FORMS:
             with TorchFunctionDisabled():
                 return func(*args, **kwargs)
