@@ -78,12 +78,7 @@ def written_by_list(model: nn.Module, run: Any, step: Callable[[], None]) -> Non
         torch._foreach_mul_([p.flatten() for p in model.parameters()], 0.5)
 
 
-def filled(model: nn.Module, run: Any, step: Callable[[], None]) -> None:
-    with torch.no_grad():
-        nn.utils.vector_to_parameters(torch.zeros(200, dtype=torch.float64), model.parameters())
-
-
-MISUSE = {call.__name__: call for call in (kept, kept_over_a_write, written, written_by_list, filled)}
+MISUSE = {call.__name__: call for call in (kept, kept_over_a_write, written, written_by_list)}
 
 
 def misused(how: str) -> tuple[str, Any]:
@@ -106,3 +101,25 @@ def test_misuse_of_views_is_refused_on_every_rank(how: str) -> None:
         assert "state dict or view of the model" in said or "cannot be followed" in said, said
         if how != "kept":
             assert largest_difference(state, want) == 0
+
+
+def filled(strategy: str) -> Any:
+    """An epoch in which a vector, half as long as that of the parameters, takes their place after each update."""
+    model, run = made(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if strategy != "plain":
+        run = tutti.prepare(model, optimizer, DATA, strategy=strategy, workers=1, batch_size=BATCH)
+    for batch in batches(0) if run is None else run.microbatches(0):
+        optimizer.zero_grad()
+        (Tensor.backward if run is None else run.backward)(error_of(model, batch))
+        optimizer.step()
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(0.5 * vector, model.parameters())
+    return numbers(model) if run is None else {n: t.numpy().copy() for n, t in run.state().items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_vector_that_is_written_into_parameters_equals_plain_pytorch(ranks: int) -> None:
+    want = filled("plain")
+    for got in worlds.run(ranks, filled, strategy="model_parallel"):
+        assert largest_difference(got, want) <= 1e-10
