@@ -68,6 +68,30 @@ def test_the_mean_over_tokens_of_a_batch_in_parts(loss: Loss) -> None:
     torch.testing.assert_close(gradient, inputs.grad, rtol=1e-12, atol=1e-12)
 
 
+def by_token(inputs: Tensor, targets: Tensor) -> Tensor:
+    """Loss of each token, from two parameters, as a model's."""
+    bias = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    return -(inputs + bias).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: by_token(x, y)[y >= 0].mean(),
+        lambda x, y: -2.0 * torch.masked_select(-by_token(x, y), y >= 0).mean() / 3,
+    ],
+)
+def test_the_mean_over_chosen_tokens_of_a_batch_in_parts(loss: Loss) -> None:
+    test_the_mean_over_tokens_of_a_batch_in_parts(loss)
+
+
+@pytest.mark.parametrize("divisor", [lambda y: (y >= 0).sum(), lambda y: (y >= 0).sum().item()])
+def test_sums_divided_by_a_number_of_tokens_are_refused(divisor: Callable[[Tensor], Any]) -> None:
+    loss = -(by_token(scores(), TARGETS)[:3] * (TARGETS[:3] >= 0)).sum() / (divisor(TARGETS[:3]) + 1)
+    with pytest.raises(UsageError, match=r"a sum divided by 5, of 3 samples.*Return \(sum, count\)"):
+        read_loss(loss, MicroBatch(0, 0, None, 3, 1 / 8, 0, True))
+
+
 @pytest.mark.parametrize(
     "loss",
     [

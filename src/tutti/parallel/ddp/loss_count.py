@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from tutti.errors import UsageError
-from tutti.parallel.ddp.loss_shape import check_adds_up
+from tutti.parallel.ddp.loss_shape import check_adds_up, elements_of_mean
 from tutti.parallel.ddp.output_graph import graph_within
 from tutti.torch_compat import cross_entropy_of, divisor_of_node, is_scalar_node, label_smoothing_of
 from tutti.types.micro_batch import MicroBatch
@@ -68,7 +69,8 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 
     Returns:
         The divisor, a tensor (), where the loss is one cross-entropy alone, which is a mean or a sum divided by the
-        samples or the targets. None for any other loss, which the caller then takes for a mean over samples.
+        samples or the targets; for the ``mean()`` of another tensor its number of rows, unless the micro-batch is the
+        whole batch. None for any other loss, which the caller then takes for a mean over samples.
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one
@@ -83,6 +85,8 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
     counts = [_count(term, micro_batch) for term in means]
     if len(means) == 1 and not others:
         return counts[0]
+    if not means and not micro_batch.whole and (elements := elements_of_mean(objective.grad_fn)) is not None:
+        return torch.tensor(float(elements))
     for term, count in zip(means, counts, strict=True):
         uneven = count is not None and (float(count) != term.targets or term.targets % micro_batch.samples)
         if uneven and not micro_batch.whole:

@@ -33,6 +33,8 @@ _LOSSES = frozenset(
 _COUNTED = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 """Of the losses those whose targets ``loss_count`` counts."""
 _REDUCTIONS = frozenset({"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"})
+_FACTORS = frozenset(("NegBackward0", "MulBackward0", "DivBackward0", "ViewBackward0", "CloneBackward0"))
+"""Nodes that multiply a number by a constant, or pass it on."""
 _MOST, _DEEP = 64, 4096
 
 
@@ -89,12 +91,39 @@ def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
     divisor = None if root is None else divisor_of_node(root)
     if divisor is None or divisor.numel() != 1 or divisor.requires_grad or micro_batch.samples < 1:
         return
-    total = next((before for before, _ in root.next_functions if before is not None), None)
+    total = _below_factors(next((before for before, _ in root.next_functions if before is not None), None))
     if total is None or total.name() not in ("SumBackward0", "SumBackward1") or not _reduces(total, micro_batch):
         return
     number = float(divisor)
     if number % micro_batch.samples:
         raise _refused(f"the loss is a sum divided by {number:g}, of {counted(micro_batch.samples, 'sample')}")
+
+
+def elements_of_mean(root: Any) -> int | None:
+    """Return over how many elements along its first dimension a loss is the mean of a tensor, such as chosen tokens.
+
+    ``losses[mask].mean()`` is a mean over as many elements as the mask has, which differ between micro-batches.
+
+    Args:
+        root: ``grad_fn`` of the loss.
+
+    Returns:
+        The number; None where the loss is no ``mean()`` of one tensor, alone or times constants, or the tensor depends
+        on no more than one parameter, as a penalty does.
+    """
+    node = _below_factors(root)
+    if node is None or node.name() != "MeanBackward0" or node.next_functions[0][0] is None:
+        return None
+    shape = shape_of_node(node.next_functions[0][0])
+    return shape[0] if shape and _of_several(node) else None
+
+
+def _below_factors(node: Any) -> Any:
+    """Return the node of the number that a loss is a constant multiple of; None where there is none."""
+    while node is not None and (node := graph_within(node)).name() in _FACTORS:
+        before = [each for each, _ in node.next_functions if each is not None]
+        node = before[0] if len(before) == 1 else None
+    return node
 
 
 def _holds(node: Any, micro_batch: MicroBatch) -> bool:
