@@ -132,6 +132,12 @@ def test_a_count_that_the_script_gives_the_model_is_that_of_its_loss(strategy: s
     check_equal("of_count", 3, strategy=strategy, micro_batch=None, own_loop=own_loop)
 
 
+@pytest.mark.parametrize("loss", ["of_mean", "of_count"])
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_loss_of_split_scores_is_divided_by_the_tokens_of_the_global_batch(own_loop: bool, loss: str) -> None:
+    check_equal(loss, 2, strategy="tensor:least=1", micro_batch=2, own_loop=own_loop)
+
+
 @pytest.mark.parametrize(("loss", "what"), [("with_penalty", "adds other terms"), ("rooted", "takes sqrt")])
 def test_losses_of_stages_that_do_not_add_up_are_refused_on_every_rank(loss: str, what: str) -> None:
     with pytest.raises(worlds.RankError) as raised:

@@ -16,10 +16,10 @@ from torch import Tensor
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_shape import check_adds_up, elements_of_mean
 from tutti.parallel.ddp.output_graph import graph_within
-from tutti.torch_compat import cross_entropy_of, divisor_of_node, is_scalar_node, label_smoothing_of
+from tutti.torch_compat import CrossEntropyNode, cross_entropy_of, divisor_of_node, is_scalar_node, label_smoothing_of
 from tutti.types.micro_batch import MicroBatch
 
-_MEAN_OF = "tutti.mean_of"
+_TARGETS = "tutti.targets"
 _MOST = 64
 """Nodes of a loss that are looked at: a sum of more scalars is a penalty and no model's loss."""
 
@@ -37,23 +37,25 @@ class _Term(NamedTuple):
     scores: Any = None
 
 
-def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
-    """Record on the autograd node of a loss that the loss is the mean over ``count`` targets.
+def annotate_targets(loss: Tensor, count: Tensor, targets: int, reduction: str = "mean") -> Tensor:
+    """Record on the autograd node of a loss that the loss is the mean, or the sum, over ``count`` targets.
 
-    ``loss_count``, which looks for the divisor of a mean loss in its autograd graph, then finds ``count``. Used for a
+    ``loss_count``, which looks for the divisor of a loss in its autograd graph, then finds ``count``. Used for a
     cross-entropy that is computed in parts, whose graph has no node of PyTorch's own cross-entropy.
 
     Args:
-        loss: () the mean.
-        count: () the divisor: number of targets without ignored ones, or the sum of their class weights.
+        loss: () the mean or the sum.
+        count: () the divisor of the mean: number of targets without ignored ones, or the sum of their class weights.
         targets: number of all targets, with ignored ones.
+        reduction: ``mean`` or ``sum``.
 
     Returns:
         ``loss`` itself; nothing is recorded where the loss needs no gradient.
     """
     if loss.grad_fn is not None:
         # The stubs of PyTorch call this property a method.
-        cast(dict[str, Any], loss.grad_fn.metadata)[_MEAN_OF] = count.detach(), targets
+        metadata = cast(dict[str, Any], loss.grad_fn.metadata)
+        metadata[_TARGETS] = CrossEntropyNode(reduction, count.detach(), targets)
     return loss
 
 
@@ -109,11 +111,8 @@ def _terms(root: Any) -> tuple[list[_Term], bool]:
         if node is None or (node := graph_within(node)) in seen:
             continue
         seen.add(node)
-        found = cross_entropy_of(node)
-        if _MEAN_OF in node.metadata:
-            total, targets = node.metadata[_MEAN_OF]
-            means.append(_Term("mean", total, targets, None))
-        elif found is not None and found.reduction == "sum" and divisor is None and node is not root:
+        found = node.metadata.get(_TARGETS) or cross_entropy_of(node)
+        if found is not None and found.reduction == "sum" and divisor is None and node is not root:
             others = True
         elif found is not None:
             means.append(_Term(found.reduction, found.total, found.targets, divisor, found.scores))

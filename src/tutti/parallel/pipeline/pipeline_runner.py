@@ -33,7 +33,7 @@ from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.nn.untraced import Untraced
 from tutti.parallel.ddp import loss_output
-from tutti.parallel.ddp.loss_count import annotate_mean, loss_count
+from tutti.parallel.ddp.loss_count import annotate_targets, loss_count
 from tutti.parallel.ddp.output_graph import reads_output
 from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.pipeline import stage_partition
@@ -630,7 +630,7 @@ class PipelineRunner(ReplicaPart):
                 self._comm, self._ranks - 1, partial(_count_of, result, micro_batch), "what the loss is a mean over"
             )
             if count is not None:
-                annotate_mean(result, torch.tensor(count, dtype=result.dtype), micro_batch.samples)
+                annotate_targets(result, torch.tensor(count, dtype=result.dtype), micro_batch.samples)
         return super().read_loss(result, micro_batch)
 
     @contextmanager

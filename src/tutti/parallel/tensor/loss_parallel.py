@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tutti.device import is_accelerator, widest_float
-from tutti.parallel.ddp.loss_count import annotate_mean
+from tutti.parallel.ddp.loss_count import annotate_targets
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.torch_compat import assert_async
 
@@ -64,11 +64,10 @@ def cross_entropy(
         loss = (1 - label_smoothing) * loss + label_smoothing * (all_ - table[:, 2].sum(0) / slice_.length)
     counts = None if weight is None else weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
     loss = (loss if counts is None else loss * counts).masked_fill(ignored, 0)
-    if reduction == "mean":
+    if reduction != "none":
         count = (~ignored).sum() if counts is None else counts.sum()
-        loss = annotate_mean(loss.sum() / count, count, target.numel())
-    elif reduction == "sum":
-        loss = loss.sum()
+        loss = loss.sum() / count if reduction == "mean" else loss.sum()
+        annotate_targets(loss, count, target.numel(), reduction)
     return loss if torch.is_autocast_enabled(part.device.type) else loss.to(dtype)
 
 
