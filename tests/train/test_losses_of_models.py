@@ -77,7 +77,24 @@ def rooted(model: Any, batch: Batch) -> Tensor:
     return of_mean(model, batch).sqrt()
 
 
-LOSSES = {each.__name__: each for each in (of_mean, of_count, scaled, in_place, with_penalty, rooted)}
+def by_token(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    scores, labels = model(**batch)["scores"], batch["labels"]
+    return -scores.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0], labels >= 0
+
+
+def of_chosen(model: Any, batch: Batch) -> Tensor:
+    losses, kept = by_token(model, batch)
+    return losses[kept].mean()
+
+
+def of_mask(model: Any, batch: Batch) -> Tensor:
+    losses, kept = by_token(model, batch)
+    return (losses * kept).sum() / (kept.sum() + kept.sum() % 2 + 1)
+
+
+LOSSES = {
+    each.__name__: each for each in (of_mean, of_count, scaled, in_place, with_penalty, rooted, of_chosen, of_mask)
+}
 
 
 def train(loss: str, strategy: str, micro_batch: int | None, own_loop: bool) -> dict[str, Any]:
@@ -120,7 +137,7 @@ def check_equal(loss: str, size: int, **options: Any) -> None:
 STAGES = [(2, "pipeline"), (3, "model_parallel"), (2, "hybrid:stages=2")]
 
 
-@pytest.mark.parametrize("loss", ["of_mean", "scaled", "in_place"])
+@pytest.mark.parametrize("loss", ["of_mean", "scaled", "in_place", "of_chosen"])
 @pytest.mark.parametrize(("size", "strategy"), STAGES)
 def test_loops_of_stages_divide_by_the_tokens_of_the_global_batch(size: int, strategy: str, loss: str) -> None:
     check_equal(loss, size, strategy=strategy, micro_batch=2, own_loop=True)
@@ -138,7 +155,9 @@ def test_a_loss_of_split_scores_is_divided_by_the_tokens_of_the_global_batch(own
     check_equal(loss, 2, strategy="tensor:least=1", micro_batch=2, own_loop=own_loop)
 
 
-@pytest.mark.parametrize(("loss", "what"), [("with_penalty", "adds other terms"), ("rooted", "takes sqrt")])
+@pytest.mark.parametrize(
+    ("loss", "what"), [("with_penalty", "adds other terms"), ("rooted", "takes sqrt"), ("of_mask", "a sum divided by")]
+)
 def test_losses_of_stages_that_do_not_add_up_are_refused_on_every_rank(loss: str, what: str) -> None:
     with pytest.raises(worlds.RankError) as raised:
         worlds.run(2, train, loss=loss, strategy="pipeline", micro_batch=2, own_loop=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import nn
+
 from tutti.errors import UsageError, counted
 from tutti.parallel.ddp.output_graph import graph_within
 from tutti.torch_compat import divisor_of_node, is_scalar_node, shape_of_node
@@ -151,7 +153,10 @@ def _reduces(node: Any, micro_batch: MicroBatch) -> bool:
 
 
 def _of_several(node: Any) -> bool:
-    """Return whether a value was computed from several parameters; a penalty on weights has one in each term."""
+    """Return whether a value was computed from several parameters, or from another tensor that requires a gradient.
+
+    A penalty on weights has one parameter in each term. The outputs of a model in stages depend on no parameter here.
+    """
     ahead, seen, leaves = [node], set[Any](), set[Any]()
     while ahead and len(seen) < _DEEP:
         node = ahead.pop()
@@ -160,7 +165,7 @@ def _of_several(node: Any) -> bool:
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad":
             leaves.add(node)
-            if len(leaves) > 1:
+            if len(leaves) > 1 or not isinstance(node.variable, nn.Parameter):
                 return True
         ahead += [before for before, _ in node.next_functions]
     return False
