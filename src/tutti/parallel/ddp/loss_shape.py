@@ -37,6 +37,8 @@ _COUNTED = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _REDUCTIONS = frozenset({"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"})
 _FACTORS = frozenset(("NegBackward0", "MulBackward0", "DivBackward0", "ViewBackward0", "CloneBackward0"))
 """Nodes that multiply a number by a constant, or pass it on."""
+_STAGED = "_ThroughBackward"
+"""Node of a call of a model in stages (``staged_call``), which depends on all its parameters."""
 _MOST, _DEEP = 64, 4096
 
 
@@ -153,9 +155,9 @@ def _reduces(node: Any, micro_batch: MicroBatch) -> bool:
 
 
 def _of_several(node: Any) -> bool:
-    """Return whether a value was computed from several parameters, or from another tensor that requires a gradient.
+    """Return whether a value was computed from several parameters, a model in stages, or outputs that are leaves.
 
-    A penalty on weights has one parameter in each term. The outputs of a model in stages depend on no parameter here.
+    A penalty on weights has one parameter in each term, or a number as a leaf where the weight is sharded.
     """
     ahead, seen, leaves = [node], set[Any](), set[Any]()
     while ahead and len(seen) < _DEEP:
@@ -165,8 +167,10 @@ def _of_several(node: Any) -> bool:
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad":
             leaves.add(node)
-            if len(leaves) > 1 or not isinstance(node.variable, nn.Parameter):
+            if len(leaves) > 1 or (node.variable.dim() and not isinstance(node.variable, nn.Parameter)):
                 return True
+        if node.name() == _STAGED:
+            return True
         ahead += [before for before, _ in node.next_functions]
     return False
 
