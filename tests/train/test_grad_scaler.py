@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,15 @@ from tutti.errors import UsageError
 DATA = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(5)), torch.zeros(24, 3))
 
 
-def trained(scaler: torch.amp.GradScaler | None, workers: int = 2, strategy: str = "single") -> dict[str, Tensor]:
+def trained(
+    scaler: torch.amp.GradScaler | None, workers: int = 2, strategy: str = "single", loss_scale: str | None = None
+) -> dict[str, Tensor]:
     """A loop as scripts have it that take a scaler for float16 alone; or the same loop without one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, workers=workers, batch_size=12)
+    options: Any = {"strategy": strategy, "workers": workers, "loss_scale": loss_scale}
+    run = tutti.prepare(model, optimizer, DATA, batch_size=12, **options)
     for inputs, targets in run.microbatches(0):
         loss = nn.functional.mse_loss(model(inputs), targets)
         if scaler is None:
@@ -43,8 +48,13 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 
 
 def test_an_enabled_scaler_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"GradScaler.*test_grad_scaler.py:\d+.*precision='fp16'"):
+    with pytest.raises(UsageError, match=r"GradScaler.*test_grad_scaler.py:\d+.*loss_scale='dynamic'"):
         trained(torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+def test_the_advised_loss_scale_trains_as_without_one() -> None:
+    found = trained(None, loss_scale="dynamic")
+    assert all(torch.allclose(value, found[name], atol=1e-6) for name, value in trained(None).items())
 
 
 def refused(strategy: str, unused: bool) -> str:
@@ -60,7 +70,7 @@ def refused(strategy: str, unused: bool) -> str:
 def test_an_enabled_scaler_is_refused_where_the_optimizer_has_rows(strategy: str) -> None:
     for said in worlds.run(2, refused, strategy=strategy, unused=False):
         assert "torch.amp.GradScaler cannot be combined with several micro-batches" in said
-        assert "test_grad_scaler.py:" in said and "precision='fp16'" in said
+        assert "test_grad_scaler.py:" in said and "loss_scale='dynamic'" in said
     worlds.forget(2)
 
 

@@ -160,7 +160,7 @@ class BodyComparison:
             where=f"step {self._run.clock + 1}, {script_line()}",
             why="it counts every run of the loop's body as an update, and changes its scale between micro-batches of"
             " one global batch",
-            remedy="take precision='fp16' and no scaler, or as many workers as data ranks"
+            remedy="give tutti.prepare loss_scale='dynamic' in its place, or take as many workers as data ranks"
             f" ({self._run.context.grid.data_ranks})",
         )
 
