@@ -54,10 +54,20 @@ def test_a_run_that_named_no_workers_goes_on_with_those_it_had(tmp_path: Path) -
 
 def test_the_newest_run_goes_on_with_the_workers_it_had(tmp_path: Path) -> None:
     """``--resume`` alone, on other devices, as often as one likes."""
-    words = ("train", "digits", "--device", "cpu", "--epochs", "0.1", "--eval-every", "none")
+    words = ("train", "digits", "--device", "cpu", "--reproducible", "--epochs", "0.1", "--eval-every", "none")
     assert tutti(*words, "--devices", "2", "--checkpoint-every", "1st", cwd=tmp_path).returncode == 0
     for _ in range(2):
         again = tutti(*words, "--devices", "1", "--checkpoint-every", "1st", "--resume", cwd=tmp_path)
         assert again.returncode == 0, again.stderr
     [folder] = (tmp_path / "runs").iterdir()
-    assert json.loads((folder / "summary.json").read_text())["workers"] == 2
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["workers"] == 2
+    repeated = tutti("train", "--config", str(folder / "config.toml"), "--out", "new", "--json", cwd=tmp_path)
+    assert repeated.returncode == 0, repeated.stderr
+    assert json.loads(repeated.stdout)["weights_sha256"] == summary["weights_sha256"]
+    assert "resume" not in {json.loads(line)["group"] for line in (tmp_path / "new" / "metrics.jsonl").open()}
+    # A run of other workers that has never been resumed is not continued.
+    other = (*words, "--devices", "1", "--workers", "3", "--checkpoint-every", "1st", "--batch-size", "63")
+    assert tutti(*other, cwd=tmp_path).returncode == 0
+    done = tutti(*other[:-6], "--batch-size", "63", "--checkpoint-every", "1st", "--resume", cwd=tmp_path)
+    assert done.returncode == 2 and "no run of digits with this configuration can be resumed" in done.stderr

@@ -138,6 +138,11 @@ def test_configuration_and_environment(tmp_path: Path) -> None:
     assert found["versions"]["torch"] and found["cpu_count"] >= 1 and found["torch_threads"] >= 1
 
 
+def test_the_configuration_of_a_resumed_run_starts_a_new_one(tmp_path: Path) -> None:
+    RunDirectory(tmp_path, TrainConfig(resume=str(tmp_path), seed=3), "digits", resumed=0).close()
+    assert tomllib.loads((tmp_path / "config.toml").read_text()).keys().isdisjoint({"resume", "out", "change"})
+
+
 def test_summary_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path, TrainConfig(), "digits")
     seen: list[bool] = []

@@ -113,7 +113,7 @@ def find_run(config: TrainConfig, task: str) -> Path:
     for file in files:
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
-            equal = values.pop("task", None) == task and wanted in _sha256s(values, config)
+            equal = values.pop("task", None) == task and wanted in _sha256s(values, config, file.parent)
         except (OSError, ValueError, TypeError, UsageError):
             continue
         if equal and values.keys() <= known:
@@ -125,15 +125,18 @@ def find_run(config: TrainConfig, task: str) -> Path:
     )
 
 
-def _sha256s(values: Mapping[str, Any], config: TrainConfig) -> set[str]:
-    """Return the hashes that a saved configuration matches: its own, and for a resumed run that without ``workers``.
+def _sha256s(values: Mapping[str, Any], config: TrainConfig, run: Path) -> set[str]:
+    """Return the hashes that a run's configuration matches: its own, and for a resumed run that without ``workers``.
 
     The second only if ``config`` leaves ``workers`` unset.
     """
     saved = TrainConfig(**values)
     found = {config_sha256(saved)}
-    if config.workers is None and saved.resume is not None:
-        found.add(config_sha256(dataclasses.replace(saved, workers=None)))
+    if config.workers is None and saved.workers is not None:
+        bare = config_sha256(dataclasses.replace(saved, workers=None))
+        # Metrics are long: read those of a run that may match.
+        if bare == config_sha256(config) and any(line.get("group") == "resume" for line in metric_records(run)):
+            found.add(bare)
     if config.change is not None:
         known = {field.name for field in dataclasses.fields(TrainConfig)}
         # Other names are options of the optimizer.
@@ -225,8 +228,8 @@ class RunDirectory:
         self._elapsed = self.clock.spent
         self._waiting: list[bytes] = []
         metrics = self.path / METRICS
-        # A rerun must not write into the run that it repeats.
-        rerun = dataclasses.replace(config, out=None, overwrite=False, change=None)
+        # A rerun must neither write into the run that it repeats nor continue it.
+        rerun = dataclasses.replace(config, out=None, overwrite=False, resume=None, change=None)
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             # Replace the file atomically: a run that is killed here keeps its history, and a reader that follows the
