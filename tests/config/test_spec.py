@@ -18,6 +18,8 @@ class Options:
     flag: bool = False
     kind: Literal["a", "b"] = "a"
     limit: int | None = 3
+    choice: bool | None = None
+    words: bool | Literal["some"] = False
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
@@ -97,6 +99,8 @@ def test_options_become_the_fields_types() -> None:
         False,
         False,
     ]
+    found = [build_options(Options, {"choice": word}, "").choice for word in ("none", "on", "off")]
+    assert found == [None, True, False]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +110,8 @@ def test_options_become_the_fields_types() -> None:
         ({"count": "1.5"}, ["'1.5' is not a whole number", "count"]),
         ({"rate": "fast"}, ["'fast' is not a number", "rate"]),
         ({"flag": "maybe"}, ["neither true nor false", "flag"]),
+        ({"choice": "maybe"}, ["'maybe' is not possible", "choices: false, none, true"]),
+        ({"words": "none"}, ["'none' is not possible", "choices: false, some, true"]),
         ({"kind": "c"}, ["'c' is not possible", "a, b"]),
         ({"sizes": "1+x"}, ["'x' is not a whole number"]),
         ({"count": "-1"}, ["count is -1"]),

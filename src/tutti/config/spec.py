@@ -317,10 +317,12 @@ def _convert(text: str, hint: Any, where: str) -> Any:
         named = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
         if text in named:
             return text
-        if bool in arguments and text.lower() not in _BOOLEANS:
-            raise UsageError(f"'{text}' is not possible", where=where, remedy=did_you_mean(text, ("true", *named)))
-        if text.lower() == "none":
+        optional = type(None) in arguments
+        if optional and text.lower() == "none":
             return None
+        if bool in arguments and text.lower() not in _BOOLEANS:
+            choices = ("true", "false", *named, *["none"] * optional)
+            raise UsageError(f"'{text}' is not possible", where=where, remedy=did_you_mean(text, choices))
         kinds = [a for a in arguments if a is not type(None)]
         lists = next((kind for kind in kinds if get_origin(kind) is tuple), None)
         return _convert(text, kinds[0] if lists is None or "/" not in text else lists, where)
