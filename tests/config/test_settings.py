@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tutti.config.settings import GROUPS, descriptions, read_file, resolve_confi
 from tutti.config.train_config import TrainConfig
 from tutti.device import check_device, count_by_driver, is_device_choice
 from tutti.errors import UsageError
+from tutti.tasks.task_registry import TASKS
 
 FIELDS = [field.name for field in dataclasses.fields(TrainConfig)]
 
@@ -27,6 +29,12 @@ def resolved(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, objec
 def test_every_field_has_a_group_and_a_description() -> None:
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(FIELDS)
     assert sorted(descriptions()) == sorted(FIELDS)
+
+
+def test_the_help_of_train_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    told = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"Train {', '.join(TASKS)} or your own." in told and "your own: tutti train file.py:function" in told
 
 
 def test_precedence(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,9 @@ def train(
     memory: Annotated[str | None, Parameter(negative="", group=_HERE, show_default=False)] = None,
     changes: Annotated[tuple[str, ...], Parameter(name="--set", negative="", group=_HERE, show_default=False)] = (),
 ) -> int:
-    """Train linear, digits, cifar10, or your own file.py:function.
+    """Train linear, digits, cifar10, text, membranes or your own.
 
-    Example: tutti train digits --workers 8 --devices 2 --epochs 3
+    Example: tutti train digits --workers 8 --devices 2 --epochs 3; your own: tutti train file.py:function
 
     Parameters
     ----------

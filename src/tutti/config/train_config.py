@@ -96,7 +96,7 @@ class TrainConfig:
         slow: delay ranks or workers on purpose: rank=1,factor=3.
         threads: CPU threads a process; default: cores ÷ local processes.
         device: auto, cpu or an accelerator such as cuda.
-        max_nonfinite: steps in a row that a NaN or infinity may skip.
+        max_nonfinite: steps skipped in a row that end the run.
         timeout: seconds that ranks wait for each other.
         start_timeout, step_timeout, save_timeout: seconds without progress that end a rank, 0 for never; default: 1800,
             TIMEOUT, 1800.
