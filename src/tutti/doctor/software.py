@@ -149,7 +149,7 @@ def module() -> Iterator[Finding]:
     values = {"path": str(package), "distribution": DISTRIBUTION, "foreign": foreign, "copies": copies}
     if foreign:
         remedy = "Rename a file of your own; for a package: pip uninstall tutti, then "
-        remedy += f"pip install --force-reinstall {DISTRIBUTION}."
+        remedy += "pip install --force-reinstall . in a checkout of tutti."
         yield Finding("module", "problem", f"a module tutti that is not ours: {'; '.join(foreign)}", values, remedy)
     elif copies:
         remedy = "Remove all but one, or see to it that the right one comes first on PYTHONPATH."
