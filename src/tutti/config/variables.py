@@ -88,7 +88,7 @@ OPTIONS: Mapping[str, Values] = {name: values_of_type(hint) for name, hint in ge
 
 MACHINE: Mapping[str, Values] = {
     "CACHE": TEXT,  # folder of decoded data
-    "DIAGNOSTICS": SWITCH,  # checks for classic mistakes, which call the loss function twice more
+    "DIAGNOSTICS": SWITCH,  # checks for classic mistakes, which also call the loss function
     "KERNELS": SWITCH,  # compiled loops
     "LOG_RANKS": choice("all"),  # ranks whose output is shown
     "PROCESS_SETUP": SWITCH,  # allocator, excepthook, watchdog, interface: docs/environment.md
