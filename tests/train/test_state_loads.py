@@ -25,6 +25,7 @@ EVERY = [
     *("mirrored", "central_storage", "parameter_server", "sharded:stage=1", "sharded:stage=2", "sharded:stage=3"),
     *("tensor:least=1", "pipeline"),
 ]
+IN_PARTS = ("sharded:stage=2", "sharded:stage=3", "tensor:least=1", "pipeline")
 LOOPS = [name for name in EVERY if name != "pipeline"]
 WORKERS = {"tensor:least=1": 1, "pipeline": 1}
 Given = Callable[[Any, Any], Any]
@@ -98,6 +99,34 @@ def test_a_part_of_the_weights(strategy: str, give: Given) -> None:
     for got in worlds.run(2, trained, give=give, loop=strategy in LOOPS, **options):
         assert isinstance(got, dict), got
         assert largest_difference(got, plain(4, give)) <= 1e-10
+
+
+def a_row(model: Any, run: Any) -> None:
+    state = copy.deepcopy(model.state_dict() if run is None else run.state())
+    state["0.weight"][1] = 0.5
+    model.load_state_dict(state)
+
+
+def a_row_of_the_model(model: Any, run: Any) -> None:
+    model[0].weight.data[1] = 0.5
+
+
+def a_row_of_its_state(model: Any, run: Any) -> None:
+    model.state_dict()["0.weight"][1] = 0.5
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_a_row_is_written_into_a_copy(strategy: str) -> None:
+    """As refusals of writes into the model advise, where a rank has a part of it."""
+    options = {"strategy": strategy, "workers": WORKERS.get(strategy, 2), "when": 4, "loop": strategy in LOOPS}
+    want = plain(4, a_row_of_the_model)
+    for got in worlds.run(2, trained, give=a_row, **options):
+        assert isinstance(got, dict), got
+        assert largest_difference(got, want) <= 1e-10
+    for give in (a_row_of_the_model, a_row_of_its_state) if strategy in IN_PARTS else ():
+        for got in worlds.run(2, trained, give=give, **options):
+            said = "copy.deepcopy(run.state()) and give it to model.load_state_dict, both on every rank"
+            assert isinstance(got, str) and said in got
 
 
 def another_model(model: nn.Module, run: Any) -> None:

@@ -14,6 +14,9 @@ from tutti.nn.script_mode import tensors_among
 from tutti.nn.written_tensors import DATA, METADATA, may_write, read_only, share_memory
 from tutti.torch_compat import TorchFunctionDisabled, tree_map_only
 
+WRITE_COPY = "write into copy.deepcopy(run.state()) and give it to model.load_state_dict, both on every rank"
+"""Remedy that works under every strategy; a tensor of ``run.state()`` itself may be the model's own, or a copy."""
+
 
 class SourceValues(ABC):
     """Tells whether a tensor of the model still has the values of which a ``StateCopy`` (in a state dict) was made."""
@@ -104,8 +107,7 @@ class StateCopy(Tensor):
             f"the script writes {self.called} in a state dict or view of the model ({how.strip('_')})",
             where=script_line(),
             why="each rank has a part of the model's tensors, and these are copies, so that the write would be lost",
-            remedy="write into copy.deepcopy(model.state_dict()) or run.state(), and give it to model.load_state_dict,"
-            " both on every rank",
+            remedy=WRITE_COPY,
         )
 
 

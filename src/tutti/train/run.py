@@ -747,8 +747,9 @@ class Run:
                 the model's own buffers.
 
         Returns:
-            A dict of whole tensors by name. A tensor may be the model's own and not a copy, so that the next step
-            changes it: clone what is to be kept, and do not write to it.
+            A dict of whole tensors by name. A tensor may be the model's own, which the next step changes, or a copy, so
+            that a write to it would be lost: keep ``copy.deepcopy`` of them, and give ``model.load_state_dict`` what is
+            written.
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average; or the script has replaced a parameter of the model,

@@ -28,7 +28,7 @@ from tutti.nn.script_mode import (
     tensors_among,
     tutti_caller,
 )
-from tutti.nn.state_copy import StateCopy
+from tutti.nn.state_copy import WRITE_COPY, StateCopy
 from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, VIEWS, may_write, read_only, share_memory
 from tutti.parallel.fsdp.fsdp_refusals import refuse_assigned_data, refuse_gathered_write
 from tutti.parallel.fsdp.fully_sharded import FullySharded
@@ -48,10 +48,7 @@ _ON_ROWS = (
     | {"new_ones", "new_tensor", "new_zeros", "data_ptr", "storage", "untyped_storage"}
 )
 """Names of functions that are called with rows of a parameter even where gradients are enabled."""
-_REMEDY = (
-    "write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank, or take"
-    " strategy='sharded:stage=1' or 'mirrored'"
-)
+_REMEDY = f"{WRITE_COPY}, or take strategy='sharded:stage=1' or 'mirrored'"
 
 
 class ShardedReads(ScriptMode):

@@ -17,7 +17,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.absent_tensor import is_absent
 from tutti.nn.partial_gradient import PartGradient, agree_on_operand
 from tutti.nn.script_mode import QuietMode, acts_by_element, is_of_lists, tensors_among, tutti_caller
-from tutti.nn.state_copy import SourceValues, StateCopy
+from tutti.nn.state_copy import WRITE_COPY, SourceValues, StateCopy
 from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, VIEWS, may_write, read_only, share_memory
 from tutti.parallel.viewed_part import refuse_shared_data
 from tutti.torch_compat import TorchFunctionDisabled, in_backward, tree_map_only
@@ -231,7 +231,7 @@ class StageParameters(QuietMode):
             where=script_line(),
             why="some ranks do not have the parameter",
             remedy="compute by element, or take norms and sums; call other functions on a copy, parameter.clone(), or"
-            " take run.state() for the whole model; or strategy='mirrored'",
+            f" take run.state() for the whole model; {WRITE_COPY}; or take strategy='mirrored'",
         )
 
     def forget(self) -> None:

@@ -32,7 +32,7 @@ from tutti.nn.script_mode import (
     tensors_among,
     tutti_caller,
 )
-from tutti.nn.state_copy import StateCopy
+from tutti.nn.state_copy import WRITE_COPY, StateCopy
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write, share_memory
@@ -369,8 +369,7 @@ class SplitReads(EditWatch):
                 "the script computes with rows of a parameter together with plain tensors",
                 where=script_line(),
                 why="other ranks have the other rows",
-                remedy="write into run.state(), whole tensors, and give it to model.load_state_dict, both on every"
-                " rank; or take strategy='mirrored' or 'sharded:stage=2'",
+                remedy=f"{WRITE_COPY}; or take strategy='mirrored' or 'sharded:stage=2'",
             )
         return tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
 
@@ -596,7 +595,7 @@ def _refuse(name: str, func: Callable[..., Any], operand: str = "") -> NoReturn:
         f"the script {verb} {name}, of which each tensor rank has a slice{operand}",
         where=script_line(),
         why="positions, norms and draws of a slice are not those of the whole parameter",
-        remedy="write into run.state(), whole tensors, and give it to model.load_state_dict, both on every rank; take"
+        remedy=f"{WRITE_COPY}; take"
         f" run.state() for figures of whole weights, leave the layer whole by tensor:whole={name.rpartition('.')[0]},"
         " or take strategy='mirrored' or 'sharded:stage=2'",
     )
