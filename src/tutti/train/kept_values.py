@@ -48,7 +48,7 @@ _NORMS = frozenset((functional.batch_norm, functional.instance_norm))
 _REPLACING = frozenset(("copy_", "fill_", "zero_")) | {name for name in DRAWS if name.endswith("_")}
 """Names of functions in place that write all elements of a tensor, and read none."""
 
-_PASSING = frozenset(("__torch_function__", "handle_torch_function", "see", "_see"))
+_PASSING = frozenset(("__torch_function__", "handle_torch_function", "see", "_see", "_checked"))
 """Names of functions of function modes."""
 _EXCHANGING = ("torch.distributed", "tutti.comm")
 
@@ -113,6 +113,8 @@ class KeptValues(LossWatch):
         # Tensors of the watched steps before: digest there, or None where a step has computed them from samples.
         self._before: dict[StorageWeakRef, int | None] = {}
         self._counts: dict[str, Iterator[int]] = {}
+        # Digests of all values from before this step that its lines read, kept from an earlier one or not.
+        self._read_here: dict[str, set[int]] = {}
         # Values kept in tensors, those with a dimension of the micro-batch's samples, and recurrent states.
         self._kept: dict[StorageWeakRef, _Kept] = {}
         self._by_sample, self._states = set[_Kept](), set[_Kept]()
@@ -133,7 +135,7 @@ class KeptValues(LossWatch):
         made = {memory: None for memory, origin in self._origins.items() if origin.samples}
         before = {**self._before, **made, **self._digests}
         self._before = {memory: digest for memory, digest in before.items() if not memory.expired()}
-        self._origins, self._digests, self._counts = {}, {}, {}
+        self._origins, self._digests, self._counts, self._read_here = {}, {}, {}, {}
         self._kept, self._by_sample, self._states = {}, set(), set()
         self._reached, self._trained = self._trained, {}
         self._alone = self._why_alone()
@@ -207,18 +209,20 @@ class KeptValues(LossWatch):
             UsageError: a value differs; the error names the line that reads it.
         """
         comm, what = self._run.context.comms.replica, f"values that losses of step {self._run.taken + 1} depend on"
-        rows = [(name_key(line), digest) for line, digest in self._reached.items()]
+        kept: dict[str, set[int]] = {}
+        for numbered, digest in self._reached.items():
+            kept.setdefault(numbered.partition(" #")[0], set()).add(digest)
+        seen = {line: kept[line] | self._read_here.get(line, set()) for line in kept}
+        rows = [(name_key(line), digest, digest in kept[line]) for line in seen for digest in seen[line]]
         most = max(int(count) for count in comm.all_gather(torch.tensor([len(rows)]), what))
-        table = torch.zeros(most, 2, dtype=torch.int64)
-        table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
-        found: dict[int, set[int]] = {}
-        for key, digest in torch.cat(comm.all_gather(table, what)).tolist():
-            found.setdefault(key, set()).add(digest)
-        wrong = next((key for key in found if key and len(found[key]) > 1), None)
+        table = torch.zeros(most, 3, dtype=torch.int64)
+        table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+        ranks = [_by_line(each.tolist()) for each in comm.all_gather(table, what)]
+        wrong = next((key for key in sorted(set().union(*ranks)) if _differ([rank.get(key) for rank in ranks])), None)
         if wrong is None:
             return
-        texts = comm.all_gather_strings(next((line for line in self._reached if name_key(line) == wrong), ""), what)
-        place = f"step {self._run.clock + 1}, {next(filter(None, texts)).partition(' #')[0]}"
+        texts = comm.all_gather_strings(next((line for line in kept if name_key(line) == wrong), ""), what)
+        place = f"step {self._run.clock + 1}, {next(filter(None, texts))}"
         if ".step() in " in place:
             raise UsageError(
                 "an optimizer that tutti.prepare was not given trains tensors with each rank's own gradients",
@@ -331,17 +335,20 @@ class KeptValues(LossWatch):
     def _first_read(self, tensor: Tensor, memory: StorageWeakRef) -> _Origin:
         """Return the origin of a tensor that the code for this step has not made."""
         storage = tensor.untyped_storage()
-        # A custom function of autograd, which the mode does not see, may have made it.
-        if tensor.grad_fn is not None or storage.nbytes() > _LARGEST:
+        # A custom function of autograd, which the mode does not see, may have made it; FSDP2 frees memory in place.
+        if tensor.grad_fn is not None or not 0 < storage.nbytes() <= _LARGEST:
             return _SAMPLES
         # The whole memory: another view of it is no change.
-        [digest] = tensor_digests([torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)])
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        # What else is in the memory may be a rank's own.
+        digest, values = tensor_digests([whole, tensor.detach()])
         self._digests[memory] = digest
+        self._read_here.setdefault(script_line(), set()).add(values)
         if memory not in self._before:
             return _NOTHING if memory in self._constants else _SAMPLES
         if self._before[memory] == digest:
             return _NOTHING
-        self._kept[memory] = kept = _Kept(self._line(), digest, tensor.requires_grad)
+        self._kept[memory] = kept = _Kept(self._line(), values, tensor.requires_grad)
         return _Origin(frozenset((kept,)), samples=True)
 
     def _line(self) -> str:
@@ -362,6 +369,34 @@ class KeptValues(LossWatch):
             self._refuse_trained(f"{name}.step() in {script_line()}")
         if _is_due(self._steps):
             self._trained[self._numbered(f"{name}.step() in {script_line()}")] = mix(*tensor_digests(tensors)) >> 1
+
+
+class _LineValues(NamedTuple):
+    """Digests of the values that a line reads on one rank: those kept from an earlier step, and all."""
+
+    kept: set[int]
+    seen: set[int]
+
+
+def _by_line(rows: Iterable[Sequence[int]]) -> dict[int, _LineValues]:
+    """Return a rank's values by the key of the line that reads them; rows of zeros are padding."""
+    found: dict[int, _LineValues] = {}
+    for key, digest, is_kept in rows:
+        if key:
+            values = found.setdefault(key, _LineValues(set(), set()))
+            values.seen.add(digest)
+            if is_kept:
+                values.kept.add(digest)
+    return found
+
+
+def _differ(ranks: Sequence[_LineValues | None]) -> bool:
+    """Return whether two ranks have each kept a value that the other one's line does not read.
+
+    Whether a value counts as kept may differ: memory that one rank has filled anew has the former values on another.
+    """
+    there = [each for each in ranks if each is not None]
+    return any(one.kept - other.seen and other.kept - one.seen for one, other in itertools.combinations(there, 2))
 
 
 def _is_due(step: int) -> bool:
