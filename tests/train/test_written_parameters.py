@@ -17,8 +17,8 @@ import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
 from tutti.errors import TuttiError, UsageError
-from tutti.train import written_parameters
-from tutti.train.carried_state import CarriedValues
+from tutti.train.script_checks import written_parameters
+from tutti.train.script_checks.carried_state import CarriedValues
 
 DATA = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 

@@ -13,7 +13,6 @@ within 2 s does not access the store.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import re
 import threading
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tutti.errors import MismatchError, PeerError, script_line
 from tutti.launcher import context, heartbeat
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 _PATIENCE = timedelta(seconds=2)
 _POLL = timedelta(seconds=0.5)
@@ -408,7 +406,7 @@ class StallInspector:
         return answers[0] if answers else None
 
 
-class TellFailures:
+class TellFailures(contextlib.ContextDecorator):
     """Context manager, or decorator, that tells other ranks of an exception in code that all ranks run.
 
     If the block raises on this rank alone, such as because of a full disk or a bad sample, the other ranks would wait
@@ -424,16 +422,6 @@ class TellFailures:
         if isinstance(error, Exception) and context.is_initialized():
             world = context.current()
             StallInspector(world, world.timeout).tell_failure(error)
-
-    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Return a function that calls ``function`` within this context manager."""
-
-        @functools.wraps(function)
-        def call(*args: P.args, **options: P.kwargs) -> T:
-            with self:
-                return function(*args, **options)
-
-        return call
 
 
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:

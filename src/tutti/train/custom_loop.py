@@ -33,9 +33,9 @@ from tutti.parallel import Choice, check_custom_loop
 from tutti.parallel.ddp.step_agreement import agree_on_settings
 from tutti.parallel.normalisation import is_finite
 from tutti.torch_compat import tensor_version
-from tutti.train.body_comparison import BodyComparison
-from tutti.train.carried_state import CarriedState
-from tutti.train.gradient_origin import GradientOrigin
+from tutti.train.script_checks.body_comparison import BodyComparison
+from tutti.train.script_checks.carried_state import CarriedState
+from tutti.train.script_checks.gradient_origin import GradientOrigin
 from tutti.train.void_body import VoidBody
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, AloneLoopSync, CustomLoopSync
 from tutti.types.micro_batch import Batch, LossSums, MicroBatch

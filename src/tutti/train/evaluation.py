@@ -22,7 +22,7 @@ from tutti.data.stream import Stream
 from tutti.errors import UsageError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.train.metric_objects import metric_objects
+from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
 
 if TYPE_CHECKING:

@@ -42,11 +42,9 @@ from tutti.process_context import read_identity
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.argument_words import argument_words, unread_variables
 from tutti.train.conversions import ModelConversions
-from tutti.train.hook_watch import HookWatch
 from tutti.train.model_conversion import cast_loss, convert_model
 from tutti.train.noise_probe import NoiseProbe
 from tutti.train.optimizers import factory
-from tutti.train.other_optimizers import other_optimizers, refuse_steps
 from tutti.train.partial_reads import PartialReads
 from tutti.train.plain_copies import leave_hooks_out_of_copies
 from tutti.train.prepare_checks import CheckedRun, check_run
@@ -55,7 +53,9 @@ from tutti.train.prepared_before import note
 from tutti.train.run import Run, RunSettings
 from tutti.train.run_options import Models, Optimizers, RunOptions
 from tutti.train.schedulers import Given
-from tutti.train.single_sample import note_single_sample
+from tutti.train.script_checks.hook_watch import HookWatch
+from tutti.train.script_checks.other_optimizers import other_optimizers, refuse_steps
+from tutti.train.script_checks.single_sample import note_single_sample
 from tutti.train.slow_replica import slow_down
 from tutti.train.state_loads import StateLoads
 from tutti.train.strategy_spec import StrategySpec

@@ -38,22 +38,22 @@ from tutti.train.argument_words import argument_words
 from tutti.train.callbacks import Callbacks
 from tutti.train.custom_loop import CustomLoop
 from tutti.train.evaluation import BLOCK, Evaluation, evaluate_samples
-from tutti.train.hook_watch import HookWatch
 from tutti.train.lost_ranks import LostRanks
-from tutti.train.mistake_checks import Checks
 from tutti.train.noise_probe import NoiseProbe
 from tutti.train.partial_state import StateGuard, gathered_state
 from tutti.train.prediction import predict_samples
 from tutti.train.preemption import StopReason, stop_on_signals
 from tutti.train.replicas import check_replicas, seldom
 from tutti.train.schedulers import Schedulers
-from tutti.train.shared_settings import SharedSettings
-from tutti.train.single_sample import note_single_sample
+from tutti.train.script_checks.hook_watch import HookWatch
+from tutti.train.script_checks.mistake_checks import Checks
+from tutti.train.script_checks.shared_settings import SharedSettings
+from tutti.train.script_checks.single_sample import note_single_sample
+from tutti.train.script_checks.trainability import TrainabilityWatch
 from tutti.train.step import train_step
 from tutti.train.step_hooks import StepHookGuard
 from tutti.train.step_lifecycle import StepLifecycle
 from tutti.train.step_windows import profiled, traced
-from tutti.train.trainability import TrainabilityWatch
 from tutti.types.gradient_sync import GradientSync
 from tutti.types.micro_batch import Batch, LossFn
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner

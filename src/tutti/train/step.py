@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tutti.train.hook_watch import HookWatch
 from tutti.train.noise_probe import NoiseProbe
+from tutti.train.script_checks.hook_watch import HookWatch
 from tutti.types.gradient_sync import GradientSync
 from tutti.types.micro_batch import LossFn, MicroBatch
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner

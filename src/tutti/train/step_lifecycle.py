@@ -18,12 +18,12 @@ from tutti.errors import NonFiniteError, UsageError, counted, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
-from tutti.train.carried_state import CarriedValues
-from tutti.train.kept_values import KeptValues
-from tutti.train.loader_watch import LoaderWatch
-from tutti.train.loss_watch import LossWatch
-from tutti.train.worker_trials import WorkerTrials
-from tutti.train.written_parameters import WrittenParameters
+from tutti.train.script_checks.carried_state import CarriedValues
+from tutti.train.script_checks.kept_values import KeptValues
+from tutti.train.script_checks.loader_watch import LoaderWatch
+from tutti.train.script_checks.loss_watch import LossWatch
+from tutti.train.script_checks.worker_trials import WorkerTrials
+from tutti.train.script_checks.written_parameters import WrittenParameters
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
 from tutti.types.step_records import StepContext, StepStats, UpdateResult
 

@@ -20,8 +20,8 @@ from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.parallel import Choice
-from tutti.train.python_state import python_state
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, RunOptions
+from tutti.train.script_checks.python_state import python_state
 from tutti.types.micro_batch import LossFn
 
 

@@ -18,9 +18,9 @@ from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers, copied_buffers
 from tutti.nn.written_tensors import ParameterWriteError, parameters_unwritten
-from tutti.train.carried_state import refuse_carried, worker_place
-from tutti.train.metric_objects import metric_objects
-from tutti.train.python_state import PythonState
+from tutti.train.script_checks.carried_state import refuse_carried, worker_place
+from tutti.train.script_checks.metric_objects import metric_objects
+from tutti.train.script_checks.python_state import PythonState
 from tutti.types.micro_batch import LossFn, MicroBatch
 from tutti.types.replica_runner import CustomLoopRunner
 

@@ -29,12 +29,12 @@ from tutti.torch_compat import (
     tree_map,
     view_base,
 )
-from tutti.train.body_trace import BodyTrace
-from tutti.train.followed_numbers import FollowedFloat, FollowedInt
-from tutti.train.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
-from tutti.train.module_trials import ModuleTrials
-from tutti.train.moved_values import MovedValues, Place
-from tutti.train.python_state import numbers, numbers_of
+from tutti.train.script_checks.body_trace import BodyTrace
+from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedInt
+from tutti.train.script_checks.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
+from tutti.train.script_checks.module_trials import ModuleTrials
+from tutti.train.script_checks.moved_values import MovedValues, Place
+from tutti.train.script_checks.python_state import numbers, numbers_of
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:

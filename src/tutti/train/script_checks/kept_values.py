@@ -29,10 +29,10 @@ from tutti.torch_compat import (
     tree_leaves,
     tree_map,
 )
-from tutti.train.carried_state import StateHook
-from tutti.train.followed_numbers import FollowedFloat, FollowedInt
-from tutti.train.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
-from tutti.train.other_optimizers import PREPARE, OtherSteps
+from tutti.train.script_checks.carried_state import StateHook
+from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedInt
+from tutti.train.script_checks.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
+from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:

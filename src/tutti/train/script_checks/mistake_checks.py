@@ -35,10 +35,10 @@ from tutti.nn.swap import buffers, copied_buffers, training_mode
 from tutti.nn.written_tensors import parameters_unwritten
 from tutti.optim.several import members_of
 from tutti.python_compat import live_objects
-from tutti.train.metric_objects import metric_objects
-from tutti.train.python_state import numbers, python_state
-from tutti.train.sample_mixing import MixingProbe
-from tutti.train.target_mixing import TargetProbe
+from tutti.train.script_checks.metric_objects import metric_objects
+from tutti.train.script_checks.python_state import numbers, python_state
+from tutti.train.script_checks.sample_mixing import MixingProbe
+from tutti.train.script_checks.target_mixing import TargetProbe
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from tutti.data.global_generators import own_generators
 from tutti.nn.swap import copied_buffers
 from tutti.nn.written_tensors import parameters_unwritten
 from tutti.torch_compat import functorch_level, in_backward, tree_leaves, tree_map_only
-from tutti.train.moved_values import Place
-from tutti.train.python_state import PythonState, is_of_script
+from tutti.train.script_checks.moved_values import Place
+from tutti.train.script_checks.python_state import PythonState, is_of_script
 from tutti.types.replica_runner import ReplicaRunner
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.python_compat import live_objects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
-from tutti.train.mistake_checks import Hook
+from tutti.train.script_checks.mistake_checks import Hook
 from tutti.types.custom_loop_sync import CustomLoopSync
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tutti.nn.script_mode import tutti_caller
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
-from tutti.train.moved_values import Place
+from tutti.train.script_checks.moved_values import Place
 
 _OF_DATA = frozenset(
     (

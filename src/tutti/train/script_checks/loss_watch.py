@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from tutti.parallel.tensor.split_tensor import SplitTensor
-from tutti.train.followed_numbers import FollowedNumbers
+from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
