@@ -91,6 +91,7 @@ from tutti.torch_compat import (
     has_packed_projection,
     has_scaled,
     high_priority_options,
+    hook_ids,
     in_backward,
     inductor_mode_options,
     is_compiled,
@@ -269,6 +270,25 @@ def hooks_of_tensors_are_found() -> None:
     handle.remove()
     assert not gradient_hooks(other)
     assert all(getattr(own, name) is not None for name in GRADIENT_HOOK_ATTRIBUTES)
+
+
+def ids_tell_of_registered_and_removed_hooks() -> None:
+    tensor, module = torch.zeros(2, requires_grad=True), torch.nn.Linear(2, 2)
+    registrations: list[Callable[[], Any]] = [
+        lambda: tensor.register_hook(print),
+        lambda: tensor.register_post_accumulate_grad_hook(print),
+        lambda: module.register_full_backward_hook(print),
+        lambda: module.register_full_backward_pre_hook(print),
+    ]
+    for register in registrations:
+        before = hook_ids([tensor], [module])
+        first = register()
+        with_first = hook_ids([tensor], [module])
+        first.remove()
+        assert hook_ids([tensor], [module]) == before
+        second = register()
+        assert len({str(each) for each in (before, with_first, hook_ids([tensor], [module]))}) == 3
+        second.remove()
 
 
 def fused_optimizers_have_devices() -> None:
@@ -818,6 +838,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     indices_need_no_coalescing: "sparse_indices sparse_values",
     subclasses_have_no_memory: "FunctionModesDisabled make_wrapper_subclass TorchFunctionDisabled",
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
+    ids_tell_of_registered_and_removed_hooks: "hook_ids",
     fused_optimizers_have_devices: "fused_optimizer_devices",
     backward_is_noticed: "in_backward",
     backwards_tell_what_they_accumulate_and_keep: "is_reached keeps_graph",

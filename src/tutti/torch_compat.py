@@ -105,6 +105,7 @@ __all__ = [
     "has_packed_projection",
     "has_scaled",
     "high_priority_options",
+    "hook_ids",
     "in_backward",
     "inductor_lacks",
     "inductor_mode_options",
