@@ -48,8 +48,9 @@ def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
             parameters and its own update; at least one entry.
 
     Returns:
-        A pair for each bar, by growing staleness: its label, the least staleness in the bar as text, and its number of
-        updates. The last bar holds the tail above the 99 % quantile, too; its label then ends in ``+``.
+        A pair for each bar, by growing staleness from 0: its label, the least staleness in the bar as text, and its
+        number of updates, which may be 0. Bars are of equal width, and cover staleness up to the 99 % quantile plus 1.
+        The last bar also counts all updates of larger staleness, and its label then ends in ``+``.
 
     Raises:
         ValueError: ``seen`` is empty.

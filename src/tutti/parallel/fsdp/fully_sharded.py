@@ -508,9 +508,11 @@ class FullySharded:
             unit.reshard()
 
     def rows_written(self) -> bool:
-        """Return False: FSDP2 cannot tell whether the optimizer's rows were written since they were all-gathered.
+        """Return False, as no write is found here: the caller raises UsageError for True and goes on for False.
 
-        A row tensor may share its version counter with the model's ``DTensor``, which the script may write.
+        Asked is whether the script has written this rank's rows of a parameter, the plain tensors that the optimizer
+        has, since the forward all-gathered the parameter. A row tensor may share its version counter with the model's
+        ``DTensor``, which the script may write, so that the counter does not show such a write. Not collective.
         """
         return False
 
