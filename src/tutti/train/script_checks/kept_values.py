@@ -263,7 +263,8 @@ class KeptValues(LossWatch):
         if torch.compiler.is_compiling() or not self._active:
             return
         if self._run.replica.sharded:
-            self._own |= _memories(module.parameters())
+            with FunctionModesDisabled():
+                self._own |= _memories(module.parameters())
         for each in tree_leaves((args, named)):
             if isinstance(each, Tensor) and each.is_floating_point():
                 self._states |= self._origin_of(each).kept & self._by_sample
