@@ -154,6 +154,8 @@ def no_memory(error: BaseException) -> NotEnoughMemory | None:
     step = getattr(error, "step", None)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     places = [f"step {step}"] if step is not None else []
+    # A function mode of tutti may pass on the script's call.
+    frames = [f for f in frames if _is_users(f.filename)] or frames
     places += [f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"] if frames else []
     return NotEnoughMemory(
         "there is not enough memory",
@@ -276,8 +278,8 @@ def counted(number: int, noun: str) -> str:
 def script_line_of(error: BaseException) -> str:
     """Return the place in the user's code at which an exception arose, as ``FILE:LINE``.
 
-    The place is the innermost frame of the traceback whose file is outside of the packages torch and tutti; ``the
-    script`` if there is none.
+    The place is the innermost frame of the traceback whose file is outside of the packages torch and tutti, and not
+    ``contextlib.py``; ``the script`` if there is none.
 
     Args:
         error: an exception that was raised.
@@ -295,12 +297,16 @@ def script_line() -> str:
     ``contextlib.py``; ``the script`` if there is none.
     """
     for frame in reversed(traceback.extract_stack()):
-        if _is_users(frame.filename) and not frame.filename.endswith("/contextlib.py"):
+        if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return "the script"
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a source file is outside of the packages torch and tutti; its path may have folders so named."""
+    """Return whether a source file is outside of the packages torch and tutti; its path may have folders so named.
+
+    ``contextlib.py`` is none of the user's: its decorators call functions of both packages.
+    """
     found = [sys.modules[name].__file__ for name in ("torch", "tutti") if name in sys.modules]
-    return not file.startswith(tuple(f"{Path(each).parent}{os.sep}" for each in found if each))
+    folders = tuple(f"{Path(each).parent}{os.sep}" for each in found if each)
+    return not file.startswith(folders) and not file.endswith("/contextlib.py")
