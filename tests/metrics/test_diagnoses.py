@@ -370,8 +370,8 @@ AVERAGE = torch.zeros(())
 
 
 def with_average(net: Any, batch: Any) -> Any:
-    """A running average over batches, which the probe must not move."""
-    AVERAGE.mul_(0.9).add_(0.1 * batch[:, 0].mean())
+    """A running average over the batches of all ranks, which the probe must not move."""
+    AVERAGE.mul_(0.9).add_(0.1 * tutti.allreduce(batch[:, 0].mean()))
     return (net(batch) - AVERAGE).square().mean()
 
 
