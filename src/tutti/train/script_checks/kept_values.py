@@ -50,6 +50,7 @@ _REPLACING = frozenset(("copy_", "fill_", "zero_")) | {name for name in DRAWS if
 
 _PASSING = frozenset(("__torch_function__", "handle_torch_function", "see", "_see", "_checked"))
 """Names of functions of function modes."""
+_STEP = ".step() in "
 _EXCHANGING = ("torch.distributed", "tutti.comm")
 
 
@@ -213,7 +214,7 @@ class KeptValues(LossWatch):
         for numbered, digest in self._reached.items():
             kept.setdefault(numbered.partition(" #")[0], set()).add(digest)
         seen = {line: kept[line] | self._read_here.get(line, set()) for line in kept}
-        rows = [(name_key(line), digest, digest in kept[line]) for line in seen for digest in seen[line]]
+        rows = [(_line_key(line), digest, digest in kept[line]) for line in seen for digest in seen[line]]
         most = max(int(count) for count in comm.all_gather(torch.tensor([len(rows)]), what))
         table = torch.zeros(most, 3, dtype=torch.int64)
         table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -221,9 +222,9 @@ class KeptValues(LossWatch):
         wrong = next((key for key in sorted(set().union(*ranks)) if _differ([rank.get(key) for rank in ranks])), None)
         if wrong is None:
             return
-        texts = comm.all_gather_strings(next((line for line in kept if name_key(line) == wrong), ""), what)
+        texts = comm.all_gather_strings(next((line for line in kept if _line_key(line) == wrong), ""), what)
         place = f"step {self._run.clock + 1}, {next(filter(None, texts))}"
-        if ".step() in " in place:
+        if _STEP in place:
             raise UsageError(
                 "an optimizer that tutti.prepare was not given trains tensors with each rank's own gradients",
                 where=place,
@@ -367,9 +368,9 @@ class KeptValues(LossWatch):
             tensors: its parameters that are not in the model, and their gradients.
         """
         if self._alone:
-            self._refuse_trained(f"{name}.step() in {script_line()}")
+            self._refuse_trained(f"{name}{_STEP}{script_line()}")
         if _is_due(self._steps):
-            self._trained[self._numbered(f"{name}.step() in {script_line()}")] = mix(*tensor_digests(tensors)) >> 1
+            self._trained[self._numbered(f"{name}{_STEP}{script_line()}")] = mix(*tensor_digests(tensors)) >> 1
 
 
 class _LineValues(NamedTuple):
@@ -377,6 +378,11 @@ class _LineValues(NamedTuple):
 
     kept: set[int]
     seen: set[int]
+
+
+def _line_key(line: str) -> int:
+    """Return a key of a line; those of optimizers' steps come first, as they are why later lines read other values."""
+    return -name_key(line) if _STEP in line else name_key(line)
 
 
 def _by_line(rows: Iterable[Sequence[int]]) -> dict[int, _LineValues]:
