@@ -13,7 +13,7 @@ WORDS = ("train", "own.py:task", "--workers", "2", "--batch-size", "12", "--epoc
 
 
 def test_the_task_declares_what_is_better(tmp_path: Path) -> None:
-    prepare(tmp_path, 0.0)
+    prepare(tmp_path, 0.0, "own.py")
     own = (tmp_path / "own.py").read_text().replace('"accuracy": correct', '"distance": correct')
     (tmp_path / "own.py").write_text(own)
     refused = tutti(tmp_path, *WORDS, "--keep-best", "distance")

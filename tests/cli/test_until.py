@@ -74,7 +74,7 @@ def test_what_cannot_be_reached_is_refused_before_a_process_starts(
 
 
 def test_a_task_of_the_users_own(tmp_path: Path) -> None:
-    prepare(tmp_path, 0.0)
+    prepare(tmp_path, 0.0, "own.py")
     words = ("train", "own.py:task", "--workers", "2", "--batch-size", "12", "--epochs", "6", "--out", "run")
     refused = tutti(tmp_path, *words, "--until", "acuracy>=0.5")
     assert refused.code == 2 and "Did you mean 'accuracy'" in refused.err, refused.err
@@ -87,7 +87,7 @@ def test_a_task_of_the_users_own(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_compare_tells_steps_samples_and_time_to_the_target(tmp_path: Path) -> None:
-    prepare(tmp_path, 0.0)
+    prepare(tmp_path, 0.0, "own.py")
     words = ("compare", "own.py:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "2")
     result = tutti(tmp_path, *words, "--seeds", "1", "--until", "loss<=9", "--json")
     assert result.code == 0, result.err
@@ -103,7 +103,7 @@ def test_compare_tells_steps_samples_and_time_to_the_target(tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_compared_runs_that_miss_their_target_are_finished_runs(tmp_path: Path) -> None:
-    prepare(tmp_path, 0.0)
+    prepare(tmp_path, 0.0, "own.py")
     words = ("compare", "own.py:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "2")
     missed = tutti(tmp_path, *words, "--seeds", "1", "--until", "loss<=0.0001")
     assert missed.code == 0 and "'one' reached loss<=0.0001 with 0 of 1 seed." in missed.out, missed.err

@@ -45,11 +45,11 @@ TASK = "own.v1.py"
 WORDS = ("compare", f"{TASK}:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "3")
 
 
-def prepare(folder: Path, pause: float) -> None:
+def prepare(folder: Path, pause: float, task: str = TASK) -> None:
     write_task(folder)
     source = (folder / "own.py").read_text()
     cut = source.index("def task():")
-    (folder / TASK).write_text(source[:cut] + BODY.format(pause=pause))
+    (folder / task).write_text(source[:cut] + BODY.format(pause=pause))
     (folder / "own.toml").write_text(LADDER)
 
 
