@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, OneCycleLR, SequentialLR
-from torch.utils.data import DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import tutti
 from tests import worlds
@@ -90,7 +90,7 @@ class Stream(IterableDataset[Any]):
 
 
 class OwnDraws:
-    """Its samples follow a generator of its own, whatever the index."""
+    """Its samples follow a generator of its own, whatever the index: tutti seeds it for each sample."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(7)
@@ -100,6 +100,19 @@ class OwnDraws:
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.randn(3, generator=self.generator)
+
+
+class ReadOn(Dataset[Any]):
+    """Its samples follow one another as in an open file, whatever the index."""
+
+    def __init__(self) -> None:
+        self.following: Iterator[Tensor] = iter(list(rows()))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return next(self.following)
 
 
 def brought(seed_of: Callable[[], int], count: int = 12) -> None:
@@ -124,14 +137,25 @@ def own_draws() -> None:
     steps(prepare(data=OwnDraws()))
 
 
+def read_on() -> None:
+    """In a loader process of each rank, where the data set is not read twice: in this process it is refused."""
+    steps(prepare(data=DataLoader(ReadOn(), BATCH, num_workers=1), batch_size=None))
+
+
 def identical() -> None:
     steps(prepare(identical_batches=True))
 
 
-@pytest.mark.parametrize("what", [partial(brought, one_seed), partial(brought, one_seed, 5), unsharded, own_draws])
+@pytest.mark.parametrize("what", [partial(brought, one_seed), partial(brought, one_seed, 5), unsharded, read_on])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_that_draw_the_same(ranks: int, what: Callable[[], Any]) -> None:
     assert names(ranks, what) == ["same-data"]
+
+
+@pytest.mark.parametrize("what", [sharded, own_draws])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_draw_their_own(ranks: int, what: Callable[[], Any]) -> None:
+    assert names(ranks, what) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
