@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tutti.nn.ac_and_compile import plain_forward
 from tutti.nn.swap import buffers
 from tutti.nn.untraced import hook_tables
 from tutti.torch_compat import storage_key
@@ -123,7 +124,7 @@ class PythonState:
         """Record the attributes and hooks of a module, and the variables its forward reads; not its submodules'."""
         self._attributes(module, _DEPTH, _OF_MODULES)
         if is_of_script(type(module)):
-            self._function(type(module).forward, _DEPTH)
+            self._function(plain_forward(module), _DEPTH)
         self._restores += [partial(_refill, table, dict(table)) for table in hook_tables(module).values()]
 
     def _attributes(self, holder: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
@@ -164,16 +165,19 @@ class PythonState:
                 self._value(each, depth, "an argument")
         elif isinstance(function, FunctionType):
             self._seen.add(id(function))
+            variables = function.__globals__
+            # A wrapper, such as that of torch.compile, leads to the script's function; its variables are no script's.
+            own = _is_module_of_script(variables.get("__name__", ""))
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 try:
                     value = cell.cell_contents
                 except ValueError:
                     continue
-                self._restores.append(partial(setattr, cell, "cell_contents", value))
-                self._changes.append(_rebound(name, value, partial(getattr, cell, "cell_contents", None)))
+                if own:
+                    self._restores.append(partial(setattr, cell, "cell_contents", value))
+                    self._changes.append(_rebound(name, value, partial(getattr, cell, "cell_contents", None)))
                 self._value(value, depth, name)
-            variables = function.__globals__
-            for name in function.__code__.co_names:
+            for name in function.__code__.co_names if own else ():
                 if name in variables and not isinstance(variables[name], ModuleType):
                     value = variables[name]
                     self._restores.append(partial(variables.__setitem__, name, value))
@@ -244,12 +248,14 @@ def is_of_script(kind: type) -> bool:
     Args:
         kind: the type.
     """
-    root = kind.__module__.split(".")[0]
     return kind is SimpleNamespace or (
-        not issubclass(kind, type | ModuleType | Tensor)
-        and root not in sys.stdlib_module_names - {"__main__"}
-        and not root.startswith(("torch", "tutti", "numpy"))
+        not issubclass(kind, type | ModuleType | Tensor) and _is_module_of_script(kind.__module__)
     )
+
+
+def _is_module_of_script(name: str) -> bool:
+    root = name.split(".")[0]
+    return root not in sys.stdlib_module_names - {"__main__"} and not root.startswith(("torch", "tutti", "numpy"))
 
 
 def _rebound(name: str, value: Any, now: Callable[[], Any]) -> Callable[[], str]:
