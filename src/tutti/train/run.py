@@ -412,17 +412,19 @@ class Run:
                 release_graph_results()
             try:
                 with self.lifecycle.updating(), self.lifecycle.abandoning():
-                    stats, updated = train_step(
-                        self.replica,
-                        self.gradient_sync,
-                        self.grad_hook,
-                        work,
-                        self.lifecycle.guarded(self.loss_fn, work),
-                        step_context,
-                        self.hooks,
-                        self.adascale,
-                        self.noise_probe,
-                    )
+                    guarded = self.lifecycle.guarded(self.loss_fn, work)
+                    with self.lifecycle.uncompiled():
+                        stats, updated = train_step(
+                            self.replica,
+                            self.gradient_sync,
+                            self.grad_hook,
+                            work,
+                            guarded,
+                            step_context,
+                            self.hooks,
+                            self.adascale,
+                            self.noise_probe,
+                        )
                 self.lifecycle.count_batch(stats, updated.global_step)
                 self.lifecycle.count_update(stats, updated)
                 return stats.loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -274,6 +274,13 @@ class StepLifecycle:
         watched = self.values.watched(probed, work) if self.watch(work) else probed
         guarded = self._trials.watched(loss, self._written.guarded(watched, work), work)
         return self.loaders.watched(guarded, sum(len(micro_batches) for _, micro_batches in work))
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Return a context manager for the computation of a step; see ``CarriedValues.uncompiled``.
+
+        Called after ``guarded``, and entered at once.
+        """
+        return self._carried.uncompiled()
 
     @contextmanager
     def _around_stage(self, stage: int, given: Any) -> Iterator[Callable[[Any], None]]:

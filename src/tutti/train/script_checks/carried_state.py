@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ref
@@ -221,12 +221,12 @@ class CarriedValues(LossWatch):
 
         Returns:
             True in the first two global batches, if this rank has several micro-batches of the batch. Their code runs
-            uncompiled; False if it is compiled and the run is reproducible or records graphs.
+            ``uncompiled``; False if it is compiled and the run is reproducible or records graphs.
         """
         run = self._run
         self._batches += 1
         self._moved.begin_batch()
-        self._trace = None
+        self._trace, self._eager = None, False
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         if self._batches > _WATCHED or self._left < 2:
             self._leaves, self._given, self._found, self._counted = {}, set(), {}, {}
@@ -264,10 +264,15 @@ class CarriedValues(LossWatch):
         self._counted = numbers(self._run.replica.parts)
         if micro_batch.samples:
             self._trials.begin(self._here)
-        if self._eager:
-            # A function mode does not see the calls of compiled code.
-            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
         self.enter()
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Return a context manager within which compiled code runs uncompiled, in a global batch that is watched.
+
+        A function mode does not see the calls of compiled code. To be entered at once, around both the forward and the
+        backward of a micro-batch: backward computes checkpointed modules again, as they ran in the forward.
+        """
+        return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
         """Enter this function mode for the body of a custom loop, as ``begin`` does, and compare it with the first one.
@@ -279,6 +284,7 @@ class CarriedValues(LossWatch):
             micro_batch: the micro-batch whose body follows.
         """
         self.begin(micro_batch, micro_batch.batch)
+        self._uncompiled.enter_context(self.uncompiled())
         # FSDP2's first forward makes other graphs than the later ones.
         if self._trace is None and not self._run.replica.sharded:
             self._trace = BodyTrace()
