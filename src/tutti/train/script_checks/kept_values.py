@@ -340,10 +340,11 @@ class KeptValues(LossWatch):
         # A custom function of autograd, which the mode does not see, may have made it; FSDP2 frees memory in place.
         if tensor.grad_fn is not None or not 0 < storage.nbytes() <= _LARGEST:
             return _SAMPLES
-        # The whole memory: another view of it is no change.
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        # What else is in the memory may be a rank's own.
-        digest, values = tensor_digests([whole, tensor.detach()])
+        with FunctionModesDisabled():
+            # The whole memory: another view of it is no change.
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            # What else is in the memory may be a rank's own.
+            digest, values = tensor_digests([whole, tensor.detach()])
         self._digests[memory] = digest
         self._read_here.setdefault(script_line(), set()).add(values)
         if memory not in self._before:
@@ -445,7 +446,7 @@ def _read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments from whose values a function computes its result."""
     if func in _NORMS:
         return tree_leaves((args[:1], args[3:], {key: kwargs[key] for key in kwargs if not key.startswith("running")}))
-    if name.endswith("_like") or name.startswith("new_"):
+    if name.endswith(("_like", "storage")) or name.startswith("new_"):
         return []
     whole = name in _REPLACING or (name == "__setitem__" and (args[1] is ... or args[1] == slice(None)))
     replaces = whole and bool(_memories(args[:1])) and fills_memory(args[0])
