@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from tutti.errors import UsageError, script_line
 from tutti.python_compat import live_objects
+from tutti.torch_compat import local_tensor
 from tutti.train.prepared_before import is_prepared
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ class OtherSteps:
             return
         own = (p for part in run.replica.parts for p in part.parameters())
         known = set(map(id, [*own, *run.hooks.originals.values()]))
-        trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        members = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        # A DTensor is sharded by the script, and each rank has other rows of it.
+        trained = [p for p in members if local_tensor(p) is p]
         tensors = [each.detach() for p in trained if p.grad is not None for each in (p, p.grad)]
         if tensors:
             self._note(type(optimizer).__name__, tensors)
