@@ -201,14 +201,18 @@ def asked_by_script(mode: str) -> bool:
     frame: FrameType | None = calling_frame(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if module not in _PASSED_BY and module not in (mode, __name__) and not _is_mode(frame):
+        if module not in _PASSED_BY and module not in (mode, __name__) and not is_function_mode(frame):
             return module == "torch.nn.init" or module.partition(".")[0] not in ("torch", "tutti", "contextlib")
         frame = frame.f_back
     return False
 
 
-def _is_mode(frame: FrameType) -> bool:
-    """Return whether a frame is of another function mode, which passes on what was called above it."""
+def is_function_mode(frame: FrameType) -> bool:
+    """Return whether a frame runs a method of a function mode, which passes on the call that is above it on the stack.
+
+    Args:
+        frame: the frame.
+    """
     return frame.f_code.co_name == "__torch_function__" or isinstance(self_of(frame), QuietMode)
 
 
@@ -249,7 +253,7 @@ def tutti_caller(mode: str) -> FrameType | None:
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         package = module.partition(".")[0]
-        if module not in (mode, __name__) and package not in ("torch", "contextlib") and not _is_mode(frame):
+        if module not in (mode, __name__) and package not in ("torch", "contextlib") and not is_function_mode(frame):
             return frame if package == "tutti" else None
         frame = frame.f_back
     return None

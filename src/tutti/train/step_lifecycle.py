@@ -167,9 +167,14 @@ class StepLifecycle:
         )
 
     def _digest(self) -> Callable[[], int]:
-        """Return a function that hashes what data ranks compare with the gradients; 0 where nothing is due."""
+        """Return a function that hashes the values that data ranks compare with the gradients; 0 for no values."""
         written = self._written.digest_once()
-        return lambda: (mix(written(), kept) >> 1) or 1 if (kept := self._kept.digest()) else written()
+
+        def digest() -> int:
+            kept = self._kept.digest()
+            return (mix(written(), kept) >> 1) or 1 if kept else written()
+
+        return digest
 
     def _compare(self) -> None:
         """Raise UsageError where data ranks have kept or written other values. Collective over them."""

@@ -39,7 +39,7 @@ class _Call(NamedTuple):
 
 
 class _Body(NamedTuple):
-    """What the body for a micro-batch has done until its losses: calls, and the graph of each loss."""
+    """Calls of PyTorch that the body for a micro-batch has made, and the autograd graph of each of its losses."""
 
     place: Place
     calls: list[_Call]

@@ -31,7 +31,16 @@ from tutti.torch_compat import (
 )
 from tutti.train.script_checks.body_trace import BodyTrace
 from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedInt
-from tutti.train.script_checks.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
+from tutti.train.script_checks.loss_watch import (
+    WITH_INTS,
+    LossWatch,
+    WatchHook,
+    batch_tensors,
+    fills_memory,
+    memories_of,
+    memory_of,
+    tensor_of_loss,
+)
 from tutti.train.script_checks.module_trials import ModuleTrials
 from tutti.train.script_checks.moved_values import MovedValues, Place
 from tutti.train.script_checks.python_state import numbers, numbers_of
@@ -121,8 +130,8 @@ class CarriedState:
         if several and not self._watching:
             self._watching = True
             for module in self._modules():
-                module.register_forward_pre_hook(StateHook(self._look), with_kwargs=True)
-                module.register_forward_hook(StateHook(self._note))
+                module.register_forward_pre_hook(WatchHook(self._look), with_kwargs=True)
+                module.register_forward_hook(WatchHook(self._note))
 
     def _modules(self) -> set[nn.Module]:
         """Return the modules that a script calls: models, their parts, and PyTorch's recurrent layers anywhere."""
@@ -149,19 +158,6 @@ class CarriedState:
                 remedy="keep the state in a buffer of the model, of which each logical worker has its own, with one"
                 f" micro-batch a worker; or take as many workers as data ranks ({ranks}), and no micro_batch",
             )
-
-
-class StateHook:
-    """A hook that only looks; see ``leave_hooks_out_of_copies``."""
-
-    def __init__(self, look: Callable[[nn.Module, Any, Any], None]) -> None:
-        self._look = look
-
-    def __call__(self, module: nn.Module, args: Any, rest: Any) -> None:
-        """Look at a module's arguments, or at its arguments and output; but not within ``vmap`` or ``grad``."""
-        # Tensors there wrap others and have no storage; the module is a function, and no state leaves its call.
-        if functorch_level() is None:
-            self._look(module, args, rest)
 
 
 def _storages(values: Any, computed: bool = False) -> list[StorageWeakRef]:
@@ -247,17 +243,14 @@ class CarriedValues(LossWatch):
         self._here = worker_place(micro_batch, self._run)
         self._leaves = {key: (leaf, place) for key, (leaf, place) in self._leaves.items() if leaf() is not None}
         self._found = {storage: origins for storage, origins in self._found.items() if not storage.expired()}
-        for leaf in tree_leaves(batch):
-            for each in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
-                if isinstance(each, Tensor):
-                    self._leaves[id(each)] = ref(each), self._here
-                    memory = memory_of(each)
-                    self._given |= set() if memory is None else {memory}
+        given = list(batch_tensors(batch))
+        self._leaves.update((id(each), (ref(each), self._here)) for each in given)
+        self._given |= memories_of(given)
         # Each worker has its own persistent buffers, but for those that a forward has made since tutti.prepare, and
         # parameters are those of all samples.
         parts, kept = self._run.replica.parts, self._run.replica.specs
-        weights = _memories(parameter for part in parts for parameter in part.parameters())
-        own = weights | _memories(slot.get() for slot in buffers(parts) if slot.name in kept)
+        weights = memories_of(parameter for part in parts for parameter in part.parameters())
+        own = weights | memories_of(slot.get() for slot in buffers(parts) if slot.name in kept)
         for memory in own:
             self._found.pop(memory, None)
         self._moved.begin(own | self._given, weights)
@@ -338,8 +331,7 @@ class CarriedValues(LossWatch):
         if not self._active:
             return
         self._follow_counts()
-        total = loss[0] if isinstance(loss, tuple | list) and loss else loss
-        if not isinstance(total, Tensor):
+        if (total := tensor_of_loss(loss)) is None:
             return
         origins = self._origins([total])
         whole = self._run.context.comms.model.size == 1
@@ -459,8 +451,3 @@ class CarriedValues(LossWatch):
             self._leaves[id(tensor)] = ref(tensor), self._here
         else:
             self._found[memory] = self._found.get(memory, {}) | origins
-
-
-def _memories(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
-    """Return the storages of the tensors that have one."""
-    return {memory for each in tensors if (memory := memory_of(each)) is not None}

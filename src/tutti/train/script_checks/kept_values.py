@@ -17,7 +17,7 @@ from tutti.checkpoint.fingerprint import tensor_digests
 from tutti.comm.random_keys import mix, name_key
 from tutti.errors import UsageError, script_line
 from tutti.nn.ac_and_compile import has_compiled_code
-from tutti.nn.script_mode import DRAWS
+from tutti.nn.script_mode import is_function_mode
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import METADATA
 from tutti.python_compat import calling_frame
@@ -29,9 +29,18 @@ from tutti.torch_compat import (
     tree_leaves,
     tree_map,
 )
-from tutti.train.script_checks.carried_state import StateHook
 from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedInt
-from tutti.train.script_checks.loss_watch import WITH_INTS, LossWatch, fills_memory, memory_of
+from tutti.train.script_checks.loss_watch import (
+    WITH_INTS,
+    LossWatch,
+    WatchHook,
+    batch_tensors,
+    fills_memory,
+    memories_of,
+    memory_of,
+    tensor_of_loss,
+)
+from tutti.train.script_checks.moved_values import REPLACING, fills_tensor
 from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
 from tutti.types.micro_batch import MicroBatch
 
@@ -45,20 +54,19 @@ _LARGEST = 2**31
 """Most bytes of a tensor whose values are compared (a guess)."""
 _NORMS = frozenset((functional.batch_norm, functional.instance_norm))
 """Functions whose second and third argument are averages of a worker's own batches."""
-_REPLACING = frozenset(("copy_", "fill_", "zero_")) | {name for name in DRAWS if name.endswith("_")}
-"""Names of functions in place that write all elements of a tensor, and read none."""
-
-_PASSING = frozenset(("__torch_function__", "handle_torch_function", "see", "_see", "_checked"))
-"""Names of functions of function modes."""
 _STEP = ".step() in "
+"""Words between the class of an optimizer and the line of its step."""
 _EXCHANGING = ("torch.distributed", "tutti.comm")
+"""Packages whose code sends tensors to other ranks."""
+_DISPATCHING = ("torch._ops", "torch.overrides")
+"""Modules of PyTorch that call function modes."""
 
 
 class _Kept(NamedTuple):
     """A value that the script has kept from an earlier step.
 
     Attributes:
-        line: the script's line that first reads it in a step, and a number among the values that this line reads.
+        line: the script's line that first reads it in a step.
         digest: hash of its values there.
         trained: whether it is a tensor with a gradient.
     """
@@ -113,15 +121,15 @@ class KeptValues(LossWatch):
         self._digests: dict[StorageWeakRef, int] = {}
         # Tensors of the watched steps before: digest there, or None where a step has computed them from samples.
         self._before: dict[StorageWeakRef, int | None] = {}
-        self._counts: dict[str, Iterator[int]] = {}
         # Digests of all values from before this step that its lines read, kept from an earlier one or not.
         self._read_here: dict[str, set[int]] = {}
         # Values kept in tensors, those with a dimension of the micro-batch's samples, and recurrent states.
         self._kept: dict[StorageWeakRef, _Kept] = {}
         self._by_sample, self._states = set[_Kept](), set[_Kept]()
-        # Digests of values that losses of this step depend on, and of what other optimizers have trained since.
-        self._reached: dict[str, int] = {}
-        self._trained: dict[str, int] = {}
+        # Digests by line: of values that losses of this step depend on, and of tensors that other optimizers have
+        # trained since.
+        self._reached: dict[str, set[int]] = {}
+        self._trained: dict[str, set[int]] = {}
         self._others = OtherSteps(run, self._note_step)
         self._hooks: list[Any] = []
 
@@ -136,7 +144,7 @@ class KeptValues(LossWatch):
         made = {memory: None for memory, origin in self._origins.items() if origin.samples}
         before = {**self._before, **made, **self._digests}
         self._before = {memory: digest for memory, digest in before.items() if not memory.expired()}
-        self._origins, self._digests, self._counts, self._read_here = {}, {}, {}, {}
+        self._origins, self._digests, self._read_here = {}, {}, {}
         self._kept, self._by_sample, self._states = {}, set(), set()
         self._reached, self._trained = self._trained, {}
         self._alone = self._why_alone()
@@ -154,12 +162,11 @@ class KeptValues(LossWatch):
         """See the base class."""
         self._samples = micro_batch.samples
         modules = [module for part in self._run.replica.parts for module in part.modules()]
-        held = (vars(leaf).values() if hasattr(leaf, "__dict__") else () for leaf in tree_leaves(batch))
-        self._batch = _memories([*tree_leaves(batch), *itertools.chain(*held)])
-        self._constants = _memories(value for module in modules for value in vars(module).values())
+        self._batch = memories_of(batch_tensors(batch))
+        self._constants = memories_of(value for module in modules for value in vars(module).values())
         self._note_own()
         if None in self._before.values() or self._run.replica.sharded:
-            hook = StateHook(self._look)
+            hook = WatchHook(self._look)
             self._hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
         self.enter()
 
@@ -181,24 +188,23 @@ class KeptValues(LossWatch):
     def _note_own(self) -> None:
         """Record the memory of the model's parameters, their gradients, and buffers."""
         with FunctionModesDisabled():
-            self._own = _memories(_own_tensors(self._run.replica.parts))
+            self._own = memories_of(_own_tensors(self._run.replica.parts))
 
     def check(self, loss: Any) -> None:
         """See the base class. Records the values on which the loss depends, for ``digest``.
 
         Where ranks compare nothing in this step, raises UsageError for tensors that the script trains.
         """
-        total = loss[0] if isinstance(loss, tuple | list) and loss else loss
-        if self._active and isinstance(total, Tensor):
+        if self._active and (total := tensor_of_loss(loss)) is not None:
             for each in self._joined([total], with_ints=False).kept - self._states:
                 if not self._alone:
-                    self._reached.setdefault(each.line, each.digest)
+                    self._reached.setdefault(each.line, set()).add(each.digest)
                 elif each.trained:
-                    self._refuse_trained(each.line.partition(" #")[0])
+                    self._refuse_trained(each.line)
 
     def digest(self) -> int:
         """Return a hash of the kept values on which the losses of this step depend so far; 0 without any."""
-        return mix(*sorted(set(self._reached.values()))) if self._reached else 0
+        return mix(*sorted(set().union(*self._reached.values()))) if self._reached else 0
 
     def compare(self) -> None:
         """Raise UsageError, on every data rank, if a kept value on which losses depend differs between data ranks.
@@ -210,9 +216,7 @@ class KeptValues(LossWatch):
             UsageError: a value differs; the error names the line that reads it.
         """
         comm, what = self._run.context.comms.replica, f"values that losses of step {self._run.taken + 1} depend on"
-        kept: dict[str, set[int]] = {}
-        for numbered, digest in self._reached.items():
-            kept.setdefault(numbered.partition(" #")[0], set()).add(digest)
+        kept = self._reached
         seen = {line: kept[line] | self._read_here.get(line, set()) for line in kept}
         rows = [(_line_key(line), digest, digest in kept[line]) for line in seen for digest in seen[line]]
         most = max(int(count) for count in comm.all_gather(torch.tensor([len(rows)]), what))
@@ -265,7 +269,7 @@ class KeptValues(LossWatch):
             return
         if self._run.replica.sharded:
             with FunctionModesDisabled():
-                self._own |= _memories(module.parameters())
+                self._own |= memories_of(module.parameters())
         for each in tree_leaves((args, named)):
             if isinstance(each, Tensor) and each.is_floating_point():
                 self._states |= self._origin_of(each).kept & self._by_sample
@@ -291,10 +295,10 @@ class KeptValues(LossWatch):
             origins = {each: "" for each in origin.kept} | ({self._steps: ""} if origin.samples else {})
             return tree_map(lambda value: self._numbers.follow(value, origins), result) if origins else result
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
-        for memory in _memories(written) - self._own - self._batch:
+        for memory in memories_of(written) - self._own - self._batch:
             self._origins[memory] = origin
             self._digests.pop(memory, None)
-        for memory in _memories(tree_leaves(result)) - self._own - self._batch:
+        for memory in memories_of(tree_leaves(result)) - self._own - self._batch:
             self._origins.setdefault(memory, origin)
         return result
 
@@ -318,7 +322,7 @@ class KeptValues(LossWatch):
 
     def _origin_of_number(self, number: FollowedFloat | FollowedInt) -> _Origin:
         if any(isinstance(each, int) and each < self._steps for each in number.origins):
-            return _Origin(frozenset((_Kept(self._line(), name_key(repr(float(number)))),)), samples=True)
+            return _Origin(frozenset((_Kept(script_line(), name_key(repr(float(number)))),)), samples=True)
         return _Origin(frozenset(each for each in number.origins if isinstance(each, _Kept)), samples=True)
 
     def _origin_of(self, tensor: Tensor) -> _Origin:
@@ -351,15 +355,8 @@ class KeptValues(LossWatch):
             return _NOTHING if memory in self._constants else _SAMPLES
         if self._before[memory] == digest:
             return _NOTHING
-        self._kept[memory] = kept = _Kept(self._line(), values, tensor.requires_grad)
+        self._kept[memory] = kept = _Kept(script_line(), values, tensor.requires_grad)
         return _Origin(frozenset((kept,)), samples=True)
-
-    def _line(self) -> str:
-        return self._numbered(script_line())
-
-    def _numbered(self, line: str) -> str:
-        """Return the script's line with a number among the values that it has read in this step."""
-        return f"{line} #{next(self._counts.setdefault(line, itertools.count()))}"
 
     def _note_step(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Record a step of an optimizer outside of the run.
@@ -371,7 +368,8 @@ class KeptValues(LossWatch):
         if self._alone:
             self._refuse_trained(f"{name}{_STEP}{script_line()}")
         if _is_due(self._steps):
-            self._trained[self._numbered(f"{name}{_STEP}{script_line()}")] = mix(*tensor_digests(tensors)) >> 1
+            digest = mix(*tensor_digests(tensors)) >> 1
+            self._trained.setdefault(f"{name}{_STEP}{script_line()}", set()).add(digest)
 
 
 class _LineValues(NamedTuple):
@@ -430,16 +428,10 @@ def _exchanges(caller: FrameType | None) -> bool:
     """
     while caller is not None:
         module = str(caller.f_globals.get("__name__"))
-        if caller.f_code.co_name not in _PASSING and module != "torch._ops":
+        if module not in _DISPATCHING and not is_function_mode(caller):
             return module.startswith(_EXCHANGING)
         caller = caller.f_back
     return False
-
-
-def _memories(values: Iterable[Any]) -> set[StorageWeakRef]:
-    """Return the memory of the tensors among values."""
-    found = (memory_of(each) for each in values if isinstance(each, Tensor))
-    return {memory for memory in found if memory is not None}
 
 
 def _read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
@@ -448,6 +440,6 @@ def _read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
         return tree_leaves((args[:1], args[3:], {key: kwargs[key] for key in kwargs if not key.startswith("running")}))
     if name.endswith(("_like", "storage")) or name.startswith("new_"):
         return []
-    whole = name in _REPLACING or (name == "__setitem__" and (args[1] is ... or args[1] == slice(None)))
-    replaces = whole and bool(_memories(args[:1])) and fills_memory(args[0])
+    whole = name in REPLACING and bool(memories_of(args[:1])) and fills_tensor(name, args)
+    replaces = whole and fills_memory(args[0])
     return tree_leaves((args[1:] if replaces else args, kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from tutti.parallel.tensor.split_tensor import SplitTensor
+from tutti.torch_compat import functorch_level, tree_leaves
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
@@ -125,6 +126,44 @@ class LossWatch(TorchFunctionMode):
             self._active = active
 
 
+class WatchHook:
+    """A hook on a module that changes nothing; see ``leave_hooks_out_of_copies``.
+
+    Args:
+        look: called with the hook's arguments.
+    """
+
+    def __init__(self, look: Callable[[nn.Module, Any, Any], None]) -> None:
+        self._look = look
+
+    def __call__(self, module: nn.Module, args: Any, rest: Any) -> None:
+        """Look at a module's arguments, or at its arguments and output; but not within ``vmap`` or ``grad``."""
+        # Tensors there wrap others and have no storage; the module is a function, and no state leaves its call.
+        if functorch_level() is None:
+            self._look(module, args, rest)
+
+
+def tensor_of_loss(loss: Any) -> Tensor | None:
+    """Return the loss of a loss function's result, of which a tuple's or list's first element is the loss.
+
+    Args:
+        loss: the result.
+
+    Returns:
+        The tensor; None if the loss is no tensor.
+    """
+    total = loss[0] if isinstance(loss, tuple | list) and loss else loss
+    return total if isinstance(total, Tensor) else None
+
+
+def batch_tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, also those in attributes of its leaves, such as of a graph or a packed sequence."""
+    for leaf in tree_leaves(batch):
+        for each in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
+            if isinstance(each, Tensor):
+                yield each
+
+
 def _own(tensor: Tensor) -> Tensor:
     """Return this rank's slice of a tensor that is split over tensor ranks; any other tensor as it is."""
     return tensor.part if isinstance(tensor, SplitTensor) else tensor
@@ -135,6 +174,12 @@ def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     own = _own(tensor)
     plain = type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
     return StorageWeakRef(own.untyped_storage()) if plain else None
+
+
+def memories_of(values: Iterable[Any]) -> set[StorageWeakRef]:
+    """Return the storages of the tensors among values, as ``memory_of`` returns them."""
+    found = (memory_of(each) for each in values if isinstance(each, Tensor))
+    return {memory for memory in found if memory is not None}
 
 
 def fills_memory(tensor: Tensor) -> bool:

@@ -19,11 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tutti.comm.collectives import collectives_refused
 from tutti.config.variables import is_off
 from tutti.data.batches import CollatedBatch, length, map_tensors, slice_batch
 from tutti.data.digest import digest
-from tutti.data.global_generators import own_generators
 from tutti.data.item_source import CollatedSource
 from tutti.data.source import Source
 from tutti.data.stream import Stream
@@ -31,12 +29,11 @@ from tutti.errors import UsageError, counted
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.ac_and_compile import has_compiled_code
-from tutti.nn.swap import buffers, copied_buffers, training_mode
-from tutti.nn.written_tensors import parameters_unwritten
+from tutti.nn.swap import buffers, training_mode
 from tutti.optim.several import members_of
 from tutti.python_compat import live_objects
 from tutti.train.script_checks.metric_objects import metric_objects
-from tutti.train.script_checks.python_state import numbers, python_state
+from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
 from tutti.train.script_checks.target_mixing import TargetProbe
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
@@ -274,8 +271,7 @@ class Checks:
         does a collective, which rank 0 would call alone.
         """
         parts = self._run.replica.parts
-        own, kept, alone = parameters_unwritten(parts), copied_buffers(parts), collectives_refused()
-        with kept, own, alone, own_generators(), torch.no_grad(), training_mode(parts, training=False), self.aside():
+        with trial_call(parts), training_mode(parts, training=False), self.aside():
             yield
 
     def _update_batch(self) -> int:

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tutti.comm.collectives import collectives_refused
-from tutti.data.global_generators import own_generators
-from tutti.nn.swap import copied_buffers
-from tutti.nn.written_tensors import parameters_unwritten
 from tutti.torch_compat import functorch_level, in_backward, tree_leaves, tree_map_only
+from tutti.train.script_checks.loss_watch import WatchHook
 from tutti.train.script_checks.moved_values import Place
-from tutti.train.script_checks.python_state import PythonState, is_of_script
+from tutti.train.script_checks.python_state import PythonState, is_of_script, trial_call
 from tutti.types.replica_runner import ReplicaRunner
 
 if TYPE_CHECKING:
@@ -78,7 +75,7 @@ class ModuleTrials:
         self._place = place
         for module, own in self._own.setdefault(place, dict(self._begun)).items():
             if _differing(own, _values(module)):
-                self._hooks[module] = module.register_forward_pre_hook(_Trial(self._try), with_kwargs=True)
+                self._hooks[module] = module.register_forward_pre_hook(WatchHook(self._try), with_kwargs=True)
 
     def note(self) -> None:
         """Note the values that the code for the micro-batch has left."""
@@ -121,17 +118,6 @@ class ModuleTrials:
             self._refuse(f"the output of {name} depends on what another micro-batch has left in {name}.{changed[0]}")
 
 
-class _Trial:
-    """A hook before a module's forward that changes nothing; see ``leave_hooks_out_of_copies``."""
-
-    def __init__(self, look: Callable[[nn.Module, Any, Any], None]) -> None:
-        self._look = look
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Try the module with the arguments of the forward that begins."""
-        self._look(module, args, kwargs)
-
-
 def _values(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training"}
 
@@ -149,11 +135,7 @@ def _output(
         stack.callback(state.restore)
         stack.callback(setattr, draws, "moment", draws.moment)
         stack.callback(setattr, draws, "state", draws.state)
-        stack.enter_context(own_generators())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(collectives_refused())
-        stack.enter_context(parameters_unwritten([module]))
-        stack.enter_context(copied_buffers([module]))
+        stack.enter_context(trial_call([module]))
         vars(module).update(values)
         given, named = tree_map_only(Tensor, torch.clone, (args, kwargs))
         found = tree_leaves(module.forward(*given, **named))

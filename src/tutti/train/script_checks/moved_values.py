@@ -13,10 +13,10 @@ from tutti.errors import script_line
 from tutti.nn.script_mode import DRAWS, acts_by_element
 from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write
 
-_REPLACING = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "__setitem__")) | {
+REPLACING = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "__setitem__")) | {
     name for name in DRAWS if name.endswith("_")
 }
-"""Functions in place that write values which do not depend on the former ones."""
+"""Names of functions in place that write values which do not depend on the former ones."""
 _REPEATABLE = frozenset(("clamp_", "clamp_min_", "clamp_max_", "clip_", "hardtanh_", "relu_"))
 """Functions in place that change nothing when they are called again."""
 _Memory: TypeAlias = StorageWeakRef | None
@@ -152,7 +152,7 @@ class MovedValues:
             Whether the call has moved an average of the run's weights that the code for another micro-batch of this
             global batch has moved before.
         """
-        replaces = name in _REPLACING or name in _REPEATABLE or func == ASSIGN_DATA
+        replaces = name in REPLACING or name in _REPEATABLE or func == ASSIGN_DATA
         read = {m for each in _tensors(args[1:] if replaces else args) if (m := self._memory_of(each)) is not None}
         sources = frozenset[StorageWeakRef]().union(
             *(self._sources.get(memory, frozenset(() if memory in self._own else (memory,))) for memory in read)
@@ -173,7 +173,11 @@ class MovedValues:
             if depends and not _is_close(each.values, each.tensor.detach()):
                 again |= of_weights and self._moved.get(each.memory, (place, ""))[0] != place
                 self._moved[now] = place, script_line()
-            elif not depends and _fills(name, args) and each.tensor.nbytes == each.tensor.untyped_storage().nbytes():
+            elif (
+                not depends
+                and fills_tensor(name, args)
+                and each.tensor.nbytes == each.tensor.untyped_storage().nbytes()
+            ):
                 self._moved.pop(now, None)
         if func not in METADATA:
             # A view reads no values.
@@ -181,7 +185,7 @@ class MovedValues:
         return again
 
 
-def _fills(name: str, args: Sequence[Any]) -> bool:
+def fills_tensor(name: str, args: Sequence[Any]) -> bool:
     """Return whether a function that replaces values writes all elements of its tensor: not so ``t[0] = 1``."""
     return name != "__setitem__" or args[1] is ... or (isinstance(args[1], slice) and args[1] == slice(None))
 

@@ -17,9 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tutti.comm.collectives import collectives_refused
+from tutti.data.global_generators import own_generators
 from tutti.nn.ac_and_compile import plain_forward
-from tutti.nn.swap import buffers
+from tutti.nn.swap import buffers, copied_buffers
 from tutti.nn.untraced import hook_tables
+from tutti.nn.written_tensors import parameters_unwritten
 from tutti.torch_compat import storage_key
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -48,6 +51,24 @@ def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
         yield
     finally:
         kept.restore()
+
+
+@contextmanager
+def trial_call(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context manager for a call of modules or of a loss function that serves a check, without gradients.
+
+    At its end buffers, and the global random generators of Python, NumPy and PyTorch, have their former values. Python
+    objects are left to ``python_state`` and ``PythonState``.
+
+    Args:
+        parts: modules that the call may run, whose submodules are included.
+
+    Raises:
+        ParameterWriteError: within the context a parameter of the modules is written.
+        UsageError: within the context a collective is called, which this rank would wait in alone.
+    """
+    with own_generators(), torch.no_grad(), collectives_refused(), parameters_unwritten(parts), copied_buffers(parts):
+        yield
 
 
 def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:

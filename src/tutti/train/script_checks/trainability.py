@@ -142,7 +142,7 @@ class TrainabilityWatch:
         late = [slot.name for slot in buffers(self._replica.parts) if slot.name not in self._replica.specs]
         if late:
             raise UsageError(
-                f"the model has had the buffer {late[0]} only since after tutti.prepare",
+                f"the model got the buffer {late[0]} after tutti.prepare",
                 why="weights and buffers are compared, saved and returned by the names that the model had then",
                 remedy="register it with its first values before tutti.prepare, or call the model on a batch there; or"
                 " with persistent=False, which leaves it out of checkpoints, as in PyTorch",

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from tutti.comm.collectives import collectives_refused
 from tutti.config.variables import is_off
 from tutti.data.batches import map_tensors
-from tutti.data.global_generators import own_generators
 from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import has_compiled_code
-from tutti.nn.swap import buffers, copied_buffers
-from tutti.nn.written_tensors import ParameterWriteError, parameters_unwritten
+from tutti.nn.swap import buffers
+from tutti.nn.written_tensors import ParameterWriteError
 from tutti.train.script_checks.carried_state import refuse_carried, worker_place
 from tutti.train.script_checks.metric_objects import metric_objects
-from tutti.train.script_checks.python_state import PythonState
+from tutti.train.script_checks.python_state import PythonState, trial_call
 from tutti.types.micro_batch import LossFn, MicroBatch
 from tutti.types.replica_runner import CustomLoopRunner
 
@@ -165,14 +163,10 @@ class WorkerTrials:
         def value(state: PythonState) -> list[Tensor]:
             with ExitStack() as stack:
                 stack.callback(now.restore)
-                stack.enter_context(own_generators())
                 stack.enter_context(run.checks.aside())
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(collectives_refused())
                 if compiled:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(parameters_unwritten(run.replica.parts))
-                stack.enter_context(copied_buffers(run.replica.parts))
+                stack.enter_context(trial_call(run.replica.parts))
                 if state is begun and former is not None:
                     for slot in buffers(run.replica.parts, persistent=False):
                         if slot.name in former:
