@@ -343,7 +343,8 @@ def gradient_hooks(tensor: Tensor) -> dict[int, Any] | None:
 def hook_ids(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[tuple[int, ...]]:
     """Return the ids of all gradient hooks of tensors and modules; each registration or removal of a hook changes them.
 
-    No public function lists the hooks, and a step has no time to look at each.
+    Callers that compare the ids of two calls need to inspect the hooks only where the ids differ. No public function
+    lists the hooks.
 
     Args:
         tensors: leaves, for ``register_hook`` and ``register_post_accumulate_grad_hook``.

@@ -15,11 +15,11 @@ from tutti.nn.swap import BufferRef, buffers
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import TorchFunctionDisabled, end_traced_graph
 
-_WAY = (
+_REMEDY = (
     "take run.state() for the whole model, run.evaluate(…) for its results, ema=… for an average of its weights and"
     " init_from=… for other weights; or strategy='mirrored'"
 )
-_WAY_OF_ATTRIBUTE = "let the model's forward return the value; or take strategy='mirrored'"
+_REMEDY_FOR_ATTRIBUTE = "let the model's forward return the value; or take strategy='mirrored'"
 _ADDING = {Tensor.add_, Tensor.sub_, Tensor.__iadd__, Tensor.__isub__}
 
 
@@ -29,13 +29,13 @@ class _Absent:
     Attributes:
         called: the tensor's name in the model.
         place: words for the location of its values, for the error message.
-        way: what the error message advises.
+        remedy: the remedy in the error message.
         undo: called before an operation is refused; None for nothing.
     """
 
     called: str = "tensors"
     place: str = "on other ranks"
-    way: str = _WAY
+    remedy: str = _REMEDY
     undo: Callable[[], None] | None = None
 
     @classmethod
@@ -93,7 +93,7 @@ class AbsentContainer:
     """
 
     def __init__(self, called: str, place: str) -> None:
-        vars(self).update(called=called, place=place, way=_WAY_OF_ATTRIBUTE, undo=None)
+        vars(self).update(called=called, place=place, remedy=_REMEDY_FOR_ATTRIBUTE, undo=None)
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(self)
@@ -163,7 +163,7 @@ def put_attributes_away(plain: nn.Module, written: Mapping[str, str], here: Sequ
             if not isinstance(vars(module).get(key), list | dict | set | deque):
                 placeholder = torch.zeros(()).as_subclass(AbsentBuffer)
                 _call(placeholder, name, {name: place})
-                placeholder.way = _WAY_OF_ATTRIBUTE
+                placeholder.remedy = _REMEDY_FOR_ATTRIBUTE
             vars(module)[key] = placeholder
 
 
@@ -210,6 +210,6 @@ def _refuse(tensor: _Absent | type[_Absent] | AbsentContainer) -> NoReturn:
     raise UsageError(
         f"the script reads or writes the model's {tensor.called}, which this rank does not have",
         where=script_line(),
-        why=f"its numbers are {tensor.place}",
-        remedy=tensor.way,
+        why=f"its values are {tensor.place}",
+        remedy=tensor.remedy,
     )

@@ -164,7 +164,9 @@ def swapped(parts: Sequence[nn.Module], values: Mapping[str, Tensor]) -> Iterato
 
 @contextmanager
 def copied_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Return a context in which modules have copies of their buffers; on exit they have the former ones, and no more.
+    """Return a context in which modules have copies of their buffers; on exit their former buffers come back.
+
+    Buffers that are registered within the context are removed on exit.
 
     Args:
         parts: the modules, whose submodules are included.

@@ -311,17 +311,17 @@ class GradientSync(Protocol):
         """Begin to update the parameters that the script has added to one of its optimizers since ``tutti.prepare``.
 
         The run calls this on every rank at the next step, for each of the script's optimizers of which a parameter
-        group has changed its size. Nothing is sent. Data parallelism and local SGD use the optimizer as it is, and a
-        rank that had none builds one; FSDP2 and ZeRO replace the new parameters in the groups by this rank's rows, in
-        place.
+        group has changed its size. Data parallelism and local SGD use the optimizer as it is, and a rank that had none
+        builds one; FSDP2 and ZeRO replace the new parameters in the groups by this rank's rows, in place. Collective
+        only where tensor ranks build one: an all-gather over the tensor ranks of the stage; otherwise nothing is sent.
 
         Args:
             optimizer: one of the script's optimizers, with its present parameter groups.
 
         Raises:
             UsageError: the strategy cannot add parameters after ``tutti.prepare``: with parameter servers, with several
-                ranks under ``central_storage``, and for one of several optimizers of a model on several pipeline
-                stages.
+                ranks under ``central_storage``, for one of several optimizers of a model on several pipeline stages,
+                and for an optimizer that steps on whole tensors, which ranks gather for it.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:

@@ -132,8 +132,8 @@ class CentralStorageSync(AllReduceSync):
             clipping; ``finite``, whether the gradient is finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
-            UsageError: there are several ranks, and the script has written parameters since the last update; or for the
-                reasons of ``AllReduceSync.reduce_gradients``.
+            UsageError: there are several ranks, and the script has written parameters since the last update, or has
+                assigned their ``.data``; or for the reasons of ``AllReduceSync.reduce_gradients``.
             MismatchError: ranks are in different steps.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
@@ -159,8 +159,8 @@ class CentralStorageSync(AllReduceSync):
                     f"the script has assigned the .data of {name}",
                     where=f"step {step}",
                     why="all ranks compute from one copy of the parameters, and this rank would not see its updates",
-                    remedy="assign what .data was before the next step; put the change into the loss or the optimizer;"
-                    " or take strategy='mirrored'",
+                    remedy="restore the former .data before the next step, as after the evaluation of an average; put a"
+                    " lasting change into the loss or the optimizer; or take strategy='mirrored'",
                 )
 
     def _release(self) -> None:

@@ -666,7 +666,7 @@ class AllReduceSync:
         """Build this rank's optimizer if it has none, after the script has called ``optimizer.add_param_group``.
 
         A rank has no optimizer if it had no parameter to train before, such as a pipeline stage without trainable
-        parameters. Does nothing where the rank has one.
+        parameters. Collective over the tensor ranks of such a stage. Does nothing where the rank has one.
 
         Args:
             optimizer: the script's optimizer, with the new parameter groups; unused, as the optimizer is built from all
@@ -749,7 +749,7 @@ class AllReduceSync:
         return self._gatherer(optimizer)
 
     def _gatherer(self, optimizer: Optimizer | None) -> WholeTensors | None:
-        """Do the same with the result of an earlier trial, by ranks that had an optimizer. Collective: tensor ranks."""
+        """Return the gatherer of whole tensors by the trial of ``_complete``. Collective over the tensor ranks."""
         comms = self._run_context.comms
         if optimizer is None or self._run_context.grid.tensor == 1:
             return None

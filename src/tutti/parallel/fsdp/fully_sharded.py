@@ -508,11 +508,12 @@ class FullySharded:
             unit.reshard()
 
     def rows_written(self) -> bool:
-        """Return False, as no write is found here: the caller raises UsageError for True and goes on for False.
+        """Return False: with FSDP2 this method finds no writes of rows.
 
-        Asked is whether the script has written this rank's rows of a parameter, the plain tensors that the optimizer
-        has, since the forward all-gathered the parameter. A row tensor may share its version counter with the model's
-        ``DTensor``, which the script may write, so that the counter does not show such a write. Not collective.
+        The caller raises UsageError for True: the script has written this rank's rows of a parameter, the plain tensors
+        that the optimizer has, since the forward all-gathered the parameter. A row tensor may share its version counter
+        with the model's ``DTensor``, which the script may write, so that the counter does not show such a write. Not
+        collective.
         """
         return False
 

@@ -479,7 +479,7 @@ class _ShardMode(EditWatch):
 
 
 def _by_script() -> bool:
-    """Return whether the script calls, on all ranks alike: in a hook on a gradient each has its own micro-batch."""
+    """Return whether the script makes a call outside of backward, in whose hooks each rank has another micro-batch."""
     return not in_backward() and tutti_caller(__name__) is None
 
 
