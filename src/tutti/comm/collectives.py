@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any
 
@@ -109,7 +110,7 @@ all_ranks = ProcessSet.of_all_ranks()
 """The process set of all ranks."""
 
 _current: list[CollectiveSession] = []
-_refusing: list[bool] = []
+_refused = ContextVar("collectives_refused", default=False)
 
 
 def use_session(session: CollectiveSession | None) -> None:
@@ -123,17 +124,20 @@ def use_session(session: CollectiveSession | None) -> None:
     _current[:] = [session] if session is not None else []
 
 
-class _Refusing(TorchDispatchMode):
+class _RefuseCollectives(TorchDispatchMode):
     """Dispatch mode that raises UsageError for PyTorch's own collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            _refuse_now()
+            raise _refusal()
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_now() -> None:
-    raise UsageError("a collective within a call that not all ranks make")
+def _refusal() -> UsageError:
+    return UsageError(
+        "the script calls a collective within a call that not all ranks make",
+        remedy="call it outside of the model and the loss function",
+    )
 
 
 @contextmanager
@@ -141,18 +145,19 @@ def collectives_refused() -> Iterator[None]:
     """Return a context manager within which collectives raise UsageError, tutti's public ones and PyTorch's.
 
     For calls of a script's functions that one rank makes alone: a collective would wait for the other ranks forever.
+    Collectives of other threads are performed.
     """
-    _refusing.append(True)
+    before = _refused.set(True)
     try:
-        with _Refusing():  # type: ignore[no-untyped-call]
+        with _RefuseCollectives():  # type: ignore[no-untyped-call]
             yield
     finally:
-        _refusing.pop()
+        _refused.reset(before)
 
 
 def _session() -> CollectiveSession:
-    if _refusing:
-        _refuse_now()
+    if _refused.get():
+        raise _refusal()
     return _current[-1] if _current else default_session()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -614,8 +615,8 @@ class Communicator:
     def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
         """Check that a text is the same on all ranks; otherwise raise on every rank.
 
-        Collective over the ranks of this communicator; blocks. All-gathers digests of the lines, and only where these
-        differ a hash of each line.
+        Collective over the ranks of this communicator: an all-gather of digests and, only where these differ, one of
+        the lines; blocks.
 
         Args:
             lines: the text to compare, line by line.
@@ -633,18 +634,12 @@ class Communicator:
         other = next((r for r, digest in enumerate(sums) if not torch.equal(digest, sums[0])), None)
         if other is None:
             return
-        counts = [int(c) for c in self._gather(torch.tensor([len(lines)]), f"comparing {name}")]
-        # No key is negative; that of an empty line is 0.
-        padded = torch.full((max(counts),), -1)
-        padded[: len(lines)] = torch.tensor([name_key(line) for line in lines])
-        table = self._gather(padded, f"comparing {name}")
-        differ = int((table[0] != table[other]).nonzero()[0])
-        descriptions = self.all_gather_strings(
-            lines[differ] if differ < len(lines) else "(nothing)", f"comparing {name}"
-        )
+        texts = [json.loads(text) for text in self.all_gather_strings(json.dumps(list(lines)), f"comparing {name}")]
+        pairs = enumerate(zip_longest(texts[0], texts[other], fillvalue="(nothing)"))
+        differ, (first, line) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
         raise MismatchError(
-            f"ranks disagree about {name}: rank {self.ranks[0]} has {descriptions[0]}, "
-            f"rank {self.ranks[self.alive_ranks[other]]} has {descriptions[other]}",
+            f"ranks disagree about {name}: rank {self.ranks[0]} has {first}, "
+            f"rank {self.ranks[self.alive_ranks[other]]} has {line}",
             where=f"rank {self.global_rank}, entry {differ}",
             remedy=remedy,
         )
@@ -689,7 +684,10 @@ class Communicator:
         )
 
     def all_gather_strings(self, text: str, name: str) -> list[str]:
-        """All-gather a string of any length from each rank. Collective over this communicator's ranks; blocks.
+        """All-gather a string of any length from each rank.
+
+        Collective over the ranks of this communicator: an all-gather of the lengths and, unless all strings are empty,
+        one of the strings; blocks.
 
         Args:
             text: this rank's string; may differ between ranks.
@@ -708,7 +706,7 @@ class Communicator:
     def _gather_strings(
         self, text: str, name: str, gather_lengths: Callable[[Tensor, str], Sequence[Tensor]]
     ) -> list[str]:
-        """All-gather the strings' lengths by ``gather_lengths`` and, unless all are empty, the strings padded."""
+        """All-gather the strings and before them, by ``gather_lengths``, which may compare the calls, their lengths."""
         raw = text.encode()
         lengths = gather_lengths(torch.tensor([len(raw)]), f"{name}, length")
         longest = max(int(length) for length in lengths)

@@ -88,7 +88,7 @@ class SharedMemorySegment:
         The tensor has a storage of its own, which holds only these elements; all ranks see writes to it.
 
         Args:
-            start: byte at which the tensor begins, counted from the begin of the first rank's slot; the ranks' slots
+            start: byte at which the tensor begins, counted from the start of the first rank's slot; the ranks' slots
                 follow one another.
             count: number of elements.
             dtype: dtype of the elements.
