@@ -68,10 +68,14 @@ def test_the_mean_over_tokens_of_a_batch_in_parts(loss: Loss) -> None:
     torch.testing.assert_close(gradient, inputs.grad, rtol=1e-12, atol=1e-12)
 
 
+def modelled(inputs: Tensor) -> Tensor:
+    """Scores from two parameters, as a model's."""
+    return inputs + torch.zeros(5, dtype=torch.float64, requires_grad=True)
+
+
 def by_token(inputs: Tensor, targets: Tensor) -> Tensor:
-    """Loss of each token, from two parameters, as a model's."""
-    bias = torch.zeros(5, dtype=torch.float64, requires_grad=True)
-    return -(inputs + bias).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    """Loss of each token."""
+    return -modelled(inputs).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +83,14 @@ def by_token(inputs: Tensor, targets: Tensor) -> Tensor:
     [
         lambda x, y: by_token(x, y)[y >= 0].mean(),
         lambda x, y: -2.0 * torch.masked_select(-by_token(x, y), y >= 0).mean() / 3,
+        lambda x, y: modelled(x)[y >= 0].square().mean(),
+        lambda x, y: modelled(x)[..., :2][y >= 0].square().mean(),
+        lambda x, y: by_token(x, y).transpose(0, 1).mean(),
+        lambda x, y: modelled(x).transpose(0, 1).square().mean(),
     ],
 )
-def test_the_mean_over_chosen_tokens_of_a_batch_in_parts(loss: Loss) -> None:
+def test_the_mean_of_chosen_or_transposed_elements_of_a_batch_in_parts(loss: Loss) -> None:
+    """Two numbers are chosen for each token: as many as one of the parts has samples."""
     test_the_mean_over_tokens_of_a_batch_in_parts(loss)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import UsageError
-from tutti.parallel.ddp.loss_shape import check_adds_up, elements_of_mean
+from tutti.parallel.ddp.loss_shape import check_adds_up, rows_of_mean
 from tutti.parallel.ddp.output_graph import graph_within
 from tutti.torch_compat import CrossEntropyNode, cross_entropy_of, divisor_of_node, is_scalar_node, label_smoothing_of
 from tutti.types.micro_batch import MicroBatch
@@ -72,7 +72,8 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
     Returns:
         The divisor, a tensor (), where the loss is one cross-entropy alone, which is a mean or a sum divided by the
         samples or the targets; for the ``mean()`` of another tensor its number of rows, unless the micro-batch is the
-        whole batch. None for any other loss, which the caller then takes for a mean over samples.
+        whole batch or the tensor has the samples along another dimension. None for any other loss, which the caller
+        then takes for a mean over samples.
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one
@@ -87,8 +88,9 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
     counts = [_count(term, micro_batch) for term in means]
     if len(means) == 1 and not others:
         return counts[0]
-    if not means and not micro_batch.whole and (elements := elements_of_mean(objective.grad_fn)) is not None:
-        return torch.tensor(float(elements))
+    if not means and not micro_batch.whole:
+        rows = rows_of_mean(objective.grad_fn, micro_batch.samples)
+        return None if rows is None else torch.tensor(float(rows))
     for term, count in zip(means, counts, strict=True):
         uneven = count is not None and (float(count) != term.targets or term.targets % micro_batch.samples)
         if uneven and not micro_batch.whole:
@@ -108,7 +110,8 @@ def _terms(root: Any) -> tuple[list[_Term], bool]:
     smoothing: list[tuple[Any, Tensor]] = []
     while ahead and len(seen) < _MOST:
         node, divisor = ahead.pop()
-        if node is None or (node := graph_within(node)) in seen:
+        node = graph_within(node)
+        if node is None or node in seen:
             continue
         seen.add(node)
         found = node.metadata.get(_TARGETS) or cross_entropy_of(node)

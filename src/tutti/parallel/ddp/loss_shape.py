@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from tutti.errors import UsageError, counted
-from tutti.parallel.ddp.output_graph import graph_within
+from tutti.parallel.ddp.output_graph import graph_within, nodes_below
 from tutti.torch_compat import divisor_of_node, is_scalar_node, shape_of_node
 from tutti.types.micro_batch import MicroBatch
 
@@ -37,6 +37,8 @@ _COUNTED = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _REDUCTIONS = frozenset({"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"})
 _FACTORS = frozenset(("NegBackward0", "MulBackward0", "DivBackward0", "ViewBackward0", "CloneBackward0"))
 """Nodes that multiply a number by a constant, or pass it on."""
+_CHOICES = frozenset(("IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0"))
+"""Nodes that choose elements or rows of a tensor, as by a mask."""
 _STAGED = "_ThroughBackward"
 """Node of a call of a model in stages (``staged_call``), which depends on all its parameters."""
 _MOST, _DEEP = 64, 4096
@@ -59,8 +61,8 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
     """
     ahead, seen = [root], set[Any]()
     while ahead and len(seen) < _MOST:
-        node = ahead.pop()
-        if node is None or (node := graph_within(node)) in seen or not is_scalar_node(node):
+        node = graph_within(ahead.pop())
+        if node is None or node in seen or not is_scalar_node(node):
             continue
         seen.add(node)
         if _reduces(node, micro_batch):
@@ -91,7 +93,7 @@ def _check_elements(node: Any, micro_batch: MicroBatch) -> None:
 
 
 def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
-    root = None if root is None else graph_within(root)
+    root = graph_within(root)
     divisor = None if root is None else divisor_of_node(root)
     if divisor is None or divisor.numel() != 1 or divisor.requires_grad or micro_batch.samples < 1:
         return
@@ -103,28 +105,32 @@ def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
         raise _refused(f"the loss is a sum divided by {number:g}, of {counted(micro_batch.samples, 'sample')}")
 
 
-def elements_of_mean(root: Any) -> int | None:
-    """Return over how many elements along its first dimension a loss is the mean of a tensor, such as chosen tokens.
+def rows_of_mean(root: Any, samples: int) -> int | None:
+    """Return the number of rows of the tensor that a loss is the mean of, such as the number of chosen tokens.
 
-    ``losses[mask].mean()`` is a mean over as many elements as the mask has, which differ between micro-batches.
+    ``losses[mask].mean()`` is a mean over as many rows as the mask has, which differ between micro-batches.
 
     Args:
         root: ``grad_fn`` of the loss.
+        samples: number of samples of the micro-batch.
 
     Returns:
-        The number; None where the loss is no ``mean()`` of one tensor, alone or times constants, or the tensor depends
-        on no more than one parameter, as a penalty does.
+        The size of the tensor's first dimension. None where the loss is no ``mean()`` of one tensor, alone or times
+        constants; where the tensor depends on no more than one parameter, as a penalty does; and where another
+        dimension is that of the samples, as in the outputs of a recurrent network.
     """
     node = _below_factors(root)
-    if node is None or node.name() != "MeanBackward0" or node.next_functions[0][0] is None:
+    inputs = None if node is None or node.name() != "MeanBackward0" else node.next_functions[0][0]
+    shape = None if inputs is None else shape_of_node(inputs)
+    if not shape or not _of_several(node):
         return None
-    shape = shape_of_node(node.next_functions[0][0])
-    return shape[0] if shape and _of_several(node) else None
+    alike = nodes_below(inputs, lambda each: shape_of_node(each) == shape)
+    return None if samples in shape[1:] and all(each.name() not in _CHOICES for each in alike) else shape[0]
 
 
 def _below_factors(node: Any) -> Any:
     """Return the node of the number that a loss is a constant multiple of; None where there is none."""
-    while node is not None and (node := graph_within(node)).name() in _FACTORS:
+    while (node := graph_within(node)) is not None and node.name() in _FACTORS:
         before = [each for each, _ in node.next_functions if each is not None]
         node = before[0] if len(before) == 1 else None
     return node
@@ -132,16 +138,7 @@ def _below_factors(node: Any) -> Any:
 
 def _holds(node: Any, micro_batch: MicroBatch) -> bool:
     """Return whether a mean or a sum over samples is below a node, through nodes of one number each."""
-    ahead, seen = [node], set[Any]()
-    while ahead and len(seen) < _MOST:
-        node = ahead.pop()
-        if node is None or (node := graph_within(node)) in seen or not is_scalar_node(node):
-            continue
-        seen.add(node)
-        if _reduces(node, micro_batch):
-            return True
-        ahead += [before for before, _ in node.next_functions]
-    return False
+    return any(_reduces(graph_within(each), micro_batch) for each in nodes_below(node, is_scalar_node))
 
 
 def _reduces(node: Any, micro_batch: MicroBatch) -> bool:
@@ -159,19 +156,14 @@ def _of_several(node: Any) -> bool:
 
     A penalty on weights has one parameter in each term, or a number as a leaf where the weight is sharded.
     """
-    ahead, seen, leaves = [node], set[Any](), set[Any]()
-    while ahead and len(seen) < _DEEP:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.add(node)
-            if len(leaves) > 1 or (node.variable.dim() and not isinstance(node.variable, nn.Parameter)):
+    leaves = 0
+    for each in nodes_below(node, lambda _: True, _DEEP):
+        if each.name() == "torch::autograd::AccumulateGrad":
+            leaves += 1
+            if leaves > 1 or (each.variable.dim() and not isinstance(each.variable, nn.Parameter)):
                 return True
-        if node.name() == _STAGED:
+        if each.name() == _STAGED:
             return True
-        ahead += [before for before, _ in node.next_functions]
     return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch import Tensor
 from tutti.torch_compat import is_scalar_node
 
 _WITHIN = "tutti.within_model"
-_MOST = 64
 
 
 def annotate_output(output: Tensor, within: Tensor | None) -> Tensor:
@@ -27,19 +27,28 @@ def annotate_output(output: Tensor, within: Tensor | None) -> Tensor:
 
 
 def graph_within(node: Any) -> Any:
-    """Return the autograd node within the model for that of an ``annotate_output``; any other node as it is."""
-    return node.metadata.get(_WITHIN) or node
+    """Return the node within the model for the autograd node of an ``annotate_output``; any other node as it is."""
+    return node if node is None else node.metadata.get(_WITHIN) or node
+
+
+def nodes_below(root: Any, enter: Callable[[Any], bool], most: int = 64) -> Iterator[Any]:
+    """Yield an autograd node and those of its inputs, their inputs and so on, also within the model; each node once.
+
+    Args:
+        root: the first node; None yields nothing.
+        enter: whether to yield a node, and the nodes of its inputs.
+        most: number of nodes after which the search ends.
+    """
+    ahead, seen = [root], set[Any]()
+    while ahead and len(seen) < most:
+        node = ahead.pop()
+        if node is None or node in seen or not enter(node):
+            continue
+        seen.add(node)
+        yield node
+        ahead += [before for before, _ in graph_within(node).next_functions]
 
 
 def reads_output(loss: Tensor) -> bool:
     """Return whether a number of ``annotate_output`` is in a loss's graph, below nodes of one number each."""
-    ahead, seen = [loss.grad_fn], set[Any]()
-    while ahead and len(seen) < _MOST:
-        node: Any = ahead.pop()
-        if node is None or node in seen or not is_scalar_node(node):
-            continue
-        if _WITHIN in node.metadata:
-            return True
-        seen.add(node)
-        ahead += [before for before, _ in node.next_functions]
-    return False
+    return any(_WITHIN in node.metadata for node in nodes_below(loss.grad_fn, is_scalar_node))
