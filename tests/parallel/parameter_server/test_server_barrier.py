@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -84,39 +85,49 @@ def test_another_server_decides_who_is_in() -> None:
     assert total is not None and torch.equal(total.vectors[0], pushed(0)[0] + pushed(2)[0])
 
 
+Ask = Callable[..., Answer | None]
+
+
+def asking(updates: list[Any], ranks: int, backup: int = 0) -> Ask:
+    """Return a function that makes a request without tensors: kind, rank, step, floats, flags."""
+    shard: Any = SimpleNamespace(
+        pieces=[], views=lambda vectors: [], update=lambda *settings, optimizer: updates.append(settings)
+    )
+    handler = SyncHandler(shard, ServerBarrier(ranks, backup=backup), {r: r for r in range(ranks)}, 0, ranks)
+
+    def ask(kind: int, rank: int, step: int, *extras: float, flags: int = 0) -> Answer | None:
+        return handler.handle(Request(MessageHeader(kind, flags, 1, 1, rank, rank, 1, step, 0), extras, []))
+
+    return ask
+
+
+NO_GRADIENTS = [0.0] * (DIGESTS + 3 + METRICS)
+"""Floats of a push."""
+UPDATE = 1.0, 0.0, NONE
+"""Floats of a request for an update: clipping factor, norm, optimizer."""
+
+
 def test_a_request_of_an_asynchronous_server_is_refused_and_changes_nothing() -> None:
-    handler = SyncHandler(SimpleNamespace(pieces=[]), ServerBarrier(2), {0: 0, 1: 1}, 0, 2)  # type: ignore[arg-type]
-    answer = handler.handle(Request(MessageHeader(PULL, 0, 1, 1, 0, 0, 1, 0, 0), [], []))
-    assert answer is not None and answer.status == REFUSED and handler.version == 0
+    updates: list[Any] = []
+    answer = asking(updates, 2)(PULL, 0, 0)
+    assert answer is not None and answer.status == REFUSED and not updates
 
 
 def test_an_update_by_gradients_of_the_script_waits_for_all_ranks_before_any_sum() -> None:
     """A rank that pushes no edited gradients asks for the update before those of the other rank have come."""
     updates: list[Any] = []
-    shard: Any = SimpleNamespace(
-        pieces=[], views=lambda vectors: [], update=lambda *settings, optimizer: updates.append(settings)
-    )
-    handler = SyncHandler(shard, ServerBarrier(2), {0: 0, 1: 1}, 0, 2)
-
-    def ask(kind: int, rank: int, flags: int, *extras: float) -> Answer | None:
-        return handler.handle(Request(MessageHeader(kind, flags, 1, 1, rank, rank, 1, 0, 0), extras, []))
-
-    apply = 1.0, 0.0, NONE
-    assert ask(APPLY, 1, EDITED | WAIT, *apply) is None
-    assert ask(PUSH, 0, EDITED, *[0.0] * (DIGESTS + 3 + METRICS)) and not updates
-    assert ask(APPLY, 0, EDITED | WAIT, *apply) and len(updates) == 1
-    assert ask(APPLY, 1, EDITED | WAIT, *apply) and len(updates) == 1
+    ask = asking(updates, 2)
+    assert ask(APPLY, 1, 0, *UPDATE, flags=EDITED | WAIT) is None
+    assert ask(PUSH, 0, 0, *NO_GRADIENTS, flags=EDITED) and not updates
+    assert ask(APPLY, 0, 0, *UPDATE, flags=EDITED | WAIT) and len(updates) == 1
+    assert ask(APPLY, 1, 0, *UPDATE, flags=EDITED | WAIT) and len(updates) == 1
 
 
 def test_ranks_wait_for_one_that_has_not_asked_yet_before_its_results_are_dropped() -> None:
-    shard: Any = SimpleNamespace(pieces=[], views=lambda vectors: [], update=lambda *settings, optimizer: None)
-    handler = SyncHandler(shard, ServerBarrier(3, backup=1), {0: 0, 1: 1, 2: 2}, 0, 3)
-
-    def ask(kind: int, rank: int, step: int, *extras: float) -> Answer | None:
-        return handler.handle(Request(MessageHeader(kind, 0, 1, 1, rank, rank, 1, step, 0), extras, []))
+    ask = asking([], 3, backup=1)
 
     def push(rank: int, step: int) -> int | None:
-        answer = ask(PUSH, rank, step, *[0.0] * (DIGESTS + 3 + METRICS))
+        answer = ask(PUSH, rank, step, *NO_GRADIENTS)
         return answer and answer.status
 
     def sums(rank: int, step: int) -> Answer | None:
@@ -125,7 +136,7 @@ def test_ranks_wait_for_one_that_has_not_asked_yet_before_its_results_are_droppe
     for step in range(MOST_BEHIND):
         assert push(0, step) == push(1, step) == OK
         assert sums(0, step) and sums(1, step)
-        assert ask(APPLY, 0, step, 1.0, 0.0, NONE) and ask(APPLY, 1, step, 1.0, 0.0, NONE)
+        assert ask(APPLY, 0, step, *UPDATE) and ask(APPLY, 1, step, *UPDATE)
     assert push(0, MOST_BEHIND) == push(1, MOST_BEHIND) == OK and sums(0, MOST_BEHIND) is None
     late = sums(2, 0) if push(2, 0) == LATE else None
     assert late is not None and late.extras

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import tutti
 from tests import worlds
+from tutti.parallel.pipeline.stage_messages import shapes
 
 
 class Outside(nn.Module):
@@ -262,6 +263,13 @@ def padded(form: str) -> Any:
     loader = DataLoader(rows, batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
     run = tutti.prepare(model, "sgd:lr=0.1", loader, loss, strategy=strategy)
     return [run.step(batch) for batch in run.epoch(0)]
+
+
+def test_shapes_of_objects_that_refer_to_each_other_and_to_modules() -> None:
+    nodes: list[Any] = [Padded(torch.zeros(1, width)) for width in range(20)]
+    for node in nodes:
+        node.others, node.library, node.kind = nodes, torch, Padded
+    assert sorted(shapes(nodes[0])) == [(1, width) for width in range(20)]
 
 
 @pytest.mark.parametrize("form", ["object", "mapping"])

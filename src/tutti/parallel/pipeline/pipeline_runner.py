@@ -627,7 +627,7 @@ class PipelineRunner(ReplicaPart):
         """
         if isinstance(result, Tensor) and result.numel() == 1 and micro_batch.samples and reads_output(result):
             count = broadcast_result(
-                self._comm, self._ranks - 1, partial(_count_of, result, micro_batch), "what the loss is a mean over"
+                self._comm, self._ranks - 1, partial(_count_of, result, micro_batch), "number of targets of the loss"
             )
             if count is not None:
                 annotate_targets(result, torch.tensor(count, dtype=result.dtype), micro_batch.samples)
@@ -685,7 +685,7 @@ class _Turn:
 
 
 def _count_of(loss: Tensor, micro_batch: MicroBatch) -> float | None:
-    """Return what a loss is a mean over, as a JSON value: see ``loss_count``."""
+    """Return the number of targets that a loss is a mean over, as a JSON value: see ``loss_count``."""
     count = loss_count(loss, micro_batch)
     return None if count is None else float(count)
 

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -316,15 +317,20 @@ def _refuse(value: Any) -> Any:
     )
 
 
-def shapes(batch: Any, depth: int = 8) -> list[torch.Size]:
-    """Return the shapes of all tensors of a batch, in the order in which the batch contains them.
+def shapes(batch: Any) -> list[torch.Size]:
+    """Return the shapes of all tensors of a batch, in an order that is equal for batches of the same structure.
 
     Args:
         batch: a tensor, nested mappings, tuples and lists of tensors, or an object with such attributes (a dataclass).
-        depth: nesting below which values are left out: objects may refer to each other.
     """
-    if isinstance(batch, Tensor):
-        return [batch.shape]
-    values = batch if isinstance(batch, tuple | list) else getattr(batch, "__dict__", {}).values()
-    values = batch.values() if isinstance(batch, Mapping) else values
-    return [shape for value in values for shape in shapes(value, depth - 1)] if depth else []
+    found: list[torch.Size] = []
+    ahead, seen = [batch], dict[int, Any]()  # the values themselves, too: an id may be that of a later value otherwise
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, Tensor):
+            found.append(value.shape)
+        elif id(value) not in seen and not isinstance(value, type | ModuleType):
+            seen[id(value)] = value
+            inside = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
+            ahead += value.values() if isinstance(value, Mapping) else inside
+    return found
