@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -48,6 +50,15 @@ class Normal:
         return float(self.rng.normal())
 
 
+class OfClass:
+    """Draws from a generator that all objects of the class share."""
+
+    rng = random.Random(0)
+
+    def __call__(self) -> float:
+        return self.rng.random()
+
+
 class Counting:
     """Counts the samples."""
 
@@ -83,6 +94,7 @@ def still() -> float:
 
 DATA: dict[str, Callable[[], Any]] = {
     "attribute": lambda: Rows(Normal()),
+    "class": lambda: Rows(OfClass()),
     "late": lambda: Rows(Normal(late=True)),
     "subset": lambda: Subset(Rows(Normal()), range(ROWS)),
     "method": lambda: Rows(random.Random(0).random),
@@ -131,6 +143,16 @@ def test_samples_that_depend_on_those_before_are_refused_on_several_devices(data
         each is not None and "is another one when it is read again" in each.text for each in raised.value.failures
     )
     worlds.alone(train, data=data)
+
+
+def unchecked(data: str) -> Any:
+    with patch.dict(os.environ, TUTTI_DIAGNOSTICS="off"):
+        return train(data)
+
+
+def test_the_check_that_samples_repeat_can_be_switched_off() -> None:
+    first, second = worlds.run(2, unchecked, data="counter")
+    assert first == second
 
 
 def fetch(source: ItemSource, *indices: int) -> list[float]:

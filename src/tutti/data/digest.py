@@ -15,8 +15,8 @@ from torch import Tensor
 def digest(sample: Any) -> str:
     """Return a 64-bit digest of a sample's structure, types and values, as 16 hexadecimal digits.
 
-    Objects other than tensors, arrays of numbers, numbers, strings, bytes, None, and tuples, lists and mappings of them
-    count by the name of their type alone. Tensors of an accelerator are copied to the CPU, which blocks.
+    Objects other than dense tensors, arrays of numbers, numbers, strings, bytes, None, and tuples, lists and mappings
+    of them count by the name of their type alone. Tensors of an accelerator are copied to the CPU, which blocks.
 
     Args:
         sample: a sample of a data set.
@@ -25,6 +25,8 @@ def digest(sample: Any) -> str:
     True
     >>> len({digest(1), digest(1.0), digest("1"), digest([1]), digest((1,)), digest(b"1"), digest(None)})
     7
+    >>> digest(torch.eye(2).to_sparse()) == digest(torch.eye(3).to_sparse()) != digest(1)
+    True
     """
     state = hashlib.blake2b(digest_size=8)
     _add(state, sample)
@@ -33,7 +35,7 @@ def digest(sample: Any) -> str:
 
 def _add(state: Any, value: Any) -> None:
     state.update(f"{type(value).__name__} ".encode())
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
         value = value.detach().cpu().contiguous()
         state.update(f"{value.dtype}{list(value.shape)}".encode())
         state.update(memoryview(value.flatten().view(torch.uint8).numpy()))

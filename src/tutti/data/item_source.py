@@ -6,7 +6,7 @@ import pickle
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from tutti.types.micro_batch import Batch
 
 # Random draws of a collate_fn, such as masks, must not repeat those of its first sample.
 _COLLATE = int.from_bytes(b"collate", "big")
+
+_T = TypeVar("_T")
 
 
 class ItemSource:
@@ -63,10 +65,13 @@ class ItemSource:
             Exception: any other exception of the data set, or an exception of the script's own function.
         """
         key = augment or AugmentKey(0, -1)
+        return self._seeded(lambda: self._fetch(indices, key))
+
+    def _seeded(self, read: Callable[[], _T]) -> _T:
+        """Call ``read``, and again if it has made a generator, which had another seed."""
         self._kept.look()
-        batch = self._fetch(indices, key)
-        # A generator that was made with the first item had another seed.
-        return self._fetch(indices, key) if self._kept.look() else batch
+        found = read()
+        return read() if self._kept.look() else found
 
     def _fetch(self, indices: NDArray[np.int64], key: AugmentKey) -> Batch:
         with own_generators(), self._kept.restored():
@@ -84,11 +89,7 @@ class ItemSource:
             UsageError: the items differ.
         """
         indices = np.array([index])
-        self._kept.look()
-        found = self._digest(indices, augment)
-        if self._kept.look():
-            found = self._digest(indices, augment)
-        if found != self._digest(indices, augment):
+        if self._seeded(lambda: self._digest(indices, augment)) != self._digest(indices, augment):
             raise UsageError(
                 f"sample {index} of the {self._name} is another one when it is read again",
                 why="it depends on the samples read before, as by a counter, or draws random numbers that tutti does"

@@ -16,11 +16,13 @@ import torch
 
 from tutti.data.keyed_random import hash64
 
+_KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _MOST = 2_000
-"""Objects that are looked at."""
+"""Largest number of objects in which generators are looked for."""
 _FEW = 64
-"""Elements of a list or dict that are looked at: transforms, and not samples."""
+"""Largest number of elements of a list or dict in which generators are looked for: transforms, and not samples."""
 _OFTEN = 8
+"""First calls of ``look`` that all look; later calls look at powers of two."""
 _CALLED = ("__getitem__", "__getitems__", "__call__", "__iter__")
 
 
@@ -43,7 +45,7 @@ class KeptGenerators:
         """Look for generators, at the first eight calls and calls 16, 32, …: some are made with the first sample.
 
         Returns:
-            Whether there are others than at the look before.
+            Whether other generators were found than by the look before.
         """
         self._looks += 1
         if self._looks > _OFTEN and self._looks & (self._looks - 1):
@@ -81,7 +83,7 @@ def _generators(roots: tuple[Any, ...]) -> list[Any]:
         if id(value) in seen or any(value is each for each in of_all):
             continue
         seen[id(value)] = value
-        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
+        if isinstance(value, _KINDS):
             # The system's generator has no state.
             found += [] if isinstance(value, random.SystemRandom) else [value]
         elif isinstance(value, FunctionType):
@@ -94,8 +96,10 @@ def _generators(roots: tuple[Any, ...]) -> list[Any]:
             ahead += list(value.values())[:_FEW] if len(value) <= _FEW else []
         elif isinstance(value, list | tuple):
             ahead += value[:_FEW]
-        elif not isinstance(value, type | ModuleType) and hasattr(value, "__dict__"):
-            ahead += vars(value).values()
+        elif isinstance(value, type):
+            ahead += [each for kind in value.__mro__ for each in vars(kind).values() if isinstance(each, _KINDS)]
+        elif not isinstance(value, ModuleType) and hasattr(value, "__dict__"):
+            ahead += [*vars(value).values(), type(value)]
             methods = (inspect.getattr_static(type(value), name, None) for name in _CALLED)
             ahead += [method for method in methods if isinstance(method, FunctionType)]
     return found
