@@ -11,6 +11,8 @@ from tutti.cli.bench_command import bench
 from tutti.cli.noise_command import noise
 from tutti.cli.output_checks import check_writable, make_writable
 from tutti.cli.plan_command import plan_devices
+from tutti.cli.simulate_command import simulate_step
+from tutti.cli.workload_command import workload
 from tutti.errors import DiskError, UsageError
 
 
@@ -28,6 +30,12 @@ def test_a_file_in_no_folder_is_refused_before_a_run_is_read(tmp_path: Path) -> 
         plan_devices("digits", runs=(tmp_path / "run",), out=lost)
     with pytest.raises(DiskError, match="it is a folder"):
         plan_devices("digits", runs=(tmp_path / "run",), out=tmp_path)
+    with pytest.raises(DiskError, match=r"cannot write the timeline .*there is no folder"):
+        simulate_step("digits", machine="none", timeline=lost)
+    with pytest.raises(DiskError, match=r"cannot write the figure .*it is a folder"):
+        simulate_step("digits", machine="none", sweep="devices=1..2", svg=tmp_path)
+    with pytest.raises(DiskError, match=r"cannot write the workload .*there is no folder"):
+        workload("digits", data="none", output=lost)
 
 
 def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from tutti.cli.console_tables import print_table
+from tutti.cli.output_checks import check_writable
 from tutti.cli.workload_command import quantity
 from tutti.comm.collective_schedules import LinkCost
 from tutti.config.bounds import check_least
@@ -142,6 +143,8 @@ def simulate_step(
         raise UsageError("--svg draws a sweep", remedy="add --sweep devices=1..64, or take --timeline FILE.svg")
     if timeline is not None and sweep is not None:
         raise UsageError("--timeline draws one number of devices", remedy="leave out --sweep, or take --svg")
+    check_writable(svg, "the figure")
+    check_writable(timeline, "the timeline")
     if batch_size is not None and device_batch is not None:
         raise UsageError("--batch-size and --device-batch both say how large a batch is", remedy="leave out one")
     check_least(

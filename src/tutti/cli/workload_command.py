@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from tutti.cli.console_tables import print_table
+from tutti.cli.output_checks import check_writable
 from tutti.errors import ExitCode, counted
 from tutti.launcher.encoding import json_text
 from tutti.planning.task_or_script import TaskOrScript
@@ -72,6 +73,7 @@ def workload(
     """
     named = TaskOrScript.of(task, arguments)
     named.check_options(data=data, model=model, augment=augment)
+    check_writable(output, "the workload")
     loaded = named.load_script()
     if loaded is None:
         chosen, stated = task_registry.load_task(task, data=data, model=model, augment=augment), "fp32"
