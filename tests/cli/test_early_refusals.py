@@ -35,7 +35,7 @@ def test_a_file_in_no_folder_is_refused_before_a_run_is_read(tmp_path: Path) -> 
     with pytest.raises(DiskError, match=r"cannot write the figure .*it is a folder"):
         simulate_step("digits", machine="none", sweep="devices=1..2", svg=tmp_path)
     with pytest.raises(DiskError, match=r"cannot write the workload .*there is no folder"):
-        workload("digits", data="none", output=lost)
+        workload("digits", output=lost)
 
 
 def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
