@@ -61,8 +61,7 @@ class HostPrices:
         """Predict the seconds in which a process copies or adds up bytes in host memory.
 
         Args:
-            size: bytes of all operators together: for ``copy`` the bytes that are copied, for ``other`` the bytes that
-                are read and written.
+            size: bytes that all operators together read and write: of a copy twice the bytes of the tensor.
             calls: number of operators; without effect on machines with accelerators (``apart``).
             kind: ``copy``, or ``other`` for elementwise operators; without effect on machines with accelerators.
 

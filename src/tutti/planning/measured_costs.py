@@ -226,7 +226,8 @@ class MeasuredCosts(StepCosts):
             UsageError: the machine file has no measured copies.
         """
         copy = self.machine.curve("device/copy")
-        return LinkCost(copy.fixed, copy.rate)
+        # The curve is over the bytes that a copy reads and writes.
+        return LinkCost(copy.fixed, copy.rate / 2)
 
     def transfer(self, size: float, ranks: int, together: int = 1) -> float:
         """Return the expected seconds of one message over the slowest link among a run's devices, without uncertainty.

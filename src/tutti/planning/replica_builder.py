@@ -39,6 +39,8 @@ from tutti.planning.step_program import COMMUNICATION, IDLE, UPDATE, PeriodicCol
 from tutti.planning.strategy_work import StrategyWork, strategy_key
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork
 
+COPIED = 2
+"""Bytes that a copy of a tensor reads and writes, over the tensor's bytes."""
 READ_WRITE = 3
 """Bytes that adding one tensor to another moves, over the bytes of one: two reads and a write."""
 BARRIERS = "barriers in shared memory take no time besides the waiting for the slowest rank"
@@ -96,8 +98,8 @@ def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, 
     if ranks > 1 and sums_in_memory(costs, exchange, ranks * apart):
         costs.note(BARRIERS)
         slices = (ranks - 1) / ranks * size
-        packed, added = copy_seconds(costs, 2 * size, 1), copy_seconds(costs, READ_WRITE * slices, ranks - 1, "other")
-        return packed + added + copy_seconds(costs, 2 * slices, ranks - 1)
+        packed, read = copy_seconds(costs, COPIED * size, 1), copy_seconds(costs, COPIED * slices, ranks - 1)
+        return packed + copy_seconds(costs, READ_WRITE * slices, ranks - 1, "other") + read
     if exchange.schedule is None:
         return costs.collective("all_reduce", ranks, size, apart)
     devices, node = ranks * apart, costs.within()
@@ -133,7 +135,7 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
     """
     if each.kind == "shared_memory":
         costs.note("small collectives in shared memory take as long as copies; waiting for other ranks takes none")
-        return copy_seconds(costs, each.bytes * (ranks + 1) / ranks, ranks + 1)
+        return copy_seconds(costs, COPIED * each.bytes * (ranks + 1) / ranks, ranks + 1)
     if each.kind == "all_to_all":
         # tutti bench measures the communicator's reduce-scatter, which is an all-to-all on CPUs.
         costs.note("an all-to-all takes as long as a reduce-scatter of as many bytes")
@@ -146,7 +148,7 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        size: bytes that are copied, or read and written, by all operators together.
+        size: bytes that all operators together read and write: of a copy twice the bytes of the tensor.
         calls: number of operators.
         kind: ``copy``, or ``other`` for elementwise operators.
 
@@ -807,7 +809,7 @@ class ReplicaBuilder:
         place = self._rows(program, kind, size, needs, text)
         if self.costs.overlaps:
             return place
-        copies = copy_seconds(self.costs, 2 * size, 1)
+        copies = copy_seconds(self.costs, COPIED * size, 1)
         return self.message(program, copies, (place,), f"copies of {text}")
 
     def _carried(self, kind: str, ranks: int, size: float, axis: str, *, shared: bool) -> PeriodicCollective:

@@ -26,7 +26,7 @@ from tutti.parallel.parameter_server.server_flows import ServerFlow, async_step_
 from tutti.parallel.parameter_server.server_partition import ServerPlan, Size, plan_servers
 from tutti.planning.host_prices import HostPrices
 from tutti.planning.monte_carlo import DRAWS
-from tutti.planning.replica_builder import BARRIERS, READ_WRITE, ReplicaBuilder
+from tutti.planning.replica_builder import BARRIERS, COPIED, READ_WRITE, ReplicaBuilder
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_facts import TensorFacts
 from tutti.planning.step_program import COMMUNICATION, StepAction, StepProgram
@@ -194,7 +194,7 @@ class ServerBuilder(ReplicaBuilder):
             elements = max(sum(t.elements for t in own) for own in owned)
             held = max(map(len, owned))
             if not host.apart:
-                last = self.message(program, host.copied(whole, len(tensors)), (last,), "gradients packed")
+                last = self.message(program, host.copied(COPIED * whole, len(tensors)), (last,), "gradients packed")
             added = (ranks - 1) * host.copied(READ_WRITE * most, 1, "other")
             last = self.message(program, added, (last,), "gradients added up by their owners")
         if not host.apart:
@@ -314,13 +314,13 @@ class _Service:
         ranks = builder.shape["replica"]
         self.senders = ranks if nodes == 1 else max(1, ranks - costs.network.per_node)
         elements = max(sum(piece.end - piece.begin for piece in plan.pieces(server)) for server in range(servers))
-        self.written = host.moved(whole) if host.apart else host.copied(whole)
+        self.written = host.moved(whole) if host.apart else host.copied(COPIED * whole)
         self.added = host.copied(READ_WRITE * most, 1, "other")
         self.looked_at = host.copied(most, 1, "other")
         self.updated = host.updated(builder.config.optimizer, elements)
         if shared:
             self.transfer, self.read = np.zeros(DRAWS), host.moved(whole)
-            self.transfer_back = host.copied(most)
+            self.transfer_back = host.copied(COPIED * most)
             self.pushed, self.pulled = self.transfer, ranks * self.transfer_back
         else:
             # Servers go round the nodes; those of one node share its link to the others.
@@ -328,7 +328,7 @@ class _Service:
             self.transfer = self.transfer_back = costs.message(together * most, self._devices)
             # One message as large as all: their waits are at the same time.
             self.pushed = self.pulled = costs.message(self.senders * together * most, self._devices)
-            self.read = host.moved(whole) if host.apart else host.copied(whole)
+            self.read = host.moved(whole) if host.apart else host.copied(COPIED * whole)
 
     def requests(self, flows: Sequence[ServerFlow], kind: str) -> Array:
         """Return the seconds of a rank's requests of one kind to all parameter servers at once, without their tensors.
