@@ -18,7 +18,7 @@ from tests.train.test_run import data, loss
 from tutti.config.module_config import Compile, check_compiler
 from tutti.errors import UsageError
 from tutti.tasks import task_registry
-from tutti.train.loop import Speed
+from tutti.train.loop_meters import Speed
 
 FLAGS = ("--devices", "2", "--batch-size", "12", "--steps", "3", "--optimizer", "sgd:lr=0.1", "--out", "run")
 
@@ -75,7 +75,7 @@ def test_ranks_train_with_compiled_code_that_they_share(tmp_path: Path) -> None:
 def test_the_first_step_of_a_compiled_model_is_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for compiled, rate, startup in ((False, 40 / 108, 0), (True, 30 / 8, 100)):
         seconds = iter([0.0, 100.0, 104.0, 106.0, 108.0])
-        monkeypatch.setattr("tutti.train.loop.time.perf_counter", lambda seconds=seconds: next(seconds))
+        monkeypatch.setattr("tutti.train.loop_meters.time.perf_counter", lambda seconds=seconds: next(seconds))
         speed = Speed(40, 0, compiled)
         paces = [speed.mark(samples) for samples in (10, 20, 30, 40)]
         assert speed.overall() == {"samples_per_second": rate, "seconds": 108, "startup_seconds": startup}
@@ -86,7 +86,7 @@ def test_the_first_step_of_a_compiled_model_is_start_up(monkeypatch: pytest.Monk
 
 def test_the_seconds_of_a_run_that_goes_on_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 1.0, 2.0, 4.0])
-    monkeypatch.setattr("tutti.train.loop.time.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("tutti.train.loop_meters.time.perf_counter", lambda: next(seconds))
     speed = Speed(40, 20, spent=100.0)
     assert [speed.mark(30).elapsed, speed.mark(40).elapsed] == [101, 102]
     assert speed.overall() == {"samples_per_second": 10, "seconds": 102, "startup_seconds": 0}

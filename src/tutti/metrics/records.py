@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -29,6 +28,7 @@ from tutti.distribution import VERSION
 from tutti.errors import DiskError, UsageError, counted
 from tutti.launcher.encoding import strict_json
 from tutti.metrics import server_figure
+from tutti.metrics.json_numbers import to_json_number
 from tutti.metrics.listener import Clock, EvalRecord, Pace, RunHeader
 from tutti.metrics.metrics_file import METRICS, metric_lines, metric_records
 from tutti.native.native_library import kernels
@@ -268,18 +268,18 @@ class RunDirectory:
             "epoch": record.epoch,
             "samples": record.samples,
             "updates": record.updates,
-            "loss": _finite(record.loss),
+            "loss": to_json_number(record.loss),
         }
         for name, value in record.metrics.items():
-            line.setdefault(name, _finite(value))
-        line["grad_norm"] = _finite(record.grad_norm)
-        line["lr"] = _finite(record.lr)
+            line.setdefault(name, to_json_number(value))
+        line["grad_norm"] = to_json_number(record.grad_norm)
+        line["lr"] = to_json_number(record.lr)
         if record.loss_scale is not None:
             line["loss_scale"] = record.loss_scale
         for name, value in record.adascale.items():
-            line[name] = _finite(value)
+            line[name] = to_json_number(value)
         for name, value in record.noise.items():
-            line[name] = _finite(value)
+            line[name] = to_json_number(value)
         line["seconds"] = round(pace.elapsed, 6)
         if pace.data is not None:
             line["data_seconds"] = round(pace.data, 6)
@@ -312,7 +312,7 @@ class RunDirectory:
         if record.raw is not None:
             line["weights"] = "ema"
         for name, value in record.values.items():
-            line.setdefault(name, _finite(value))
+            line.setdefault(name, to_json_number(value))
         line["seconds"] = round(self._elapsed if record.seconds is None else record.seconds, 6)
         self._append(line)
 
@@ -509,10 +509,6 @@ def _short(task: str) -> str:
     """
     text = re.sub(r"\.py(?=:|$)", "", task.replace("\\", "/").rsplit("/", 1)[-1])
     return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.") or "run"
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

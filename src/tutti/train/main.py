@@ -41,7 +41,8 @@ from tutti.tasks.task import Task
 from tutti.train.batch_size_schedule import model_warnings, plan_warnings, without_growth_warnings
 from tutti.train.evaluation import BLOCK, in_blocks
 from tutti.train.header import derived, run_identity, title
-from tutti.train.loop import Length, Means, TrainPlan, train_loop
+from tutti.train.loop import Length, TrainPlan, train_loop
+from tutti.train.loop_meters import Means
 from tutti.train.metric_loggers import MetricLogger
 from tutti.train.preemption import stop_on_signals
 from tutti.train.prepare import prepare_run

@@ -6,7 +6,6 @@ steps taken and the data position. Sample order and RNG streams follow from thes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from tutti.errors import CheckpointError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
+from tutti.metrics.json_numbers import to_json_number
 from tutti.train.replicas import check_replicas
 from tutti.train.resume_changes import apply_changes, change_facts, check_changes, find_differences, refuse_unnamed
 
@@ -87,7 +87,7 @@ class Checkpoints(CheckpointManager):
         facts = {**self._facts, "step": run.clock, "updates": run.updates, "position": run.position(), **extra}
         facts |= change_facts(run)
         if evaluated is not None:
-            facts["eval"] = {name: value if math.isfinite(value) else None for name, value in evaluated.items()}
+            facts["eval"] = {name: to_json_number(value) for name, value in evaluated.items()}
         if run.average is not None:
             facts["ema_updates"] = run.average.updates
         if run.loss_scale is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from tutti.checkpoint.manifest import REMEDY
 from tutti.config.metric_direction import Metric
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import CheckpointError
+from tutti.metrics.json_numbers import from_json_number, to_json_number
 from tutti.train.best_value import BestValue
 
 Ending = Literal["target", "patience", "length"]
@@ -207,10 +207,10 @@ def wall_seconds(started: float | None) -> float | None:
 def _plain(at: EvaluatedAt | None) -> dict[str, Any] | None:
     if at is None:
         return None
-    return {**asdict(at), "value": at.value if math.isfinite(at.value) else None}
+    return {**asdict(at), "value": to_json_number(at.value)}
 
 
 def _read(saved: Mapping[str, Any] | None) -> EvaluatedAt | None:
     if saved is None:
         return None
-    return EvaluatedAt(**{**saved, "value": math.nan if saved["value"] is None else float(saved["value"])})
+    return EvaluatedAt(**{**saved, "value": from_json_number(saved["value"])})
