@@ -26,7 +26,7 @@ from tutti.nn import init_on_disk
 from tutti.nn.init_on_disk import load_spilled, spilled, spilling
 from tutti.parallel.ddp import replica_part
 from tutti.tasks import task_registry
-from tutti.train.main import built
+from tutti.train.task_run import build_task_model
 
 
 class Tied(nn.Module):
@@ -217,10 +217,11 @@ def test_only_what_no_device_keeps_whole_is_built_in_files(
     strategy: str, devices: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two mebibytes of the host's are this process's: half a mebibyte of the model stays in memory.
-    monkeypatch.setattr("tutti.train.main.free_memory", lambda processes: 2**21 * devices // processes)
+    monkeypatch.setattr("tutti.train.task_run.free_memory", lambda processes: 2**21 * devices // processes)
     config = TrainConfig(strategy=strategy, model="gpt:layers=1,width=512,heads=8,block=8", data=__file__)
     world = cast(World, SimpleNamespace(identity=SimpleNamespace(size=devices, local_size=devices)))
-    model = built(task_registry.load_task("text", data=config.data, model=config.model, augment=None), config, world)
+    task = task_registry.load_task("text", data=config.data, model=config.model, augment=None)
+    model = build_task_model(task, config, world)
     assert any(map(spilled, model.parameters())) == expected
 
 

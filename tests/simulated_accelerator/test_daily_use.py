@@ -18,7 +18,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.device import usable_cores
 from tutti.errors import UsageError
 from tutti.launcher import context
-from tutti.train.main import prepare_process
+from tutti.train.task_run import prepare_process
 
 pytestmark = pytest.mark.timeout(600)
 

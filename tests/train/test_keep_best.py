@@ -19,8 +19,9 @@ from tutti.data.adapt import adapt
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.metrics.listener import Listeners, RunHeader
-from tutti.train.loop import TrainPlan, train_loop
+from tutti.train.loop import train_loop
 from tutti.train.run_checkpoints import Checkpoints
+from tutti.train.train_plan import TrainPlan
 
 RATE = 0.25
 

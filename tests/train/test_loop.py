@@ -16,9 +16,10 @@ from tutti.data.adapt import adapt
 from tutti.data.order import permutation
 from tutti.launcher import context
 from tutti.metrics.listener import Listeners, RunHeader
-from tutti.train.loop import TrainPlan, train_loop
+from tutti.train.loop import train_loop
 from tutti.train.loop_meters import Means
 from tutti.train.run_checkpoints import Checkpoints
+from tutti.train.train_plan import TrainPlan
 
 COUNT, BATCH, PER_EPOCH = 22, 8, 3
 

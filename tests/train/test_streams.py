@@ -17,7 +17,8 @@ from tutti.config.spec import Duration
 from tutti.data import Sharded
 from tutti.errors import TuttiError
 from tutti.metrics.listener import Listeners, RunHeader
-from tutti.train.loop import TrainPlan, train_loop
+from tutti.train.loop import train_loop
+from tutti.train.train_plan import TrainPlan
 
 COUNT = 22
 

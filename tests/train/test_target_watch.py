@@ -19,9 +19,10 @@ from tutti.data.adapt import adapt
 from tutti.errors import CheckpointError, UsageError
 from tutti.launcher import context
 from tutti.metrics.listener import Clock, Listeners, RunHeader
-from tutti.train.loop import TrainPlan, train_loop
+from tutti.train.loop import train_loop
 from tutti.train.run_checkpoints import Checkpoints
 from tutti.train.target_watch import EvaluatedAt, TargetWatch
+from tutti.train.train_plan import TrainPlan
 
 DISTANCE = Metric("distance", higher=False)
 SAMPLES = 64

@@ -40,7 +40,7 @@ from tutti.planning.sharpness import epsilon_sharpness, sam_sharpness
 from tutti.planning.task_or_script import is_script
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
-from tutti.train.main import prepare_process
+from tutti.train.task_run import prepare_process
 
 _BETWEEN = (-0.5, 1.5)
 

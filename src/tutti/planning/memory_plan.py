@@ -27,7 +27,7 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode, is_dtensor
-from tutti.train.main import built, prepare_process, prepared
+from tutti.train.task_run import build_task_model, prepare_process, prepare_task
 from tutti.workload.memory_formula import DeviceSplit, Memory, State, state_memory
 from tutti.workload.tensor_memory import Tracker, bytes_of
 
@@ -335,7 +335,7 @@ def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
     prepare_process(config, world)
     task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
     with Tracker() as tracker:
-        run = prepared(task, built(task, config, world), config, world)
+        run = prepare_task(task, build_task_model(task, config, world), config)
         batches = (batch for epoch in range(2) for batch in run.epoch(epoch))
         run.step(next(batches))
         tracker.peak = 0

@@ -34,7 +34,7 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode
-from tutti.train.main import prepare_process, prepared
+from tutti.train.task_run import prepare_process, prepare_task
 from tutti.workload.memory_formula import Memory
 from tutti.workload.tensor_memory import Tracker
 
@@ -123,7 +123,7 @@ def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
     prepare_process(config, world)
     task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
     model = task.model()
-    setting = prepared(task, model, config, world).context
+    setting = prepare_task(task, model, config).context
     found = module_seconds(model, setting.trial, setting.comms.world)
     (directory / SECONDS).write_text(json.dumps(found), encoding="utf-8")
     context.shutdown()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from tutti.checkpoint.write import step_name
 from tutti.config.metric_direction import RAW
@@ -25,74 +24,9 @@ from tutti.train.run import Run
 from tutti.train.run_checkpoints import Checkpoints
 from tutti.train.step_windows import Window
 from tutti.train.target_watch import EvaluatedAt, TargetWatch, wall_seconds
+from tutti.train.train_plan import Due, Length, TrainPlan, ended
 from tutti.types.micro_batch import Batch
 from tutti.types.step_records import StepRecord
-
-Length: TypeAlias = int | Duration
-"""Steps; or samples or whole epochs, where their number of steps is not known beforehand (streams, growing batches)."""
-
-
-@dataclass(frozen=True)
-class TrainPlan:
-    """Length of training, and intervals of evaluations and checkpoints.
-
-    Attributes:
-        total: length of the run.
-        evaluate: interval of evaluations; None: only at the end.
-        save: interval of checkpoints; None: never.
-    """
-
-    total: Length
-    evaluate: Length | None = None
-    save: Length | None = None
-
-
-def passed(length: Length, run: Run) -> int:
-    """Return how many whole intervals of ``length`` the run has trained so far, counted from its first start.
-
-    Args:
-        length: an interval: a number of steps, or a ``Duration`` in samples or epochs.
-        run: the run; steps, samples and epochs before a resume count, too.
-    """
-    if isinstance(length, int):
-        return run.clock // length
-    return int((run.at.epoch if length.unit == "ep" else run.samples) // length.value)
-
-
-def ended(length: Length, run: Run) -> bool:
-    """Return whether the run has trained for ``length``, counted from its first start.
-
-    A length in steps counts the schedule's steps (``Run.progress``), which differ from steps of the run with AdaScale.
-
-    Args:
-        length: length of training in steps (an int), samples or epochs (a ``Duration``).
-        run: the run.
-    """
-    return run.progress >= length if isinstance(length, int) else passed(length, run) > 0
-
-
-class Due:
-    """Tells after each step whether a periodic event, such as an evaluation, is due.
-
-    The event is due when a further whole interval has been trained, and at the end of the run.
-
-    Args:
-        every: the interval in steps, samples or epochs; None: only at the end.
-        total: length of the run.
-        run: the run, which may be resumed.
-    """
-
-    def __init__(self, every: Length | None, total: Length, run: Run) -> None:
-        self._every, self._total, self._run = every, total, run
-        self._count = 0 if every is None else passed(every, run)
-
-    def __call__(self) -> bool:
-        """Return whether the periodic event is due after the last training step; must be called exactly once a step.
-
-        The event is due when a whole interval has passed since the last call, or the run has ended.
-        """
-        before, self._count = self._count, 0 if self._every is None else passed(self._every, self._run)
-        return self._count > before or ended(self._total, self._run)
 
 
 def train_loop(

@@ -6,6 +6,7 @@ either, a run has no overhead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -15,6 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.profiler import record_function
 
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError, counted
+from tutti.metrics import profile, trace
+from tutti.metrics.listener import Listener
 from tutti.metrics.profile import make_profiler, named_as, write_profile
 from tutti.metrics.trace import TraceRecorder
 
@@ -173,3 +178,36 @@ class Window:
         path = self._folder / self._table
         text = path.read_text(encoding="utf-8") if self._begun else "the run ended before the first of its steps\n"
         return f"{text}For ui.perfetto.dev: {self._folder}"
+
+
+def planned_windows(
+    config: TrainConfig, run: Run, total: int | None, directory: str | None, resumes: bool, listener: Listener
+) -> list[Window]:
+    """Return the windows of steps to profile and to trace, as ``--profile`` and ``--trace`` say.
+
+    Args:
+        config: the configuration.
+        run: the run.
+        total: steps of the run; None if unknown.
+        directory: the run directory; None for no windows.
+        resumes: whether the run is resumed.
+        listener: is warned if a resumed run has too few steps left.
+
+    Raises:
+        UsageError: a fresh run has too few steps.
+    """
+    found = []
+    for name, watch, table in (("profile", profiled, profile.TABLE), ("trace", traced, trace.TABLE)):
+        asked = config.window(name)
+        if asked is None or directory is None:
+            continue
+        first, steps = asked
+        left = math.inf if total is None else total - run.clock
+        if first + steps - 1 <= left:
+            found.append(Window(run, watch, Path(directory) / name, table, first, steps))
+            continue
+        message = f"--{name} {getattr(config, name)} needs {counted(first + steps - 1, 'step')}, and the run has {left}"
+        if not resumes:
+            raise UsageError(message, remedy=f"write --{name} FIRST:STEPS within the run")
+        listener.warned(f"{message} left: there will be no {name}")
+    return found

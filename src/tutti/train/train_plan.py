@@ -1,0 +1,158 @@
+"""Length of ``tutti train``, intervals of its evaluations and checkpoints, and its learning-rate schedule, in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import TypeAlias
+
+from tutti.config.spec import Duration
+from tutti.config.train_config import TrainConfig
+from tutti.data.epochs import Epochs
+from tutti.errors import UsageError
+from tutti.optim.schedules import Schedule, make_schedule
+from tutti.train.run import Run
+
+Length: TypeAlias = int | Duration
+"""Steps; or samples or whole epochs, where their number of steps is not known beforehand (streams, growing batches)."""
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """Length of training, and intervals of evaluations and checkpoints.
+
+    Attributes:
+        total: length of the run.
+        evaluate: interval of evaluations; None: only at the end.
+        save: interval of checkpoints; None: never.
+    """
+
+    total: Length
+    evaluate: Length | None = None
+    save: Length | None = None
+
+
+def passed(length: Length, run: Run) -> int:
+    """Return how many whole intervals of ``length`` the run has trained so far, counted from its first start.
+
+    Args:
+        length: an interval: a number of steps, or a ``Duration`` in samples or epochs.
+        run: the run; steps, samples and epochs before a resume count, too.
+    """
+    if isinstance(length, int):
+        return run.clock // length
+    return int((run.at.epoch if length.unit == "ep" else run.samples) // length.value)
+
+
+def ended(length: Length, run: Run) -> bool:
+    """Return whether the run has trained for ``length``, counted from its first start.
+
+    A length in steps counts the schedule's steps (``Run.progress``), which differ from steps of the run with AdaScale.
+
+    Args:
+        length: length of training in steps (an int), samples or epochs (a ``Duration``).
+        run: the run.
+    """
+    return run.progress >= length if isinstance(length, int) else passed(length, run) > 0
+
+
+class Due:
+    """Tells after each step whether a periodic event, such as an evaluation, is due.
+
+    The event is due when a further whole interval has been trained, and at the end of the run.
+
+    Args:
+        every: the interval in steps, samples or epochs; None: only at the end.
+        total: length of the run.
+        run: the run, which may be resumed.
+    """
+
+    def __init__(self, every: Length | None, total: Length, run: Run) -> None:
+        self._every, self._total, self._run = every, total, run
+        self._count = 0 if every is None else passed(every, run)
+
+    def __call__(self) -> bool:
+        """Return whether the periodic event is due after the last training step; must be called exactly once a step.
+
+        The event is due when a whole interval has passed since the last call, or the run has ended.
+        """
+        before, self._count = self._count, 0 if self._every is None else passed(self._every, self._run)
+        return self._count > before or ended(self._total, self._run)
+
+
+def make_train_plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int | None]:
+    """Return the length of training and the intervals of evaluations and checkpoints, and the total number of steps.
+
+    Args:
+        config: the configuration.
+        epochs: global batches of all epochs.
+
+    Returns:
+        A pair: the plan, and the number of steps in the run, None for a stream of unknown length.
+
+    Raises:
+        UsageError: a length in epochs rounds to no step, or is a part of an epoch of unknown length.
+    """
+    dataset = epochs.first.dataset
+
+    def count(duration: Duration, option: str) -> Length:
+        if duration.unit == "st" or (dataset is not None and epochs.growth is None and not epochs.earlier):
+            return max(1, epochs.steps(duration))
+        if epochs.earlier and duration.unit == "ep" and duration.value == int(duration.value):
+            return duration
+        if dataset is not None:
+            # As samples: the number of steps in an epoch changes when the batch size grows.
+            return Duration(max(1, round(duration.value * (dataset if duration.unit == "ep" else 1))), "sa")
+        if duration.unit == "ep" and duration.value != int(duration.value):
+            raise UsageError(
+                f"{duration} of a stream of unknown length cannot be counted",
+                where=option,
+                remedy="give whole epochs, or steps (500st) or samples (20000sa)",
+            )
+        return duration
+
+    length, every = config.length, (config.eval_interval, config.checkpoint_interval)
+    evaluate, save = (duration and count(duration, "how often") for duration in every)
+    adaptive = config.lr_rule.adaptive
+    if dataset is not None or config.regime_batch or adaptive:
+        steps_of = _steps(config, epochs)
+        total = steps_of(length)
+        if not total:
+            least = 1 / steps_of(Duration(1, "ep"))
+            raise UsageError(
+                f"{length.value:g} epochs are less than half a step, so that the run would train nothing",
+                where="--epochs or --duration",
+                remedy=f"give --steps 1, or at least {least:.2g} epochs",
+            )
+        return TrainPlan(total, evaluate, save), total
+    steps = None if length.unit == "ep" else epochs.steps(length)
+    return TrainPlan(count(length, "how long"), evaluate, save), steps
+
+
+def make_lr_schedule(config: TrainConfig, epochs: Epochs) -> Schedule:
+    """Return the function from a step to the factor on the initial learning rate.
+
+    Args:
+        config: the configuration.
+        epochs: global batches of all epochs.
+
+    Raises:
+        UsageError: as ``make_train_plan``.
+    """
+    total = make_train_plan(config, epochs)[1]
+    scaled = config.lr_rule.factor(epochs.first.batch)
+    return make_schedule(config.lr_schedule, total, _steps(config, epochs), scaled)
+
+
+def _steps(config: TrainConfig, epochs: Epochs) -> Callable[[Duration], int]:
+    """Return the function from a duration to steps, which may count batches of another size than the run's.
+
+    Regime adaptation: Hoffer et al. 2017, arXiv 1705.08741, §5. AdaScale counts scale-invariant steps: those of one
+    worker with its own share of the batch.
+    """
+    batch: int | Fraction | None = config.regime_batch
+    if config.lr_rule.adaptive:
+        batch = Fraction(epochs.first.batch, epochs.first.workers)
+    return epochs.steps if batch is None else partial(Duration.steps, dataset=epochs.first.dataset, batch=batch)
