@@ -452,7 +452,7 @@ class CustomLoop:
         self._check_carried()
         local = self._take_local(micro_batch, means)
         call, self._calls = self._calls, self._calls + 1
-        self._settings.setdefault(call, self._run.settings.text())
+        self._settings.setdefault(call, self._run.shared_settings.text())
         if self._is_last_body:
             self._complete(micro_batch, call, local, work)
         else:
@@ -615,7 +615,7 @@ class CustomLoop:
         if self._bank and self._run.trainability.changed:
             # Before ranks wait for each other in the change: ranks with a single body go on to the update.
             self._bodies.refuse_different()
-        if self._run.trainability(late=True):
+        if self._run.trainability.follow(late=True):
             self._bodies.retrained()
             self._origin.watch()
 
@@ -751,7 +751,7 @@ class CustomLoop:
         Collective if it has. Settings that are changed earlier are compared with the gradients. Raises UsageError on
         every rank where they differ.
         """
-        run, before, settings = self._run, self._lifecycle.context, self._run.settings.text()
+        run, before, settings = self._run, self._lifecycle.context, self._run.shared_settings.text()
         if settings != before.settings and self._sync.loss_normalisation == "step":
             self._lifecycle.context = now = replace(before, settings=settings)
             try:

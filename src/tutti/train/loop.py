@@ -334,9 +334,9 @@ def _describe_scales(scale: LossScale | None) -> str:
 def _optional_entries(run: Run, saver: Checkpoints | None) -> dict[str, Any]:
     """Return the summary's entries on lost ranks, AdaScale, the average and the best checkpoint. Collective."""
     found: dict[str, Any] = {}
-    if run.losses is not None:
-        run.losses.look()
-        found |= {"lost_ranks": run.losses.found} if run.losses.found else {}
+    if run.lost_ranks is not None:
+        run.lost_ranks.look()
+        found |= {"lost_ranks": run.lost_ranks.found} if run.lost_ranks.found else {}
     if run.adascale is not None:
         mean = run.adascale.tau / run.updates if run.updates else None
         found["adascale"] = {**run.adascale.values(), "gain": mean}

@@ -155,12 +155,12 @@ class Run:
         optimizer_settings: options of each parameter group as they were given.
         epochs_as_steps: whether the strategy has an option in epochs or samples, which it counts in steps.
         in_bf16: layers with matrix products that ``precision=fp8`` leaves in bfloat16, with the reason by name.
-        settings: learning rates, momenta and weight decays of the caller's optimizers.
+        shared_settings: learning rates, momenta and weight decays of the caller's optimizers, equal on all ranks.
         changes: what resumes have changed by name: step, and both values of each setting.
         parted: whether logical workers have had parameters of their own after a step (local SGD).
         returned: digests of the tensors that ``state`` has returned since ``parted`` became true, on a rank with
             several workers.
-        losses: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
+        lost_ranks: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
             strategy does not go on without them.
     """
 
@@ -201,12 +201,12 @@ class Run:
         self.trainability = TrainabilityWatch(
             replica, sync, optimizers, self.average, hooks.originals.values(), run_context.grid.shard > 1
         )
-        self.settings = SharedSettings(optimizers)
+        self.shared_settings = SharedSettings(optimizers)
         self._closure = next((type(each).__name__ for each in optimizers if needs_closure(each)), None)
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
         self.checks = Checks(self, settings.warn)
         tracks = settings.fault_tolerant and run_context.grid.rank == 0
-        self.losses = LostRanks(self, not choice.row.synchronous, settings.warn) if tracks else None
+        self.lost_ranks = LostRanks(self, not choice.row.synchronous, settings.warn) if tracks else None
         self._script_code = ExitStack()
         self.lifecycle = StepLifecycle(self, settings.max_nonfinite)
         self.custom = CustomLoop(self, optimizers, choice)

@@ -111,8 +111,8 @@ class StepLifecycle:
         """
         run = self._run
         self.check_left()
-        self.context = self._facts()
-        if run.trainability(late=False):
+        self.context = self._make_context()
+        if run.trainability.follow(late=False):
             run.hooks.watch(run.replica.parts)
             self._written.watch()
         noise = 0.0 if run.noise is None else run.noise.sigma(self.context.samples)
@@ -138,8 +138,8 @@ class StepLifecycle:
             return feed.is_single(self.context.samples)
         return all(micro_batch.whole for micro_batch in micro_batches)
 
-    def _facts(self) -> StepContext:
-        """Return the facts that all workers share in the coming step."""
+    def _make_context(self) -> StepContext:
+        """Return the facts of the coming step, which all workers share, after checks of what the script has done."""
         run, drawn = self._run, self.drawn
         if drawn is None and run.feed.epochs.growth is not None:
             raise UsageError(
@@ -158,7 +158,7 @@ class StepLifecycle:
             run.lr_schedule(run.progress) * self.rate if run.lr_schedule is not None else None,
             self.stop_asked,
             run.loss_scale.value if run.loss_scale is not None else 1.0,
-            settings=run.settings.text(),
+            settings=run.shared_settings.text(),
             place=(0, 0) if drawn is None else (drawn.after.epoch, drawn.after.batch),
             written=self._digest(),
             compare=self._compare,
@@ -369,8 +369,8 @@ class StepLifecycle:
             run.at = drawn.after
         elif stats is not None:
             run.samples += round(stats.count)
-        if run.losses is not None:
-            run.losses.look()
+        if run.lost_ranks is not None:
+            run.lost_ranks.look()
 
     def count_update(self, stats: StepStats, updated: UpdateResult, optimizer: Optimizer | None = None) -> None:
         """Bring the run's counters, schedulers, average and loss scale up to date after an update. Not collective.

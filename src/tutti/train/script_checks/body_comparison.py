@@ -166,10 +166,10 @@ class BodyComparison:
 
     def _check_settings(self) -> None:
         """Raise UsageError if an optimizer has other settings than at this place of the rank's first body."""
-        now, place = self._run.settings.text(), len(self._events)
+        now, place = self._run.shared_settings.text(), len(self._events)
         before = self._settings.setdefault(place, now)
         # Of a scheduler that steps in every body the run's checks warn.
-        if before != now and not self._run.settings.scheduled():
+        if before != now and not self._run.shared_settings.scheduled():
             raise UsageError(
                 "the loop's body changes the optimizer's settings, with several micro-batches a rank",
                 where=f"step {self._run.clock + 1}, {script_line()}",

@@ -41,11 +41,14 @@ class TrainabilityWatch:
     ) -> None:
         self._replica, self._sync, self._optimizers, self._average = replica, sync, optimizers, average
         self._by_name = shards
-        self._look()
+        # Parameters, their flags, and the sizes of the optimizers' groups when this object last looked.
+        self._named: NamedParameters = []
+        self._flags, self._counts = list[bool](), list[int]()
+        self._record()
         members = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._known = {id(p): ref(p) for p in [*given, *(p for _, p in self._named), *members]}
 
-    def _look(self) -> None:
+    def _record(self) -> None:
         self._named = parameters(self._replica.parts)
         self._flags = [p.requires_grad for _, p in self._named]
         self._counts = self._sizes()
@@ -55,16 +58,16 @@ class TrainabilityWatch:
 
     @property
     def changed(self) -> bool:
-        """Whether the script has changed ``requires_grad`` of a parameter since this object was last called.
+        """Whether the script has changed ``requires_grad`` of a parameter since ``follow`` was last called.
 
         Not collective. Changes of optimizers' groups do not count. Reading the property does not take note of a change;
-        calling the object does. A sharded parameter has several ``nn.Parameter`` objects, such as the gathered one and
-        this rank's rows: where the script has set the flag of one, a read sets it on the others, too.
+        ``follow`` does. A sharded parameter has several ``nn.Parameter`` objects, such as the gathered one and this
+        rank's rows: where the script has set the flag of one, a read sets it on the others, too.
         """
         self._replica.unify_flags()
         return [p.requires_grad for _, p in self._named] != self._flags
 
-    def __call__(self, late: bool) -> bool:
+    def follow(self, late: bool) -> bool:
         """Let the ``GradientSync`` train parameters that the script has thawed, or added to its optimizers' groups.
 
         A parameter is thawed if its ``requires_grad`` has become True since the last call; then
@@ -97,25 +100,22 @@ class TrainabilityWatch:
                 self._sync.reattach(thawed, late)
                 if self._average is not None:
                     self._average.adopt(thawed)
-            self._look()
+            self._record()
         if self._sizes() != self._counts:
             self._check_known()
             for optimizer in self._optimizers:
                 self._sync.adopt(optimizer)
-            self._look()
+            self._record()
         return changed
 
     def _check_known(self) -> None:
         """Raise UsageError if an optimizer has a parameter that the model did not have in ``tutti.prepare``."""
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    known = self._known.get(id(p))
-                    if known is None or known() is not p:
-                        names = [name for name, other in parameters(self._replica.parts) if other is p]
-                        self._refuse_new(
-                            f"the script has added {names[0] if names else 'a parameter'} to the optimizer"
-                        )
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for p in [p for group in groups for p in group["params"]]:
+            known = self._known.get(id(p))
+            if known is None or known() is not p:
+                names = [name for name, other in parameters(self._replica.parts) if other is p]
+                self._refuse_new(f"the script has added {names[0] if names else 'a parameter'} to the optimizer")
 
     def check_replaced(self) -> None:
         """Check that the modules still have the parameter objects with which the run began. Not collective.
