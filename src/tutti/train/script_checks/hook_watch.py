@@ -8,14 +8,11 @@ from weakref import ref
 from torch import Tensor, nn
 
 from tutti.errors import UsageError
-from tutti.nn.gradient_hooks import (
-    has_accumulation_hook,
-    has_gradient_hook,
-    shares_gradient_hooks,
-)
+from tutti.nn.gradient_hooks import has_accumulation_hook, has_gradient_hook, shares_gradient_hooks
 from tutti.nn.swap import parameters
 from tutti.torch_compat import has_backward_hook, hook_ids
 from tutti.types.micro_batch import LossSums
+from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext, StepStats
 
@@ -44,13 +41,22 @@ class HookWatch:
     def __init__(self, model: nn.Module, run_context: RunContext, alone: bool) -> None:
         self._rows, self._tensor = run_context.rows, run_context.grid.tensor > 1
         self._stages, self._model_ranks = run_context.grid.stage > 1, run_context.comms.model
-        self._originals = {name: ref(p) for name, p in parameters([model])}
-        self._elsewhere: str | None = None
         self.adapt: Callable[[], Sequence[str]] = lambda: ()
         self._model = ref(model)
+        self._originals = {name: ref(p) for name, p in parameters([model])}
         self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
-        self._found: str | None = None
+        # Set by ``watch``: what is checked, and parameters in whose place the model has other objects now.
+        self._parameters: NamedParameters = []
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._former: list[tuple[str, ref[Tensor], Tensor]] = []
+        self._tree: dict[str, nn.Module] = {}
+        # The hooks at the last check. A hook that is given gradients of another scale if the loss counts something else
+        # than samples: on this rank at that check, on any stage before the model was cut, and either of them.
         self._seen: object = None
+        self._found: str | None = None
+        self._elsewhere: str | None = None
+        self._hooked: str | None = None
+        self._alone = alone
         self.watch([model])
         self.check_hooks(alone)
         # Before the model is split, every stage sees all hooks, so that all stages raise the same error.
@@ -114,10 +120,10 @@ class HookWatch:
                 sharded parameters, or a hook on a parameter object that sharding has replaced.
         """
         self._alone = alone
-        self._look_at_all()
+        self._check_all()
         self.adapt()
 
-    def _look_at_all(self) -> None:
+    def _check_all(self) -> None:
         """Look at every hook, unless none was registered or removed since the last look."""
         former = [(name, original, p) for name, each, p in self._former if (original := each()) is not None]
         modules = list(self._modules)
@@ -128,16 +134,16 @@ class HookWatch:
         if seen != self._seen:
             self._found = None
             for name, parameter in self._parameters:
-                self._look(name, parameter, self._alone)
+                self._check_parameter(name, parameter)
             for name, original, parameter in former:
-                self._look_at_former(name, original, parameter)
+                self._check_former_parameter(name, original, parameter)
             for name, module in modules:
                 if has_backward_hook(module):
-                    self._look_at_module(name or type(module).__name__, module)
+                    self._check_module(name or type(module).__name__, module)
             self._seen = seen
         self._hooked = self._found or self._elsewhere
 
-    def _look(self, name: str, parameter: Tensor, alone: bool) -> None:
+    def _check_parameter(self, name: str, parameter: Tensor) -> None:
         before, after = has_gradient_hook(parameter), has_accumulation_hook(parameter)
         if not (before or after):
             return
@@ -150,7 +156,7 @@ class HookWatch:
             )
         if self._tensor and (after or self._stages):
             raise UsageError(what, why="each tensor rank computes a slice of the gradient alone", remedy=_ELSEWHERE)
-        if after and not alone:
+        if after and not self._alone:
             raise UsageError(
                 f"register_post_accumulate_grad_hook on {name} cannot be combined with several micro-batches"
                 " or workers",
@@ -160,7 +166,7 @@ class HookWatch:
             )
         self._found = f"the hook on the gradient of {name}"
 
-    def _look_at_former(self, name: str, original: Tensor, parameter: Tensor) -> None:
+    def _check_former_parameter(self, name: str, original: Tensor, parameter: Tensor) -> None:
         """Raise UsageError for a hook on the object that was the model's parameter before ``tutti.prepare``."""
         hooked = has_gradient_hook(original) or has_accumulation_hook(original)
         if hooked and not shares_gradient_hooks(original, parameter):
@@ -171,7 +177,7 @@ class HookWatch:
                 + (" (which this strategy refuses); or take strategy='mirrored'" if self._rows else ""),
             )
 
-    def _look_at_module(self, name: str, module: nn.Module) -> None:
+    def _check_module(self, name: str, module: nn.Module) -> None:
         if self._tensor:
             raise UsageError(
                 f"the strategy cannot be combined with hooks on the gradients of modules ({name})",
@@ -200,7 +206,7 @@ class HookWatch:
             UsageError: a hook saw a gradient of another scale; or the script has registered a hook that the strategy
                 cannot call, such as ``register_post_accumulate_grad_hook`` with several micro-batches.
         """
-        self._look_at_all()
+        self._check_all()
         if self._hooked is not None and not part.whole and float(part.sums[1]) != part.samples:
             self._refuse(float(part.sums[1]), part.samples)
 
@@ -220,7 +226,7 @@ class HookWatch:
             UsageError: a hook saw a gradient of another scale; or the script has registered a hook that the strategy
                 cannot call, such as one that is registered within the step where ranks have parts of gradients.
         """
-        self._look_at_all()
+        self._check_all()
         if late := self.adapt():
             raise UsageError(
                 f"a hook on the gradient of {late[0]} that was registered within the step",

@@ -85,13 +85,13 @@ class Checks:
 
     def __init__(self, run: Run, warn: Callable[[str], None] | None) -> None:
         self._run, self._steps, self._warn = run, 0, warn
-        self._speaks = run.context.grid.rank == 0
+        self._reports = run.context.grid.rank == 0
         self.diagnoses = Diagnoses(run.context.grid.rank, warn)
         self._enabled = self.looking = not is_off("DIAGNOSTICS", os.environ)
         self.ended: Callable[[], None] | None = None
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
         self._rates = group_rates(run.gradient_sync.optimizers)
-        self._evaluated = self._aside = self._due = False
+        self._evaluated = self._aside = self._mixing_due = False
         self._probe: MixingProbe | None = None
         self._targets: TargetProbe | None = None
         self._numbers: dict[str, float] = {}
@@ -121,24 +121,24 @@ class Checks:
         """
         self._steps += 1
         several = self._run.context.workers > 1
-        if self._steps == 1 and self._speaks:
+        if self._steps == 1 and self._reports:
             micro_batches = sum(len(micro_batches) for _, micro_batches in work)
             if several or micro_batches > 1:
-                self._denominator(
+                self._check_denominator(
                     loss,
                     batch,
                     max((micro_batch.samples for _, micro_batches in work for micro_batch in micro_batches), default=2),
                 )
-                self._frequencies()
-                self._due = True
+                self._check_frequencies()
+                self._mixing_due = True
             if several:
-                self._rate()
+                self._check_rates()
             if micro_batches > 1 and self._run.optimizer is not None:
-                self.ended = self._schedules(self._run.optimizer, micro_batches)
+                self.ended = self._watch_schedulers(self._run.optimizer, micro_batches)
         if several and self._steps == 2:
-            self._statistics()
-        if self._speaks:
-            self._counters(sum(len(micro_batches) for _, micro_batches in work))
+            self._check_statistics()
+        if self._reports:
+            self._check_counters(sum(len(micro_batches) for _, micro_batches in work))
         if isinstance(batch, CollatedBatch):
             # Batches of the script's own function may hold anything, and cannot be divided into samples.
             self._first = {}
@@ -150,7 +150,7 @@ class Checks:
         more = self._steps < 2 or (bool(self._first) and self._steps < _STEPS)
         self.looking = (several and self._run.context.in_step and more) or (not several and bool(self._numbers))
 
-    def _counters(self, micro_batches: int) -> None:
+    def _check_counters(self, micro_batches: int) -> None:
         """Report a number that the model keeps in Python, and changes with every micro-batch. Called in two steps."""
         before, self._numbers = self._numbers, {}
         if self._steps == 1 and micro_batches > 1:
@@ -197,7 +197,7 @@ class Checks:
             return "shard by rank inside the data set, or leave tutti.data.Sharded out"
         return "let __getitem__ depend on its index, and draw from the global generators, which are keyed by it"
 
-    def _denominator(self, loss: LossFn | None, batch: Batch, micro: int = 2 * _FEW) -> None:
+    def _check_denominator(self, loss: LossFn | None, batch: Batch, micro: int = 2 * _FEW) -> None:
         """Compare the loss of a few samples with that of the same samples twice, and with those of their two halves.
 
         The first shows a sum without a mean, and the second a loss that mixes samples, such as in-batch negatives.
@@ -283,7 +283,7 @@ class Checks:
             else contract.batch // contract.workers
         )
 
-    def _probes(self, model: nn.Module, samples: int) -> MixingProbe | None:
+    def _make_probe(self, model: nn.Module, samples: int) -> MixingProbe | None:
         """Return a probe of the loss of the first step; None where none is due, or code is compiled."""
         run = self._run
         split = run.context.comms.model.size > 1
@@ -300,9 +300,9 @@ class Checks:
         Args:
             micro_batch: the micro-batch on which the body of the script's loop is about to run.
         """
-        due, self._due = self._due, False
+        due, self._mixing_due = self._mixing_due, False
         if due and not micro_batch.whole:
-            self._probe = self._probes(self._run.model, micro_batch.samples)
+            self._probe = self._make_probe(self._run.model, micro_batch.samples)
             if self._probe is not None:
                 self._targets = TargetProbe(self._run.model, micro_batch)
 
@@ -318,7 +318,7 @@ class Checks:
         """
         probe, self._probe = self._probe, None
         if probe is not None:
-            self._told(probe, self._targets, loss)
+            self._report_mixing(probe, self._targets, loss)
         if loss is None and self._targets is not None:
             self._targets.close()
             self._targets = None
@@ -336,25 +336,26 @@ class Checks:
             The wrapped function, with the arguments and the result of ``loss``; ``loss`` itself after the first step,
             where the check is not due, and under pipeline or tensor parallelism.
         """
-        due, self._due = self._due, False
+        due, self._mixing_due = self._mixing_due, False
         # Stages know a loss function as an object.
-        return self._looking(loss) if due and self._run.context.comms.model.size == 1 else loss
+        return self._with_probe(loss) if due and self._run.context.comms.model.size == 1 else loss
 
-    def _looking(self, loss: LossFn) -> LossFn:
+    def _with_probe(self, loss: LossFn) -> LossFn:
+        """Return the loss function with a probe of its first call."""
         left = [True]
 
         def look(model: Any, batch: Batch) -> Any:
             probe = targets = None
             # A batch of the script's own kind may have no length.
             with suppress(Exception):
-                probe = self._probes(model, length(batch)) if left and isinstance(model, nn.Module) else None
+                probe = self._make_probe(model, length(batch)) if left and isinstance(model, nn.Module) else None
             left.clear()
             if probe is not None:
                 targets = TargetProbe(model, MicroBatch(0, 0, batch, length(batch), 1.0, 0, True))
             try:
                 result = loss(model, batch)
                 if probe is not None and targets is not None:
-                    self._told(probe, targets, result)
+                    self._report_mixing(probe, targets, result)
             finally:
                 if probe is not None and targets is not None:
                     targets.close()
@@ -363,14 +364,15 @@ class Checks:
 
         return look
 
-    def _told(self, probe: MixingProbe, targets: TargetProbe | None, loss: Any) -> None:
+    def _report_mixing(self, probe: MixingProbe, targets: TargetProbe | None, loss: Any) -> None:
+        """Report a loss in which one sample's gradient depends on the outputs, or on the targets, of other samples."""
         by_targets = targets.mixes(loss) if loss is not None and targets is not None else ""
         if probe.mixes(loss) or by_targets:
             what = by_targets or "model's outputs for"
             finding = f"the loss mixes samples: the gradient of one depends on the {what} others"
             self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
 
-    def _frequencies(self) -> None:
+    def _check_frequencies(self) -> None:
         """Report embeddings whose gradient is divided by how often a row occurs in the micro-batch."""
         for part in self._run.replica.parts:
             for name, module in part.named_modules():
@@ -378,7 +380,7 @@ class Checks:
                     finding = f"{name or 'the model'} has scale_grad_by_freq, which counts rows of a micro-batch"
                     self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
 
-    def _rate(self) -> None:
+    def _check_rates(self) -> None:
         """Compare each group's largest known learning rate with a rule of thumb."""
         batch = self._update_batch()
         for prepared, now in zip(self._rates, group_rates(self._run.gradient_sync.optimizers), strict=False):
@@ -390,7 +392,7 @@ class Checks:
                 )
                 self.diagnoses.report("far-rate", finding, self._run.clock + 1)
 
-    def _schedules(self, optimizer: Optimizer, micro_batches: int) -> Callable[[], None]:
+    def _watch_schedulers(self, optimizer: Optimizer, micro_batches: int) -> Callable[[], None]:
         """Return a function that reports schedulers of the optimizers with more than one step since this call."""
         members = members_of(optimizer)
         found = [
@@ -434,7 +436,7 @@ class Checks:
 
     # --- the script's own use of the model -------------------------------------------------------------------------
 
-    def _statistics(self) -> None:
+    def _check_statistics(self) -> None:
         """Hook the model if workers' batch-norm statistics differ, to report a script that uses one worker's alone.
 
         Collective: merges buffers over workers.
@@ -445,7 +447,7 @@ class Checks:
         if not slots or not own_script or run.gradient_sync.loss_normalisation != "step":
             return
         merged = run.gradient_sync.merged()
-        if self._speaks and any(not torch.allclose(slot.get(), merged[slot.name]) for slot in slots):
+        if self._reports and any(not torch.allclose(slot.get(), merged[slot.name]) for slot in slots):
             _WATCHED[run.model] = [
                 run.model.register_forward_pre_hook(Hook(self._evaluates)),
                 run.model.register_state_dict_post_hook(Hook(self._saves)),
@@ -491,16 +493,16 @@ class Checks:
         if self._evaluated or not self._enabled:
             return
         self._evaluated = True
-        self._same_source(source)
-        if not self._speaks:
+        self._check_same_source(source)
+        if not self._reports:
             return
         if repeated := _repeated(source):
             finding = f"the last {repeated} of {len(source)} held-out samples are the first {repeated} again"
             self.diagnoses.report("padded-evaluation", finding, self._run.clock)
         if loss is not None and self._run.context.workers > 1 and not isinstance(source, CollatedSource):
-            self._denominator(loss, self._run.feed.place(source.fetch(np.arange(min(_FEW, len(source))), None)))
+            self._check_denominator(loss, self._run.feed.place(source.fetch(np.arange(min(_FEW, len(source))), None)))
 
-    def _same_source(self, source: Source) -> None:
+    def _check_same_source(self, source: Source) -> None:
         """Report ranks with other held-out samples than rank 0, by the first and the last one. Collective."""
         comm = self._run.context.comms.world
         if comm.size == 1:
