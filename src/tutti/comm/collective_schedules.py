@@ -386,7 +386,9 @@ def _leaves(value: _Sum) -> Iterator[int]:
 
 
 _Posts = tuple[defaultdict[int, list[ChunkTransfer]], defaultdict[int, list[ChunkTransfer]]]
-"""What a rank has sent to, and received from, each other rank."""
+"""Messages that a rank has posted to, and from, each other rank."""
+_Wait = tuple[int, int, int]
+"""A message that a rank has posted: 0 for to and 1 for from, the other rank, its number in that line."""
 
 
 def _prove_progress(schedule: Schedule) -> None:
@@ -394,28 +396,33 @@ def _prove_progress(schedule: Schedule) -> None:
     programs = [schedule.of_rank(rank) for rank in range(schedule.ranks)]
     at = [-1] * schedule.ranks
     posted: list[_Posts] = [(defaultdict(list), defaultdict(list)) for _ in programs]
-    waiting: list[list[tuple[int, int, int]]] = [[] for _ in programs]
+    waiting: list[list[_Wait]] = [[] for _ in programs]
     moved = True
     while moved:
         moved = False
         for rank, program in enumerate(programs):
-            if at[rank] == len(program) or not all(_met(posted, rank, entry) for entry in waiting[rank]):
-                continue
-            at[rank], waiting[rank], moved = at[rank] + 1, [], True
-            if at[rank] < len(program):
-                for way, transfers in enumerate(program[at[rank]]):
-                    for t in transfers:
-                        other = t.to if way == 0 else t.source
-                        line = posted[rank][way][other]
-                        waiting[rank].append((way, other, len(line)))
-                        line.append(t)
+            if at[rank] < len(program) and all(_is_met(posted, rank, wait) for wait in waiting[rank]):
+                at[rank], moved = at[rank] + 1, True
+                waiting[rank] = _post(posted[rank], program[at[rank]]) if at[rank] < len(program) else []
     stuck = [rank for rank, program in enumerate(programs) if at[rank] < len(program)]
     if stuck:
         raise ValueError(f"ranks {stuck} wait for ever")
 
 
-def _met(posted: Sequence[_Posts], rank: int, entry: tuple[int, int, int]) -> bool:
-    """Return whether the other rank has posted its side of this rank's n-th message to or from it."""
-    way, other, number = entry
+def _post(posts: _Posts, sides: Sequence[Sequence[ChunkTransfer]]) -> list[_Wait]:
+    """Post a rank's messages of one round, those that it sends and those that it receives; return its waits."""
+    waits = []
+    for way, transfers in enumerate(sides):
+        for transfer in transfers:
+            other = transfer.to if way == 0 else transfer.source
+            line = posts[way][other]
+            waits.append((way, other, len(line)))
+            line.append(transfer)
+    return waits
+
+
+def _is_met(posted: Sequence[_Posts], rank: int, wait: _Wait) -> bool:
+    """Return whether the other rank has posted its side of this rank's message."""
+    way, other, number = wait
     line = posted[other][1 - way][rank]
     return len(line) > number and line[number] == posted[rank][way][other][number]

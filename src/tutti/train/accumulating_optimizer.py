@@ -54,14 +54,10 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         UsageError: the script has set a function as ``step``, and other objects or ranks make a part of the updates.
     """
     kind, replaced = type(optimizer), own_step(optimizer)
+    if replaced:
+        _check_own_step(kind, run, choice)
     own = _methods_of_script(kind) if choice.row.custom_loop else []
     before = {name: vars(optimizer).get(name) for name in (*_METHODS, *own)}
-    if replaced and not keeps_state(choice, run.context):
-        raise UsageError(
-            f"{kind.__name__}.step is a function of the script, which cannot be combined with strategy '{choice.name}'",
-            why="ranks, logical workers or servers update a part each, and the function would not see all of it",
-            remedy="set it after tutti.prepare, around the step that it finds then; or take strategy='mirrored'",
-        )
 
     def call(self: Optimizer, name: str, *arguments: Any, **named: Any) -> Any:
         function = before.get(name)
@@ -119,13 +115,27 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     mark_wrapped_by_scheduler(step)
     wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__, *map(explained, own)))
     if not keeps_state(choice, run.context):
-        steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
-        here = steps_here and choice.row.optimizer_here
-        together = here and run.gradient_sync.loss_normalisation == "step" and run.context.grid.stage == 1
-        for each in (optimizer, *inner_optimizers(optimizer).values()):
-            guard = _guard_parts(each, run, choice, optimizer) if here else _refuse_state(each, run, choice)
-            run.state_guards.append(guard)
-            run.state_guards.append(StepHookGuard(each, choice.name, _part_finder(run) if together else None))
+        _guard_state(optimizer, run, choice)
+
+
+def _check_own_step(kind: type[Optimizer], run: Run, choice: Choice) -> None:
+    """Raise UsageError for a function that the script has set as ``step`` where each rank updates a part."""
+    if not keeps_state(choice, run.context):
+        raise UsageError(
+            f"{kind.__name__}.step is a function of the script, which cannot be combined with strategy '{choice.name}'",
+            why="ranks, logical workers or servers update a part each, and the function would not see all of it",
+            remedy="set it after tutti.prepare, around the step that it finds then; or take strategy='mirrored'",
+        )
+
+
+def _guard_state(optimizer: Optimizer, run: Run, choice: Choice) -> None:
+    """Guard ``state`` and step hooks of the script's optimizer, and of optimizers in it, against reads of a part."""
+    steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
+    here = steps_here and choice.row.optimizer_here
+    together = here and run.gradient_sync.loss_normalisation == "step" and run.context.grid.stage == 1
+    for each in (optimizer, *inner_optimizers(optimizer).values()):
+        guard = _guard_parts(each, run, choice, optimizer) if here else _refuse_state(each, run, choice)
+        run.state_guards += [guard, StepHookGuard(each, choice.name, _part_finder(run) if together else None)]
 
 
 def _methods_of_script(kind: type[Optimizer]) -> list[str]:

@@ -252,23 +252,26 @@ class _MeasuredStep:
 
 @torch.no_grad()
 def _inverse_roots(own: OwnGradients) -> list[Tensor] | None:
-    """Return (√v̂ + ε)^(-1/2) of each parameter from Adam's second moments; None where any has none.
+    """Return (√v̂ + ε)^(-1/2) of each parameter from Adam's second moments; None where any has none."""
+    if own.take_squares is not None or not own.optimizers:
+        return None
+    members = [member for optimizer in own.optimizers for member in members_of(optimizer)]
+    groups = [(member.state, group) for member in members for group in member.param_groups]
+    roots = {p: _inverse_root(p, state.get(p, {}), group) for state, group in groups for p in group["params"]}
+    found = [root for p in own.parameters if (root := roots.get(p)) is not None]
+    return found if len(found) == len(own.parameters) else None
 
-    The state's ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``step``, and the group's ``betas`` and ``eps``.
+
+def _inverse_root(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
+    """Return (√v̂ + ε)^(-1/2) of one parameter; None without second moments.
+
+    Args:
+        parameter: the parameter.
+        state: its state, with ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``step``.
+        group: its parameter group, with ``betas`` and ``eps``.
     """
-    if own.take_squares is not None:
+    moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+    if not isinstance(moment, Tensor) or moment.shape != parameter.shape or "betas" not in group:
         return None
-    scales: dict[nn.Parameter, Tensor] = {}
-    for optimizer in own.optimizers:
-        for member in members_of(optimizer):
-            for group in member.param_groups:
-                for parameter in group["params"]:
-                    state = member.state.get(parameter, {})
-                    moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
-                    if not isinstance(moment, Tensor) or moment.shape != parameter.shape or "betas" not in group:
-                        continue
-                    correction = 1 - group["betas"][1] ** float(state["step"]) if "step" in state else 1.0
-                    scales[parameter] = (moment / correction).sqrt_().add_(group["eps"]).rsqrt_()
-    if not own.optimizers or any(p not in scales for p in own.parameters):
-        return None
-    return [scales[p] for p in own.parameters]
+    correction = 1 - group["betas"][1] ** float(state["step"]) if "step" in state else 1.0
+    return (moment / correction).sqrt_().add_(group["eps"]).rsqrt_()
