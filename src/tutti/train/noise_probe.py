@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tutti.optim.noise_scale import NoiseAverage, NoiseEstimate, noise_estimate
 from tutti.optim.several import members_of

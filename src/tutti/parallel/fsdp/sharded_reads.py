@@ -248,16 +248,10 @@ class _ShardMode(EditWatch):
         name = getattr(func, "__name__", "")
         if self._distributed and self._reads_whole(func, name, args, kwargs):
             return self._of_wholes(func, args, kwargs)
-        if isinstance(first, DTensor) and name in DRAWS | _FIGURES and not _is_whole(first):
-            if name in DRAWS:
-                _refuse_draw(name)
-            # A DTensor of a norm or a sum is not added up over the ranks by itself. All ranks read it.
-            self.asked = True
-            if (engine := self.engine()) is not None:
-                engine.agree_on_call(
-                    f"a figure of a sharded tensor, which all ranks must read in {script_line()} ({name})"
-                )
-            return read_only(func, func(first.full_tensor(), *args[1:], **kwargs))
+        if isinstance(first, DTensor) and name in DRAWS and not _is_whole(first):
+            _refuse_draw(name)
+        if isinstance(first, DTensor) and name in _FIGURES and not _is_whole(first):
+            return self._figure(func, first, args, kwargs)
         if self.wholes and func not in METADATA and (rows := self._rows(args, kwargs)) is not None:
             return self._elementwise(func, args, kwargs, rows)
         if self.written and func not in METADATA and any(each in self.full for each in tensors_among(args, kwargs)):
@@ -267,6 +261,25 @@ class _ShardMode(EditWatch):
                 args = by_place(args, lambda place: self._made_alike(place, {}, writes=may_write(func))[0])
             else:
                 args, kwargs = self._made_alike(args, kwargs, writes=may_write(func))
+        return self._perform(func, first, args, kwargs)
+
+    def _figure(self, func: Any, tensor: DTensor, args: Any, kwargs: Any) -> Any:
+        """Return numbers of a whole sharded tensor, as by ``item()``. Collective: all ranks read it.
+
+        PyTorch does not add up the ``DTensor`` of a norm or a sum over the ranks for these calls.
+        """
+        self.asked = True
+        name = getattr(func, "__name__", "")
+        if (engine := self.engine()) is not None:
+            engine.agree_on_call(f"a figure of a sharded tensor, which all ranks must read in {script_line()} ({name})")
+        return read_only(func, func(tensor.full_tensor(), *args[1:], **kwargs))
+
+    def _perform(self, func: Any, first: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call that PyTorch performs on shards, or else that of the whole parameters.
+
+        Raises UsageError, with the line of the script, for a call that PyTorch cannot perform on either.
+        """
+        name = getattr(func, "__name__", "")
         try:
             derived = func is torch.autograd.grad and tutti_caller(__name__) is None
             result = _gradients_of(args, kwargs) if derived else func(*args, **kwargs)
