@@ -49,8 +49,7 @@ class CheckedRun:
 
     Attributes:
         model: the script's model; several models as children of one module.
-        optimizers: the script's optimizers; empty where the run makes one from options.
-        trainer: the optimizers, or the options of the optimizer that the run makes.
+        trainer: the script's optimizers, or the options of the optimizer that the run makes.
         rule: how the learning rate scales with the batch size, which the run's own optimizer has yet to apply.
         sparse: names of trainable parameters with sparse gradients.
         choice: the strategy.
@@ -69,7 +68,6 @@ class CheckedRun:
     """
 
     model: nn.Module
-    optimizers: Sequence[Optimizer]
     trainer: Sequence[Optimizer] | OptimizerChoice
     rule: NoRule
     sparse: Sequence[str]
@@ -85,6 +83,11 @@ class CheckedRun:
     loss_scale: LossScale | None
     together: bool
     optimizer_settings: list[dict[str, Any]]
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The script's optimizers; empty where the run makes one from options."""
+        return _script_optimizers(self.trainer)
 
     def settings(self, o: RunOptions) -> list[str]:
         """Return lines of text that state the settings that must be equal on all ranks, such as the strategy.
@@ -157,19 +160,15 @@ def check_run(
     Raises:
         UsageError, DataError: arguments that do not go together or cannot be trained.
     """
-    whole, optimizers = one_module(model), given_optimizers(optimizer)
+    whole, given = one_module(model), given_optimizers(optimizer)
     sampling = choose_sampling(dataset, options)
     batch_size = sampling.batch_size or DEFAULT_BATCH_SIZE
     o = replace(options, batch_size=batch_size, data_workers=sampling.processes)
-    rule = o.lr_rule
-    if isinstance(optimizer, str):
-        optimizer = OptimizerChoice.parse(optimizer)
-    given_optimizer = optimizer if isinstance(optimizer, OptimizerChoice) else optimizers
-    if isinstance(optimizer, OptimizerChoice):
-        imported = imported_optimizer(optimizer, whole, rule, batch_size)
-        if imported:
-            # Its rate is scaled as it is made.
-            optimizer, optimizers, rule = imported, imported, NoRule()
+    imported = imported_optimizer(given, whole, o.lr_rule, batch_size) if isinstance(given, OptimizerChoice) else []
+    trainer: Sequence[Optimizer] | OptimizerChoice = imported or given
+    # The rate of an imported optimizer is scaled as it is made.
+    rule = NoRule() if imported else o.lr_rule
+    optimizers = _script_optimizers(trainer)
     _check_unwrapped(whole)
     check_earlier(whole, optimizers)
     world = context.init()
@@ -177,13 +176,13 @@ def check_run(
     choice = _check_strategy(strategy_text(o.strategy, whole), o, world, bool(sparse))
     grid = Grid(**choice.shape(world.identity.size), rank=world.identity.rank)
     data = wrap_training_data(sampling, choice, o)
-    trainer = optimizer if isinstance(optimizer, OptimizerChoice) else optimizers
     _check_trainable(whole, trainer, sparse)
     contract = _contract(choice, grid.data_ranks, samples_per_epoch(data, sampling), o)
     if choice.row.shared_weights and grid.data_ranks > 1:
         _check_tables(whole)
-    given, adaptive = o.gradient_noise, o.lr_rule.adaptive
-    noise = check_noise(given, batch_size, adaptive) if isinstance(given, str) else given
+    noise, adaptive = o.gradient_noise, o.lr_rule.adaptive
+    if isinstance(noise, str):
+        noise = check_noise(noise, batch_size, adaptive)
     epochs = batch_size_schedule(contract, o.growth, whole, o.batch_norm_options, o.lr_rule, noise)
     excluded = "lr_scale='adascale'" if adaptive else "" if choice.row.synchronous else "steps=all"
     schedulers = Schedulers(o.scheduler, o.scheduler_every, optimizers, excluded)
@@ -197,7 +196,6 @@ def check_run(
     together = _together(o.batch_norm_options, choice, epochs, o.reproducible, option)
     return CheckedRun(
         model=whole,
-        optimizers=optimizers,
         trainer=trainer,
         rule=rule,
         sparse=sparse,
@@ -212,7 +210,7 @@ def check_run(
         callbacks=callbacks,
         loss_scale=loss_scale,
         together=together,
-        optimizer_settings=optimizer_settings(given_optimizer),
+        optimizer_settings=optimizer_settings(given),
     )
 
 
@@ -263,17 +261,17 @@ def one_module(model: Models) -> nn.Module:
     )
 
 
-def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> list[Optimizer]:
-    """Return the script's optimizers as a list; empty if the optimizer is given as options or text.
+def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> Sequence[Optimizer] | OptimizerChoice:
+    """Return the script's optimizers as a list, or else the options of the optimizer that tutti is to make.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``, a sequence of them, or options of an optimizer that tutti is to make.
+        optimizer: a ``torch.optim.Optimizer``, a sequence of them, or options, also as text.
 
     Raises:
-        UsageError: an object of another type, an empty sequence, or optimizers that share parameters.
+        UsageError: an object of another type, an empty sequence, optimizers that share parameters, or wrong options.
     """
     if isinstance(optimizer, str | OptimizerChoice):
-        return []
+        return OptimizerChoice.parse(optimizer) if isinstance(optimizer, str) else optimizer
     several = isinstance(optimizer, Sequence)
     found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer) if several else []
     if not found or not all(isinstance(each, Optimizer) for each in found):
@@ -283,6 +281,11 @@ def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> list[Opti
         )
     check_apart(found)
     return found
+
+
+def _script_optimizers(trainer: Sequence[Optimizer] | OptimizerChoice) -> Sequence[Optimizer]:
+    """Return the optimizers if these are given, and an empty list for the options of an optimizer."""
+    return [] if isinstance(trainer, OptimizerChoice) else trainer
 
 
 def _check_trainable(model: nn.Module, optimizer: Sequence[Optimizer] | OptimizerChoice, sparse: Sequence[str]) -> None:
