@@ -41,6 +41,7 @@ from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
+from tutti.parallel.ddp.unsharded_gradients import UnshardedGradients
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, divisor_of_backward, is_finite, mean_factor, nonfinite_names
@@ -70,7 +71,7 @@ from tutti.types.step_records import GradientVariance, StepContext, StepStats, U
 _BUCKET_MB = 25.0
 
 
-class AllReduceSync:
+class AllReduceSync(UnshardedGradients):
     """Synchronous data parallelism (DDP): all-reduce gradients over the data ranks, then step the optimizers on each.
 
     The global batch is split among N logical workers (fixed shares), a number that does not depend on the number of
@@ -473,19 +474,6 @@ class AllReduceSync:
         """
         return self._concealed.script_parameters() if self.gradient_at == "stages" else self._parameters
 
-    def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the trained parameters of the model that are in the parameter groups of an optimizer.
-
-        Args:
-            optimizer: the script's optimizer, or one of several.
-
-        Returns:
-            The model's parameter objects, in the model's order; frozen parameters are left out. With pipeline stages
-            they include parameters of other stages.
-        """
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [p for p in self.script_parameters() if id(p) in own]
-
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients that previous reductions left in ``.grad``, and set every ``.grad`` to None.
 
@@ -533,37 +521,6 @@ class AllReduceSync:
         """
         return [p.data for p in self._parameters]
 
-    def pop_reached(self) -> list[bool]:
-        """Return an empty list: data parallelism keeps no record of which parameters backward has given a gradient.
-
-        Only FSDP2, whose backward itself reduces gradients, needs the record; elsewhere ``.grad``, None or not, says
-        so.
-        """
-        return []
-
-    def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: in data parallelism ``.grad`` itself shows whether backward has given a parameter a gradient.
-
-        FSDP2 records it instead, because its backward reduces gradients.
-
-        Args:
-            used: unused; for each trained parameter whether backward has given it a gradient.
-        """
-
-    def apply_clearing(self) -> None:
-        """Do nothing: in data parallelism the model has the same parameters during a forward as between steps.
-
-        A script that sets their ``.grad`` to None or zeros therefore clears it directly. With FSDP2 this method carries
-        a clearing of the unsharded parameters' ``.grad`` over to the sharded gradients.
-        """
-
-    def show_gradients(self) -> None:
-        """Do nothing: in data parallelism the model has the same parameters during a forward as between steps.
-
-        With FSDP2 this method puts placeholders into the ``.grad`` of the unsharded parameters, which the model has
-        between a forward and its backward.
-        """
-
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Put gradients that placeholders stand for back into ``.grad``, before the optimizer step.
 
@@ -576,16 +533,6 @@ class AllReduceSync:
             edited: unused; parameters whose ``.grad`` the script has edited.
         """
         self._concealed.reveal()
-
-    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: in data parallelism ``optimizer.zero_grad()`` has already cleared the model's ``.grad``.
-
-        Strategies that shard parameters clear the model's gradients here, because the optimizer has other parameter
-        objects.
-
-        Args:
-            optimizer, set_to_none: unused.
-        """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Return the L2 norm of the reduced gradients of ``members`` together, for a script that clips them.

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from tutti.optim.several import acting, members_of
 from tutti.parallel.ddp.allreduce import optimizer_step
 from tutti.parallel.ddp.reducers import accumulated, scale_all, squares_of
-from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.ddp.unsharded_gradients import TrainedGradients
 from tutti.parallel.normalisation import clip_norm, nonfinite_names
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext, UpdateResult
 
 
-class LocalGradients:
+class LocalGradients(TrainedGradients):
     """Mixin of ``LocalSGDSync``: ``.grad`` in custom training loops where each logical worker makes its own updates.
 
     For runs with one worker a rank; it implements methods of ``AloneLoopSync``. The model on a rank and the script's
@@ -37,56 +37,8 @@ class LocalGradients:
     gradient_at: GradientPlace = "rank"
     editable, by_worker, accumulated = True, False, False
     _run_context: RunContext
-    _trained: Sequence[tuple[str, nn.Parameter]]
     _of: dict[int, Optimizer]
-    _buffers: WorkerBuffers
     _acting_on: Sequence[nn.Parameter] | None = None
-
-    def begin_custom_loop(self) -> None:
-        """Begin custom training loops: a buffer that the script writes counts for this rank's only logical worker.
-
-        A logical worker is a fixed share of the global batch with its own parameters and buffers. Not collective.
-        """
-        self._buffers.begin_custom_loop()
-
-    def leave_custom_loop(self) -> None:
-        """Note that the script has left its own loop over an epoch; with one logical worker a rank without effect.
-
-        With several workers a rank, buffers that the script writes within the loop count for the rank's last worker
-        alone, and buffers that it writes after this call for all of them; with one worker both are the same. A logical
-        worker is a fixed share of the global batch with parameters and buffers of its own. Not collective.
-        """
-        self._buffers.leave_custom_loop()
-
-    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs of the parameters that are or were trainable in this run, in model order."""
-        return self._trained
-
-    def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return a list of the parameters that are or were trainable, which are also those of the worker's optimizer.
-
-        A worker is a logical worker, one of N fixed shares of the global batch, with a model of its own.
-        """
-        return [p for _, p in self._trained]
-
-    def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the trained parameters of the model that are in the parameter groups of an optimizer.
-
-        Args:
-            optimizer: one of the script's optimizers.
-
-        Returns:
-            The parameters, in the model's order.
-        """
-        own = {p for group in optimizer.param_groups for p in group["params"]}
-        return [p for p in self.script_parameters() if p in own]
-
-    def trained_tensors(self) -> list[Tensor]:
-        """Return a list of the ``.data`` of the trained parameters, in the model's order.
-
-        The tensors share memory with the model's parameters, which are those of this rank's logical worker.
-        """
-        return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return this worker's gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
@@ -115,39 +67,11 @@ class LocalGradients:
         for parameter, before in held.items():
             parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
 
-    def pop_reached(self) -> list[bool]:
-        """Return an empty list: ``.grad``, None or not, tells which parameters backward has reached.
-
-        Custom training loops call this after a backward. Only FSDP2 keeps a record of the parameters that backward has
-        reached.
-        """
-        return []
-
-    def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: ``.grad``, None or not, tells which parameters backward has reached.
-
-        Args:
-            used: unused; for each trained parameter whether backward has given it a gradient.
-        """
-
-    def apply_clearing(self) -> None:
-        """Do nothing: a script that clears ``.grad`` clears the very tensor that the update uses."""
-
-    def show_gradients(self) -> None:
-        """Do nothing: the script sees the very gradients that the update uses."""
-
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Do nothing: the script edits the very gradients that the update uses.
 
         Args:
             edited: unused.
-        """
-
-    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: ``optimizer.zero_grad()`` has cleared the very gradients that the update uses.
-
-        Args:
-            optimizer, set_to_none: unused.
         """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from tutti.errors import UsageError
 from tutti.nn.incomplete_gradient import conceal, is_cleared
-from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.ddp.unsharded_gradients import TrainedGradients
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.step_records import StepContext
 
 
-class RemoteGradients:
+class RemoteGradients(TrainedGradients):
     """Mixin of parameter-server strategies: ``.grad`` in custom training loops, where the servers sum the gradients.
 
     ``SynchronousServerSync`` and ``AsynchronousServerSync`` inherit from it; it implements methods of
@@ -30,61 +30,7 @@ class RemoteGradients:
 
     gradient_at: GradientPlace = "servers"
     accumulated = False
-    _trained: Sequence[tuple[str, nn.Parameter]]
-    _buffers: WorkerBuffers
     _pushed = False
-
-    def begin_custom_loop(self) -> None:
-        """Begin custom training loops: a buffer that the script writes counts for the rank's last logical worker alone.
-
-        Called once, before the first step. A logical worker is a fixed share of the global batch with its own buffers
-        (such as running statistics); a rank may compute several. The rule holds for writes after an update. Gradients,
-        which are on parameter servers, need no preparation. Not collective.
-        """
-        self._buffers.begin_custom_loop()
-
-    def leave_custom_loop(self) -> None:
-        """End a custom loop over an epoch: what the script writes to buffers next counts for all workers of this rank.
-
-        Called when the script's own loop over an epoch has ended, also by ``break``. Workers are logical workers,
-        shares of the global batch with buffers of their own. Not collective.
-        """
-        self._buffers.leave_custom_loop()
-
-    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return all trained parameters of the model as a list of (name, parameter), in the model's order.
-
-        These are the parameters that required a gradient when the parameter servers were started. The list is the
-        object's own, not a copy.
-        """
-        return self._trained
-
-    def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return all trained parameters as the user's model has them on this rank, in the model's order.
-
-        The parameter servers hold the values that are updated; these parameters are copies of them.
-        """
-        return [parameter for _, parameter in self._trained]
-
-    def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the trained parameters of the model that are in the parameter groups of an optimizer.
-
-        Args:
-            optimizer: the script's optimizer.
-
-        Returns:
-            The model's parameter objects on this rank, in the model's order.
-        """
-        own = {p for group in optimizer.param_groups for p in group["params"]}
-        return [p for p in self.script_parameters() if p in own]
-
-    def trained_tensors(self) -> list[Tensor]:
-        """Return the ``.data`` of all trained parameters on this rank, in the model's order.
-
-        The tensors are detached from autograd and share memory with the model's parameters, which are this rank's
-        copies of the values on the parameter servers.
-        """
-        return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Set ``.grad`` of all trained parameters to None, and return an empty dict.
@@ -109,37 +55,6 @@ class RemoteGradients:
         conceal(self.script_parameters(), "on the parameter servers, which add it up and apply it")
         self._pushed = True
 
-    def pop_reached(self) -> list[bool]:
-        """Return an empty list: no record is kept of which parameters backward has given a gradient.
-
-        Custom training loops call this after a backward. Only FSDP2 needs a record; with parameter servers ``.grad``,
-        None or not, says so.
-        """
-        return []
-
-    def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: pushes to the parameter servers carry flags of the parameters that have a gradient.
-
-        FSDP2 records such flags instead, because its backward reduces gradients.
-
-        Args:
-            used: unused; for each trained parameter whether backward has given it a gradient.
-        """
-
-    def apply_clearing(self) -> None:
-        """Do nothing: a script that sets ``.grad`` to None or zero clears the tensors that are pushed to the servers.
-
-        Only FSDP2 has to carry the clearing over, from the unsharded parameters that the script sees between a forward
-        and its backward to the sharded gradients.
-        """
-
-    def show_gradients(self) -> None:
-        """Do nothing: the ``.grad`` that the script sees are the gradients that are sent to the servers.
-
-        Only FSDP2 has to put placeholders into the ``.grad`` of the unsharded parameters between a forward and its
-        backward.
-        """
-
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Check that the script has cleared no ``.grad`` between the push to the parameter servers and the update.
 
@@ -160,13 +75,6 @@ class RemoteGradients:
                 why="the parameter servers have added it up already",
                 remedy="freeze the parameter before the forward (requires_grad_(False)), or take strategy='mirrored'",
             )
-
-    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: ``optimizer.zero_grad()`` has cleared the same ``.grad`` that is pushed to the servers.
-
-        Args:
-            optimizer, set_to_none: unused; the optimizer and its argument of ``zero_grad``.
-        """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Raise ValueError: a rank cannot compute the norm of summed gradients, which are on the parameter servers.
