@@ -83,6 +83,36 @@ class Contribution:
     loss_sums: dict[int, LossSums] = field(default_factory=dict)
 
 
+@dataclass
+class _GlobalBatch:
+    """State of the global batch that the bodies of a custom training loop train on this rank; it lasts until the next.
+
+    Attributes:
+        is_open: whether the batch has begun, and neither an update nor the end of the last body has ended it.
+        is_counted: whether it counts as consumed.
+        busy: workers of this rank with samples in it, in order.
+        idle: workers of this rank without.
+        is_watched: whether the losses of its bodies are checked for values of other workers' samples.
+        bank: gradients of earlier bodies, by reduction of the body and by worker (-1: of all together).
+        settings: the optimizers' settings at each reduction of the first body, by which ranks of any number of bodies
+            compare them.
+        alone: whether workers make updates of their own in this step (local SGD).
+        ending: the step, until the parameters of such workers are averaged where that is due; None otherwise.
+        averaged: whether they were averaged in this step.
+    """
+
+    is_open: bool = False
+    is_counted: bool = False
+    busy: Sequence[int] = ()
+    idle: Sequence[int] = ()
+    is_watched: bool = False
+    bank: dict[tuple[int, int], Contribution] = field(default_factory=dict)
+    settings: dict[int, str] = field(default_factory=dict)
+    alone: bool = False
+    ending: StepContext | None = None
+    averaged: bool = False
+
+
 class CustomLoop:
     """Runs the body of a script's loop for every micro-batch of this rank, and synchronises gradients.
 
@@ -105,31 +135,19 @@ class CustomLoop:
         self.stepped = False
         # Loops over micro-batches: whether there has been one, and how many are open.
         self._started, self._open = False, 0
-        # Whether the losses of this global batch's bodies are checked for values of other workers' samples.
-        self._watches = False
-        # The global batch under way, and whether an update has counted it as consumed.
-        self._in_batch = self._counted = False
-        # Workers of this rank with samples in it, in order, and those without.
-        self._busy: Sequence[int] = ()
-        self._idle: Sequence[int] = ()
+        self._batch = _GlobalBatch()
         # The body under way: its micro-batch, whether it is the rank's last of the batch, its reductions so far.
         self._micro_batch: MicroBatch | None = None
         self._in_body = self._is_last_body = False
         self._calls = 0
-        # Gradients of earlier bodies, by reduction of the body and by worker (-1: of all together).
-        self._bank: dict[tuple[int, int], Contribution] = {}
-        # The optimizers' settings at each reduction of the first body, by which ranks of any number of bodies compare.
-        self._settings: dict[int, str] = {}
         # Whether the reduction under way has gradients of a plain loss.backward().
         self._mixed = False
         # Results of the reductions since the last update, and of the last one; whether parameter servers have them.
         self._pending: list[StepStats] = []
         self._latest: StepStats | None = None
         self._is_pushed = False
-        # Where workers make updates of their own: the synchronisation, whether they do in this step, and the step.
+        # Where workers make updates of their own: the synchronisation, and the body of a worker without samples.
         self._local = cast(AloneLoopSync, run.gradient_sync) if choice.row.loops_alone else None
-        self._alone = self._averaged = False
-        self._ending: StepContext | None = None
         self._void: VoidBody | None = None
         # Closures: whether this evaluation is not the first of its step; by optimizer why closures are refused, if so.
         self._evaluated_again = False
@@ -142,7 +160,7 @@ class CustomLoop:
         True from the start of this rank's first micro-batch of a global batch until the update of the parameters, or
         until the end of the rank's last micro-batch. While it is True, the run cannot be saved.
         """
-        return self._in_batch
+        return self._batch.is_open
 
     # --- the micro-batches -----------------------------------------------------------------------------------------
 
@@ -189,29 +207,27 @@ class CustomLoop:
         """Iterate over this rank's micro-batches of a global batch; the script's loop body runs on each."""
         run, lifecycle = self._run, self._lifecycle
         work = lifecycle.begin(batch, None)
-        self._in_batch, self._counted = True, False
+        self._batch = _GlobalBatch(is_open=True)
         self._bodies.begin_batch()
         lifecycle.loaders.begin_batch()
-        self._bank.clear()
-        self._settings.clear()
         work = lifecycle.padded(work)
         step_context = lifecycle.context
-        self._alone = self._local is not None and self._local.updates_alone(step_context)
-        self._ending, self._averaged = step_context if self._local is not None else None, False
+        if self._local is not None:
+            self._batch.alone, self._batch.ending = self._local.updates_alone(step_context), step_context
         busy = [(worker, micro_batches) for worker, micro_batches in work if micro_batches]
         # Shares differ by at most one sample, so that workers without samples are the last ones.
-        self._idle = [worker for worker, micro_batches in work if not micro_batches]
+        self._batch.idle = [worker for worker, micro_batches in work if not micro_batches]
         if not busy:
-            worker, *self._idle = self._idle
+            worker, *self._batch.idle = self._batch.idle
             busy = [(worker, [lifecycle.dummy_micro_batch(worker)])]
-        self._busy = [worker for worker, _ in busy]
-        self._watches = self._lifecycle.watch(busy)
-        if len(set(self._busy)) < len(self._busy):
+        self._batch.busy = [worker for worker, _ in busy]
+        self._batch.is_watched = self._lifecycle.watch(busy)
+        if len(set(self._batch.busy)) < len(self._batch.busy):
             self._refuse_parts_of_worker(len(busy))
         several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
         served = self._sync.gradient_at == "servers"
         # Noise is in the gradients of run.backward alone: others must be told apart.
-        whole = self._alone or run.context.comms.replica.size == 1
+        whole = self._batch.alone or run.context.comms.replica.size == 1
         self._origin.alone = not (several or served or run.noise) and whole
         pushed = self._origin.carried() if several and served else []
         # Complete gradients that the script accumulates over global batches.
@@ -221,7 +237,7 @@ class CustomLoop:
         for worker, micro_batches in busy:
             run.gradient_sync.begin_worker(worker, step_context)
             for micro_batch in micro_batches:
-                final = worker == self._busy[-1] and micro_batch.last
+                final = worker == self._batch.busy[-1] and micro_batch.last
                 self._enter_body(micro_batch, final, carried)
                 if pushed:
                     # The first body must clear them, as without several bodies.
@@ -254,20 +270,20 @@ class CustomLoop:
                 why="it records CUDA graphs, whose gradients the next step overwrites, and the script may keep them",
                 remedy="call run.step(batch) with a loss_fn, or take compile='default'",
             )
-        if self._open and self._in_batch and not self._counted:
+        if self._open and self._batch.is_open and not self._batch.is_counted:
             raise UsageError(
                 "a loop over run.microbatches() begins within the body of another one, before optimizer.step()",
                 where=script_line(),
                 why="the global batch under way would take the weight of the other loop's batch",
                 remedy="take further batches from a DataLoader of their own, or begin the loop after optimizer.step()",
             )
-        if self._in_batch and not self._is_last_body:
+        if self._batch.is_open and not self._is_last_body:
             raise UsageError(
                 "the last loop over run.microbatches() was left in the middle of a global batch",
                 remedy="leave it only after an optimizer.step() with run.stepped",
             )
         self.end_step()
-        self._in_batch, self._ending = False, None
+        self._batch.is_open, self._batch.ending = False, None
         if not self._started:
             self._sync.begin_custom_loop()
             self._started = True
@@ -288,11 +304,11 @@ class CustomLoop:
         self._bodies.begin_body(final)
         self._lifecycle.loaders.begin_body(self._bodies.several)
         self._carried.begin_body(micro_batch, self._bodies.several)
-        if self._watches:
+        if self._batch.is_watched:
             self._lifecycle.values.begin_body(micro_batch)
         self._origin.watch()
         self._run.checks.begin_body(micro_batch)
-        if self._alone and not micro_batch.samples:
+        if self._batch.alone and not micro_batch.samples:
             self._void = VoidBody(self._run)
         self._replica.begin(micro_batch)
         self._lifecycle.enter(Phase.COMPUTE)
@@ -319,7 +335,7 @@ class CustomLoop:
         if not self._bodies.several or self._is_last_body or micro_batch is None:
             return
         if micro_batch.last and self._calls == 1 and self._sync.by_worker:
-            self._hand_over(0, micro_batch.worker)
+            self._end_banked_worker(0, micro_batch.worker)
 
     def _end_batch(self) -> None:
         """End the step after the rank's last body, and count the batch if no update has."""
@@ -328,7 +344,7 @@ class CustomLoop:
             run.checks.ended()
         self._count_without_update()
         self.end_step()
-        self._in_batch, self._micro_batch = False, None
+        self._batch.is_open, self._micro_batch = False, None
         self._bodies.end_batch()
 
     def _end_void(self) -> None:
@@ -355,17 +371,17 @@ class CustomLoop:
         script saves the run in the body or begins another step there. Does nothing for a step whose batch has not been
         consumed, or that has been ended.
         """
-        step_context = self._ending
-        if step_context is not None and self._local is not None and self._counted:
-            self._ending = None
+        step_context = self._batch.ending
+        if step_context is not None and self._local is not None and self._batch.is_counted:
+            self._batch.ending = None
             self._end_void()
-            self._averaged = self._local.end_step(step_context)
-            if self._averaged and self._run.average is not None:
+            self._batch.averaged = self._local.end_step(step_context)
+            if self._batch.averaged and self._run.average is not None:
                 self._run.average.update()
 
     def _count_without_update(self) -> None:
         """Count the global batch as consumed, unless an update has counted it."""
-        if not self._counted and self._in_batch and self._is_last_body:
+        if not self._batch.is_counted and self._batch.is_open and self._is_last_body:
             if self._sync.gradient_at == "servers":
                 raise UsageError(
                     f"a global batch without an update {_NOT_COMBINED}",
@@ -373,7 +389,7 @@ class CustomLoop:
                     why="the servers take one gradient of each rank in every step",
                     remedy=f"call run.backward and optimizer.step() for each, or {_ALL_WAIT}",
                 )
-            self._counted = True
+            self._batch.is_counted = True
             self._lifecycle.count_batch(None, None)
 
     # --- backward --------------------------------------------------------------------------------------------------
@@ -449,14 +465,14 @@ class CustomLoop:
                 first) and returns them including this micro-batch.
             means: see ``GradientOrigin.local``.
         """
-        self._check_carried()
+        self._check_cleared()
         local = self._take_local(micro_batch, means)
         call, self._calls = self._calls, self._calls + 1
-        self._settings.setdefault(call, self._run.shared_settings.text())
+        self._batch.settings.setdefault(call, self._run.shared_settings.text())
         if self._is_last_body:
-            self._complete(micro_batch, call, local, work)
+            self._reduce_batch(micro_batch, call, local, work)
         else:
-            self._keep(micro_batch, call, local, work)
+            self._bank_body(micro_batch, call, local, work)
         self._sync.show_gradients()
         self._origin.exchanged = True
         self._origin.remember()
@@ -466,7 +482,7 @@ class CustomLoop:
         for parameter in self._origin.script_parameters():
             parameter.grad = gradients.get(parameter)
 
-    def _keep(
+    def _bank_body(
         self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
     ) -> None:
         """Bank the gradient and loss sums of a micro-batch that is not the rank's last."""
@@ -475,7 +491,7 @@ class CustomLoop:
             self._sync.apply_edits([])
         shown = self._shown()
         self._show(local)
-        kept = self._bank.setdefault((call, micro_batch.worker if self._sync.by_worker else -1), Contribution())
+        kept = self._batch.bank.setdefault((call, micro_batch.worker if self._sync.by_worker else -1), Contribution())
         kept.loss_sums[micro_batch.worker] = work(kept.loss_sums.get(micro_batch.worker))
         used = self._sync.pop_reached()
         kept.used = [a or b for a, b in zip(kept.used or used, used, strict=True)]
@@ -494,22 +510,22 @@ class CustomLoop:
             # A rank must not read the gradients of its stage as those of the model in this body either.
             self._sync.add_gradients({})
 
-    def _complete(
+    def _reduce_batch(
         self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
     ) -> None:
         """Reduce the gradients of this call over ranks. Collective."""
         run, sync = self._run, self._sync
-        self._check_remote()
+        self._check_one_push()
         self._check_pending()
-        step_context, settings = self._lifecycle.context, self._settings.pop(call)
+        step_context, settings = self._lifecycle.context, self._batch.settings.pop(call)
         if (call, settings) != (step_context.call, step_context.settings):
             self._lifecycle.context = step_context = replace(step_context, call=call, settings=settings)
         held = sync.pop_gradients()
         sync.begin_worker(micro_batch.worker, step_context)
-        for worker in self._busy[:-1]:
-            self._hand_over(call, worker)
-        kept = self._bank.pop((call, micro_batch.worker if sync.by_worker else -1), Contribution())
-        for worker in self._busy[:-1]:
+        for worker in self._batch.busy[:-1]:
+            self._end_banked_worker(call, worker)
+        kept = self._batch.bank.pop((call, micro_batch.worker if sync.by_worker else -1), Contribution())
+        for worker in self._batch.busy[:-1]:
             if worker in kept.loss_sums:
                 sync.end_worker(worker, kept.loss_sums[worker])
         for parameter, gradient in local.items():
@@ -520,15 +536,15 @@ class CustomLoop:
         if kept.used:
             sync.mark_reached(kept.used)
         part = replace(work(kept.loss_sums.get(micro_batch.worker)), whole=micro_batch.whole)
-        if self._alone:
-            self._complete_own(micro_batch, part, step_context)
+        if self._batch.alone:
+            self._reduce_own(micro_batch, part, step_context)
             sync.add_gradients(held)
             return
         sync.end_worker(micro_batch.worker, part)
-        for worker in self._idle:
+        for worker in self._batch.idle:
             sync.begin_worker(worker, step_context)
             sync.end_worker(worker, None)
-        if self._idle:
+        if self._batch.idle:
             sync.begin_worker(micro_batch.worker, step_context)
         self._lifecycle.enter(Phase.COMPUTE)
         stats = sync.reduce_gradients(step_context)
@@ -539,7 +555,7 @@ class CustomLoop:
         self._is_pushed = sync.gradient_at == "servers"
         run.stats = self._latest = stats
 
-    def _complete_own(self, micro_batch: MicroBatch, part: LossSums, step_context: StepContext) -> None:
+    def _reduce_own(self, micro_batch: MicroBatch, part: LossSums, step_context: StepContext) -> None:
         """Complete the gradient of a worker that makes updates of its own, and reduce the loss over workers.
 
         Collective, but not in a later evaluation of a closure: each worker's optimizer makes as many as it needs.
@@ -555,7 +571,7 @@ class CustomLoop:
 
     def _check_pending(self) -> None:
         """Compare edits of gradients that wait for an update, before others are added to them. Collective if edited."""
-        if self._pending and not self._alone and self._origin.edited(self._origin.script_parameters()):
+        if self._pending and not self._batch.alone and self._origin.edited(self._origin.script_parameters()):
             self._origin.check_edits()
 
     def _check_counts(self, stats: StepStats, samples: int) -> None:
@@ -570,18 +586,18 @@ class CustomLoop:
                 remedy="call run.backward for both losses, or clear the gradients (zero_grad) in between",
             )
 
-    def _hand_over(self, call: int, worker: int) -> None:
+    def _end_banked_worker(self, call: int, worker: int) -> None:
         """Pass a worker's banked gradients to ``GradientSync.end_worker``, for sums worker by worker."""
-        kept = self._bank.pop((call, worker), None)
+        kept = self._batch.bank.pop((call, worker), None)
         if kept is not None:
             shown = self._shown()
             self._show(kept.gradients)
             self._sync.end_worker(worker, kept.loss_sums[worker])
             self._show(shown)
 
-    def _check_remote(self) -> None:
+    def _check_one_push(self) -> None:
         """Raise UsageError for a second gradient of a global batch on parameter servers, which take one push."""
-        if self._sync.gradient_at == "servers" and self._counted:
+        if self._sync.gradient_at == "servers" and self._batch.is_counted:
             raise UsageError(
                 f"a second update of one global batch {_NOT_COMBINED}",
                 where=f"step {self._run.clock}, {script_line()}",
@@ -597,7 +613,7 @@ class CustomLoop:
                 remedy=f"add the losses up and call run.backward once, or {_ALL_WAIT}",
             )
 
-    def _check_carried(self) -> None:
+    def _check_cleared(self) -> None:
         """Raise UsageError for gradients that a script adds to those of an update, which parameter servers hold."""
         if self._sync.gradient_at == "servers" and not self._is_pushed and self._origin.carried():
             raise UsageError(
@@ -612,7 +628,7 @@ class CustomLoop:
     def _follow_script(self) -> None:
         """Follow what the script has done to parameters since: cleared gradients, and ``requires_grad``."""
         self._sync.apply_clearing()
-        if self._bank and self._run.trainability.changed:
+        if self._batch.bank and self._run.trainability.changed:
             # Before ranks wait for each other in the change: ranks with a single body go on to the update.
             self._bodies.refuse_different()
         if self._run.trainability.follow(late=True):
@@ -692,10 +708,10 @@ class CustomLoop:
         self.stepped = self._is_last_body
         if not self._is_last_body:
             return False
-        if self._averaged:
+        if self._batch.averaged:
             self._refuse_late()
         edited = self._origin.edited(members)
-        if edited and not self._alone:
+        if edited and not self._batch.alone:
             self._origin.check_edits()
         self._check_settings()
         self._sync.apply_edits(edited)
@@ -704,12 +720,12 @@ class CustomLoop:
         step_context = self._adapted(stats, reductions)
         with self._lifecycle.updating(), self._sync.stepping(index, members):
             updated = self._updated(stats, step_context)
-        self._after(stats, updated, index)
+        self._count_update(stats, updated, index)
         return True
 
     def _updated(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Make the update: of all workers together, or by this rank's worker alone, if it has samples in this step."""
-        if not self._alone or self._local is None:
+        if not self._batch.alone or self._local is None:
             return self._sync.optimizer_step(stats, step_context)
         own = UpdateResult(1, together=False) if self._void is not None else self._local.step_own(step_context)
         return replace(own, skipped=own.skipped or not stats.finite)
@@ -845,17 +861,17 @@ class CustomLoop:
         # change no version counter, matter where the norm decides on a factor or a skipped update.
         decides = run.replica.edits is None and (run.context.clip is not None or not latest.finite)
         anew = edited or decides or sync.accumulated or sync.gradient_at == "stages"
-        if not self._alone and (anew or len(pending) != 1 or len(self.optimizers) > 1):
+        if not self._batch.alone and (anew or len(pending) != 1 or len(self.optimizers) > 1):
             norm = sync.norm_of(members, self._lifecycle.context)
             latest = replace(latest, grad_norm=norm, finite=math.isfinite(norm) or (latest.finite and not edited))
         run.stats = self._latest = latest
         return latest
 
-    def _after(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:
+    def _count_update(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:
         """Count the update that optimizer ``index`` has made (None: all); the batch's first counts the batch, too."""
-        first, self._counted = not self._counted, True
+        first, self._batch.is_counted = not self._batch.is_counted, True
         if first:
-            self._in_batch = False
+            self._batch.is_open = False
             self._lifecycle.count_batch(stats, updated.global_step)
         self._lifecycle.count_update(stats, updated, None if index is None else self.optimizers[index])
         heartbeat.training.enter(Phase.IDLE)
@@ -905,7 +921,7 @@ class CustomLoop:
             members = self._origin.members(index)
             if self._origin.local(members):
                 self._exchange_local(micro_batch)
-            if self._alone:
+            if self._batch.alone:
                 return loss
             if self._origin.edited(members):
                 self._origin.check_edits()
@@ -916,7 +932,7 @@ class CustomLoop:
         whole = self._sync.steps_whole(optimizer)
         if not whole:
             self._check_closure(index, replaced)
-        if self._averaged:
+        if self._batch.averaged:
             self._refuse_late()
         if not whole or self._void is not None or (calls_closure_once(optimizer) and not replaced):
             loss = evaluated()
@@ -945,7 +961,7 @@ class CustomLoop:
             edited = self._origin.edited(members)
             sync.apply_edits(edited)
             stats = self._stats_for(members, bool(edited))
-            if self._alone:
+            if self._batch.alone:
                 norm = sync.norm_of(members, self._lifecycle.context)
                 stats = replace(stats, grad_norm=norm, finite=math.isfinite(norm))
             found.append(stats)
@@ -957,7 +973,7 @@ class CustomLoop:
             return loss
 
         self.stepped = True
-        updated = UpdateResult(1, together=not self._alone)
+        updated = UpdateResult(1, together=not self._batch.alone)
         with self._lifecycle.updating():
             try:
                 loss = plain(handed)
@@ -975,11 +991,11 @@ class CustomLoop:
                 remedy="restore a checkpoint; lower the learning rate, clip the gradient (clip=1), or check the data",
             )
         # The loss and gradient before the update, as the optimizer returns them.
-        stats = found[0] if found and not self._alone else self._latest or self._stats_for(members, False)
+        stats = found[0] if found and not self._batch.alone else self._latest or self._stats_for(members, False)
         run.stats = self._latest = stats
-        updated = replace(updated, skipped=updated.skipped or (self._alone and not stats.finite))
+        updated = replace(updated, skipped=updated.skipped or (self._batch.alone and not stats.finite))
         self._bodies.note("step", index)
-        self._after(stats, updated, index)
+        self._count_update(stats, updated, index)
         return loss
 
     def _check_closure(self, index: int, replaced: bool) -> None:
