@@ -38,7 +38,7 @@ def test_all_hear_what_all_have_brought(tmp_path: Path) -> None:
     for turn in range(20):
         brought = [b"%d from %d" % (turn, rank) for rank in range(3)]
         assert together(ranks, brought) == [brought] * 3
-    assert len(list(notes.meetings.iterdir())) == 3, "what all have read is gone"
+    assert len(list(notes.messages.iterdir())) == 3, "what all have read is gone"
 
 
 def test_one_that_is_lost_before_it_comes_is_not_waited_for(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_one_that_is_lost_before_it_comes_is_not_waited_for(tmp_path: Path) -> N
     notes.mark_lost(1, "was killed")
     for _ in range(3):
         assert together([ranks[0], ranks[2]], [b"a", b"c"]) == [[b"a", b"c"]] * 2
-        assert ranks[0].there == ranks[2].there == (0, 2)
+        assert ranks[0].alive == ranks[2].alive == (0, 2)
 
 
 def test_one_that_is_lost_once_it_has_come_was_there_for_all(tmp_path: Path) -> None:
@@ -56,12 +56,12 @@ def test_one_that_is_lost_once_it_has_come_was_there_for_all(tmp_path: Path) -> 
         first = threads.submit(ranks[0].gather, b"a", "a meeting")
         # The process of rank 1 ends while it waits.
         leaving = threads.submit(ranks[1].gather, b"b", "a meeting")
-        while not list(notes.meetings.glob("1-1")):
+        while not list(notes.messages.glob("1-1")):
             pass
         notes.mark_lost(1, "was killed")
         assert ranks[2].gather(b"c", "a meeting") == [b"a", b"b", b"c"] == first.result()
         leaving.result()
-    assert ranks[0].there == ranks[2].there == (0, 1, 2)
+    assert ranks[0].alive == ranks[2].alive == (0, 1, 2)
     assert together([ranks[0], ranks[2]], [b"a", b"c"]) == [[b"a", b"c"]] * 2
 
 

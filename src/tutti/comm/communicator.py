@@ -86,8 +86,8 @@ class Communicator:
         node: index of this rank's node.
         device: device of this rank's tensors.
         stall: waits for this process's collectives with a timeout.
-        meetings: all-gather over files that performs the collectives which compare calls, once the run tolerates lost
-            ranks; None where all ranks end with the first.
+        file_all_gather: all-gather over files that performs the collectives which compare calls, once the run
+            tolerates lost ranks; None where all ranks end with the first.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Communicator:
         self._control_group, self._gradient_group = control_group, gradient_group
         self.global_rank, self.node = identity.rank, identity.cross_rank
         self.stall = StallInspector(world, world.timeout)
-        self.meetings: FileAllGather | None = None
+        self.file_all_gather: FileAllGather | None = None
         self._small: SmallMessages | None = None
         self._control: SmallMessages | None = None
         self._sequence = 0
@@ -121,7 +121,7 @@ class Communicator:
         that took part in the most recent ``all_reduce``, ``broadcast``, ``all_gather`` or method built on them, of this
         communicator or of the other one that tolerates losses (``world``, ``replica``). Local.
         """
-        return range(self.size) if self.meetings is None else self.meetings.there
+        return range(self.size) if self.file_all_gather is None else self.file_all_gather.alive
 
     def lost_ranks(self) -> Mapping[int, str]:
         """Return the ranks of the job that were killed while the run continued: global rank → description of its end.
@@ -129,7 +129,7 @@ class Communicator:
         Empty unless ``Communicators.tolerate_loss`` was called, which lets the run go on without killed ranks. Local,
         not collective.
         """
-        return {} if self.meetings is None else self.meetings.notes.lost()
+        return {} if self.file_all_gather is None else self.file_all_gather.notes.lost()
 
     # --- the gradient path: verified once, no header ---------------------------------------------------------------
 
@@ -528,8 +528,8 @@ class Communicator:
                 tensor.copy_(self._gather_in_memory(tensor, call, call).sum(0).view_as(tensor))
                 return
             self._compare(call)
-            if self.meetings is not None:
-                tensor.copy_(torch.stack(self.meetings.tensors(tensor, f"all_reduce '{name}'")).sum(0))
+            if self.file_all_gather is not None:
+                tensor.copy_(torch.stack(self.file_all_gather.tensors(tensor, f"all_reduce '{name}'")).sum(0))
                 return
             self._wait(dist.all_reduce(tensor, group=self._carrier(tensor), async_op=True), f"all_reduce '{name}'")
 
@@ -553,8 +553,8 @@ class Communicator:
                 tensor.copy_(self._gather_in_memory(tensor, call, call)[source].view_as(tensor))
                 return
             self._compare(call)
-            if self.meetings is not None:
-                self.meetings.copy(tensor, source, f"broadcast '{name}'")
+            if self.file_all_gather is not None:
+                self.file_all_gather.copy(tensor, source, f"broadcast '{name}'")
                 return
             work = dist.broadcast(tensor, self.ranks[source], group=self._carrier(tensor), async_op=True)
             self._wait(work, f"broadcast '{name}'")
@@ -718,7 +718,7 @@ class Communicator:
 
     def _fits_in_memory(self, tensor: Tensor) -> bool:
         """Return whether a control message with ``tensor`` goes through shared memory, where calls are compared."""
-        return self._control is not None and self.meetings is None and self._control.takes(tensor)
+        return self._control is not None and self.file_all_gather is None and self._control.takes(tensor)
 
     def _gather_in_memory(self, tensor: Tensor, text: str, call: str) -> Tensor:
         """All-gather a small tensor in shared memory: (size, n); raise MismatchError if calls differ between ranks."""
@@ -728,8 +728,8 @@ class Communicator:
 
     def _gather(self, tensor: Tensor, text: str, call: str = "") -> list[Tensor]:
         """All-gather a tensor for control; ``call``, where given, is compared if shared memory carries the tensor."""
-        if self.meetings is not None:
-            return self.meetings.tensors(tensor, text)
+        if self.file_all_gather is not None:
+            return self.file_all_gather.tensors(tensor, text)
         if self._fits_in_memory(tensor):
             rows = self._gather_in_memory(tensor, text, call)
             return list(rows.clone().view(self.size, *tensor.shape).unbind())

@@ -34,14 +34,14 @@ class FileAllGather:
 
     Attributes:
         notes: the launcher's record of lost ranks.
-        there: global ranks that took part in the last call, ascending; only these take part in later ones. All ranks of
+        alive: global ranks that took part in the last call, ascending; only these take part in later ones. All ranks of
             the job before the first call.
     """
 
     def __init__(self, notes: LostRankNotes, world: World) -> None:
         identity = world.identity
         self.notes, self._rank, self._ranks = notes, identity.rank, tuple(range(identity.size))
-        self.there = self._ranks
+        self.alive = self._ranks
         # Two timeouts: the watchdog of a stuck rank ends it within one, after which the rank counts as lost.
         self._stall = StallInspector(world, 2 * world.timeout)
         self._number = 0
@@ -58,7 +58,7 @@ class FileAllGather:
 
         Returns:
             The bytes of each rank that took part, in order of global rank, the same list on all ranks. The attribute
-            ``there`` then has these global ranks.
+            ``alive`` then has these global ranks.
 
         Raises:
             PeerError: a rank that is still alive did not make the call in time.
@@ -66,7 +66,7 @@ class FileAllGather:
         """
         self._number += 1
         write_whole(self._path(self._rank), raw)
-        awaited = list(self.there)
+        awaited = list(self.alive)
 
         def done(limit: timedelta) -> bool:
             end = time.monotonic() + limit.total_seconds()
@@ -79,9 +79,9 @@ class FileAllGather:
                 time.sleep(_NAP)
 
         if not done(timedelta()):
-            self._stall.poll(done, Call(text, self.there))
-        self.there = tuple(rank for rank in self.there if self._path(rank).exists())
-        brought = [self._path(rank).read_bytes() for rank in self.there]
+            self._stall.poll(done, Call(text, self.alive))
+        self.alive = tuple(rank for rank in self.alive if self._path(rank).exists())
+        brought = [self._path(rank).read_bytes() for rank in self.alive]
         # Every rank has reached this call, and so has read the files of the call before.
         with suppress(FileNotFoundError):
             self._path(self._rank, self._number - 1).unlink()
@@ -98,7 +98,7 @@ class FileAllGather:
 
         Returns:
             A new tensor for each rank that took part, in order of global rank, on the device of ``tensor``; equal on
-            all ranks. The attribute ``there`` then has these global ranks.
+            all ranks. The attribute ``alive`` then has these global ranks.
 
         Raises:
             PeerError: a rank that is still alive did not make the call in time.
@@ -121,12 +121,12 @@ class FileAllGather:
             MismatchError: deadlock: every rank waits in a call that at least one other rank has not made.
         """
         brought = self.gather(_bytes(tensor) if self._rank == source else b"", text)
-        if source not in self.there:
+        if source not in self.alive:
             raise PeerError(f"{text} failed: rank {source} has ended", where=f"rank {self._rank}")
-        tensor.copy_(_tensor(brought[self.there.index(source)], tensor))
+        tensor.copy_(_tensor(brought[self.alive.index(source)], tensor))
 
     def _path(self, rank: int, number: int | None = None) -> Path:
-        return self.notes.meetings / f"{self._number if number is None else number}-{rank}"
+        return self.notes.messages / f"{self._number if number is None else number}-{rank}"
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -81,9 +81,10 @@ class Communicators:
         notes = lost_rank_notes.lost_rank_notes()
         if notes is None or self.replica.size < 2:
             return False
-        self.world.meetings = self.replica.meetings = meetings = FileAllGather(notes, self._job)
+        files = FileAllGather(notes, self._job)
+        self.world.file_all_gather = self.replica.file_all_gather = files
         # A barrier: after it no rank is still in a collective that a lost rank would break.
-        meetings.gather(b"", "the start of all ranks")
+        files.gather(b"", "the start of all ranks")
         if self._job.identity.rank:
             notes.mark_expendable(self._job.identity.rank)
         return True

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-_SPARE, _LOST, _MEETINGS = "spare", "lost", "meetings"
+_SPARE, _LOST, _MESSAGES = "spare", "lost", "messages"
 
 
 class LostRankNotes:
@@ -24,19 +24,19 @@ class LostRankNotes:
         folder: folder of the launcher that all ranks see.
 
     Attributes:
-        meetings: folder for the messages of ``comm.file_all_gather``, files by which the remaining ranks exchange data
+        messages: folder for the messages of ``comm.file_all_gather``, files by which the remaining ranks exchange data
             after a rank was killed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._spare, self._lost, self.meetings = (folder / name for name in (_SPARE, _LOST, _MEETINGS))
+        self._spare, self._lost, self.messages = (folder / name for name in (_SPARE, _LOST, _MESSAGES))
 
     def clear(self) -> None:
         """Delete all records of expendable and lost ranks of this job, and all messages of ``comm.file_all_gather``.
 
         Leaves three empty folders for new records and messages. Called in the launcher.
         """
-        for folder in (self._spare, self._lost, self.meetings):
+        for folder in (self._spare, self._lost, self.messages):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
 
@@ -87,7 +87,7 @@ def lost_rank_notes() -> LostRankNotes | None:
     """
     store = os.environ.get("TUTTI_STORE")
     found = LostRankNotes(Path(store).parent) if store else None
-    return found if found is not None and found.meetings.is_dir() else None
+    return found if found is not None and found.messages.is_dir() else None
 
 
 def write_whole(path: Path, raw: bytes) -> None:

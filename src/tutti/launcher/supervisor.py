@@ -161,12 +161,8 @@ def describe_slots(slots: Mapping[str, int]) -> str:
     return f"{sum(slots.values())}: {', '.join(f'{count} on {node}' for node, count in slots.items() if count)}"
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 class _Supervisor:
-    """The attempts of one job."""
+    """Makes the attempts of one job, each on as many slots as there are, until the job ends."""
 
     def __init__(self, engine: Engine, job: EngineJob, asked: list[int]) -> None:
         self._engine, self._job, self._asked = engine, job, asked
@@ -178,20 +174,11 @@ class _Supervisor:
         self._unstarted = ""
 
     def run(self) -> int:
+        """Run the job, and return its exit code."""
         size, attempt, failed_starts = self._first_size(), self._job.first_attempt, 0
         while True:
-            started, saved = time.time(), self._progress()
-            try:
-                outcome = self._attempt(size, attempt)
-            except EngineGone:
-                self._note(EngineAttempt(size, {}, started, time.time() - started, saved, "the engine was lost"))
-                raise
+            outcome, code = self._recorded_attempt(size, attempt)
             attempt += 1
-            seconds = time.time() - started
-            code, ending = (None, "") if outcome is None else self._judge(outcome)
-            if outcome is not None:
-                nodes = dict(Counter(ended.node for ended in outcome.ended))
-                self._note(EngineAttempt(size, nodes, started, seconds, saved, ending))
             if code is None and self._asked:
                 code = self._asked_code(outcome)
             if code is not None:
@@ -210,17 +197,40 @@ class _Supervisor:
                     remedy="mend the node, and start the command again with --resume",
                 )
             if found is None:
-                least, saved = self._job.sizes[0], self._progress()
-                self._say(
-                    f"tutti: the run needs {counted(least, 'device')}, and there are "
-                    f"{describe_slots(self._engine.slots())}. "
-                    + (f"The run is saved at step {saved}; start" if saved else "Start")
-                    + " the command again with --resume when there are more."
-                )
+                self._say_too_few_slots()
                 return int(ExitCode.PREEMPTED)
             if found != size:
                 self._tell(f"tutti: going on with {counted(found, 'device')} instead of {size}")
             size = found
+
+    def _recorded_attempt(self, size: int, attempt: int) -> tuple[_Outcome | None, int | None]:
+        """Make one attempt and record it.
+
+        Returns:
+            How the attempt ended, None if the slots were gone before it started; and the job's exit code, None if the
+            job goes on.
+        """
+        started, saved = time.time(), self._progress()
+        try:
+            outcome = self._attempt(size, attempt)
+        except EngineGone:
+            self._note(EngineAttempt(size, {}, started, time.time() - started, saved, "the engine was lost"))
+            raise
+        if outcome is None:
+            return None, None
+        seconds = time.time() - started
+        code, ending = self._judge(outcome)
+        nodes = dict(Counter(ended.node for ended in outcome.ended))
+        self._note(EngineAttempt(size, nodes, started, seconds, saved, ending))
+        return outcome, code
+
+    def _say_too_few_slots(self) -> None:
+        least, saved = self._job.sizes[0], self._progress()
+        self._say(
+            f"tutti: the run needs {counted(least, 'device')}, and there are {describe_slots(self._engine.slots())}. "
+            + (f"The run is saved at step {saved}; start" if saved else "Start")
+            + " the command again with --resume when there are more."
+        )
 
     def _judge(self, outcome: _Outcome) -> tuple[int | None, str]:
         """Return the exit code of an attempt, None if the job goes on, and why the attempt ended."""

@@ -73,7 +73,7 @@ def derived(
         ),
         **(
             {"a killed rank": "the other ranks continue without it, except without rank 0"}
-            if run.context.comms.world.meetings is not None
+            if run.context.comms.world.file_all_gather is not None
             else {}
         ),
         **_kept(config),

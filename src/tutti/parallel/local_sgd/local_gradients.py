@@ -29,13 +29,12 @@ class LocalGradients(TrainedGradients):
 
     Attributes:
         gradient_at: ``"rank"``: this rank has the whole gradient.
-        editable: always True.
         by_worker: always False: a rank has one worker.
         accumulated: whether the last ``add_gradients`` added gradients of earlier calls to the new ones.
     """
 
     gradient_at: GradientPlace = "rank"
-    editable, by_worker, accumulated = True, False, False
+    by_worker = accumulated = False
     _run_context: RunContext
     _of: dict[int, Optimizer]
     _acting_on: Sequence[nn.Parameter] | None = None
