@@ -384,10 +384,7 @@ class _Axis:
             messages: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
             for part, owner in parts:
                 if _count(part, self._comm.rank, owner):
-                    value, gradient = values[part.parameter], gradients[part.parameter]
-                    flag = value.new_full((1,), float(gradient is not None))
-                    sent = torch.zeros_like(value) if gradient is None else gradient
-                    messages[owner] += [flag, value.reshape(-1), sent.reshape(-1)]
+                    messages[owner] += _packed(values[part.parameter], gradients[part.parameter])
             come = [
                 sum(2 * n + 1 for part, owner in parts if owner == self._comm.rank and (n := _count(part, rank, owner)))
                 for rank in range(self._comm.size)
@@ -396,18 +393,34 @@ class _Axis:
             places = [0] * self._comm.size
             for part, owner in parts:
                 local = values.pop(part.parameter)
-                if owner != self._comm.rank:
+                if owner == self._comm.rank:
+                    values[part.parameter], gradients[part.parameter] = self._join(part, local, received, places)
+                else:
                     gradients[part.parameter] = None
-                    continue
-                value, gradient, used = local.new_empty(part.shape), local.new_zeros(part.shape), False
-                for rank, message in enumerate(received):
-                    if n := _count(part, rank, owner):
-                        packed = message[places[rank] : places[rank] + 2 * n + 1].to(local.device)
-                        places[rank] += 2 * n + 1
-                        used = used or bool(packed[0])
-                        _put(value, part.regions[rank], packed[1 : n + 1])
-                        _put(gradient, part.regions[rank], packed[n + 1 :])
-                values[part.parameter], gradients[part.parameter] = value, gradient if used else None
+
+    def _join(
+        self, part: GatheredTensor, local: Tensor, received: Sequence[Tensor], places: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Join the slices of a tensor and of its gradient that the ranks have sent to this rank, which owns it.
+
+        Args:
+            part: the tensor.
+            local: this rank's slice, for dtype and device.
+            received: message of each rank.
+            places: index in each message behind which the slices begin; moved on.
+
+        Returns:
+            The whole tensor, and the whole gradient, None where no rank has one.
+        """
+        value, gradient, used = local.new_empty(part.shape), local.new_zeros(part.shape), False
+        for rank, message in enumerate(received):
+            if n := _count(part, rank, self._comm.rank):
+                packed = message[places[rank] : places[rank] + 2 * n + 1].to(local.device)
+                places[rank] += 2 * n + 1
+                used = used or bool(packed[0])
+                _put(value, part.regions[rank], packed[1 : n + 1])
+                _put(gradient, part.regions[rank], packed[n + 1 :])
+        return value, gradient if used else None
 
     def give_back(self, values: dict[Tensor, Tensor]) -> None:
         """Send slices of the updated whole tensors from their owner ranks back to all ranks of the mesh axis.
@@ -440,6 +453,13 @@ class _Axis:
         flat = [tensor.to(self._comm.device) for message in messages for tensor in message]
         send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=self._comm.device)
         return self._comm.exchange_parts(send, sizes, come, text)
+
+
+def _packed(value: Tensor, gradient: Tensor | None) -> list[Tensor]:
+    """Return the parts of a message with a slice and its gradient: a flag of the gradient, and the numbers of both."""
+    flag = value.new_full((1,), float(gradient is not None))
+    sent = torch.zeros_like(value) if gradient is None else gradient
+    return [flag, value.reshape(-1), sent.reshape(-1)]
 
 
 def along_slices(

@@ -95,6 +95,19 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
             if choice.row.custom_loop:
                 run.custom.cleared(index, set_to_none)
 
+    step, zero_grad = left_out_of_graphs(step), left_out_of_graphs(zero_grad)
+    mark_wrapped_by_scheduler(step)
+    wrap_methods(optimizer, (step, zero_grad, *_state_methods(call, run, choice), *map(explained, own)))
+    if not keeps_state(choice, run.context):
+        _guard_state(optimizer, run, choice)
+
+
+def _state_methods(call: Callable[..., Any], run: Run, choice: Choice) -> list[Callable[..., Any]]:
+    """Return the wrappers of methods that read or load the optimizer's state, all of which this rank must hold.
+
+    ``call(optimizer, name, *arguments)`` calls the method that is wrapped.
+    """
+
     def state_dict(self: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state. Raises UsageError if it is split over ranks, logical workers or servers."""
         _check_state(run, choice, "state_dict()")
@@ -111,11 +124,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         _check_state(run, choice, "a copy")
         return call(self, "__getstate__")
 
-    step, zero_grad = left_out_of_graphs(step), left_out_of_graphs(zero_grad)
-    mark_wrapped_by_scheduler(step)
-    wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__, *map(explained, own)))
-    if not keeps_state(choice, run.context):
-        _guard_state(optimizer, run, choice)
+    return [state_dict, load_state_dict, __getstate__]
 
 
 def _check_own_step(kind: type[Optimizer], run: Run, choice: Choice) -> None:

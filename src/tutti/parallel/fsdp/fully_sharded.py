@@ -331,20 +331,27 @@ class FullySharded:
             if each.parameter.grad is None:
                 each.parameter.grad = _local(gathered.grad)
             each.parameter.grad.add_(before)
-        # The script reads and edits the model's DTensors; a norm of the optimizer's tensors would cover some rows only.
+        self._conceal_rows()
+
+    def _conceal_rows(self) -> None:
+        """Put placeholders into the ``.grad`` of the rows, of which the optimizer has some on each rank.
+
+        The script reads and edits the model's DTensors; a norm of the optimizer's tensors would cover some rows only.
+        """
         place = "in rows over the ranks, and its DTensor in the .grad of model.parameters()"
         parts = GradientParts(self._comm)
         for each, gathered in self._training:
-            if gathered.grad is not None:
-                if each.local == each.spec.shape:
-                    own, on_edit = partial(_local_gradient, gathered), partial(_mark_written, gathered)
-                    parts.conceal([each.parameter], place, own, on_edit=on_edit)
-                    if self.edits is not None and each.parameter.grad is not None:
-                        self.edits.alias(each.parameter.grad, gathered.grad)
-                else:
-                    # Rows of a tensor slice: tensor ranks hold the others.
-                    conceal([each.parameter], place)
-                self._concealed.add(each.parameter)
+            if gathered.grad is None:
+                continue
+            self._concealed.add(each.parameter)
+            if each.local != each.spec.shape:
+                # Rows of a tensor slice: tensor ranks hold the others.
+                conceal([each.parameter], place)
+                continue
+            own, on_edit = partial(_local_gradient, gathered), partial(_mark_written, gathered)
+            parts.conceal([each.parameter], place, own, on_edit=on_edit)
+            if self.edits is not None and each.parameter.grad is not None:
+                self.edits.alias(each.parameter.grad, gathered.grad)
 
     def pop_reached(self) -> list[bool]:
         """Return for each trained parameter whether a backward on this rank gave it a gradient, and clear this record.
