@@ -49,7 +49,7 @@ from tutti.train.partial_reads import PartialReads
 from tutti.train.plain_copies import leave_hooks_out_of_copies
 from tutti.train.prepare_checks import CheckedRun, check_run
 from tutti.train.prepare_interception import prepare_handler
-from tutti.train.prepared_before import note
+from tutti.train.prepared_before import note_prepared
 from tutti.train.run import Run, RunSettings
 from tutti.train.run_options import Models, Optimizers, RunOptions
 from tutti.train.schedulers import Given
@@ -346,7 +346,7 @@ def _wrap_script_objects(run: Run, checked: CheckedRun) -> None:
     """Make steps of the script's optimizers, and loads and conversions of its model, act on every rank's part."""
     for index, each in enumerate(checked.optimizers):
         accumulate_steps(each, run, checked.choice, index)
-    note(checked.model, checked.optimizers, checked.choice, run.context)
+    note_prepared(checked.model, checked.optimizers, checked.choice, run.context)
     StateLoads(checked.model, run, checked.choice)
     run.conversions = ModelConversions(checked.model, run)
 

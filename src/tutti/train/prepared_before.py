@@ -86,7 +86,7 @@ def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -
         _wrapped.setdefault(optimizer, []).append(name)
 
 
-def note(model: nn.Module, optimizers: Sequence[Optimizer], choice: Choice, run_context: RunContext) -> None:
+def note_prepared(model: nn.Module, optimizers: Sequence[Optimizer], choice: Choice, run_context: RunContext) -> None:
     """Record the model and optimizers of a run that has split parameters or optimizer state over ranks.
 
     ``check_earlier`` then refuses a later ``tutti.prepare`` of the same model or optimizers, of which this rank holds

@@ -142,8 +142,8 @@ class CentralStorageSync(AllReduceSync):
         else:
             with self._host.receiving() as received:
                 stats = super().reduce_gradients(step_context)
-            self._received = None if self._custom else received
-            for parameter, gradient in received.items() if self._custom else ():
+            self._received = None if self._has_custom_loop else received
+            for parameter, gradient in received.items() if self._has_custom_loop else ():
                 parameter.grad = gradient.to(parameter.device)
         if self._run_context.comms.replica.size > 1:
             self._guard.check(self._guarded, f"step {step_context.taken + 1}")
@@ -164,7 +164,7 @@ class CentralStorageSync(AllReduceSync):
                 )
 
     def _release(self) -> None:
-        if self._host is None or not self._custom:
+        if self._host is None or not self._has_custom_loop:
             # Of sums on the host each rank makes copies on its device in a custom loop.
             super()._release()
 
@@ -207,7 +207,7 @@ class CentralStorageSync(AllReduceSync):
             UsageError: in a custom training loop on several ranks, the script has written parameters since its
                 backward; or the optimizer does not take sparse gradients.
         """
-        if self._custom and self._run_context.comms.replica.size > 1:
+        if self._has_custom_loop and self._run_context.comms.replica.size > 1:
             self._guard.check_update(self._guarded, f"step {step_context.taken + 1}")
         updated = super().optimizer_step(stats, step_context)
         if self._host is None:
@@ -291,7 +291,7 @@ class CentralStorageSync(AllReduceSync):
         Raises:
             UsageError: the shared memory has no room.
         """
-        begun = self._custom
+        begun = self._has_custom_loop
         super().begin_custom_loop()
         if not begun:
             self._reducer = self._new_reducer()
@@ -490,7 +490,7 @@ class CentralStorageSync(AllReduceSync):
                 remedy="set sparse=False, or take strategy='mirrored' or the device cpu",
             )
         mine = [rank for (_, p), rank in zip(named, self._owner, strict=True) if p.requires_grad]
-        shared = attach_shared(named, run_context, owners=None if self._custom else mine, of_devices=True)
+        shared = attach_shared(named, run_context, owners=None if self._has_custom_loop else mine, of_devices=True)
         if shared is None:
             raise _no_memory(run_context.comms.replica.size * sum(p.nbytes for _, p in named if p.requires_grad))
         return shared

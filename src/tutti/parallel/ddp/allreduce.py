@@ -6,7 +6,7 @@ Goyal et al. 2017, arXiv 1706.02677, §2.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
@@ -95,20 +95,34 @@ class AllReduceSync(UnshardedGradients):
     loss_normalisation: Literal["step", "worker"] = "step"
     shares_parameters: bool = False
     accumulated = False
+    # Set by ``attach``; all parameters by name, the trained ones, and the gatherers for optimizers of whole tensors.
+    optimizers: Sequence[Optimizer]
+    gradient_ready: Callable[[Tensor], None]
+    _replica: ReplicaRunner
+    _named: NamedParameters
+    _parameters: list[nn.Parameter]
+    _buffers: WorkerBuffers
+    _reducer: Reducer
+    _make_optimizer: OptimizerFactory
+    _optimizer: Optimizer | None
+    _whole: WholeTensorsOf | None
 
     def __init__(self, config: AllReduceConfig, run_context: RunContext) -> None:
         self._config, self._run_context = config, run_context
         self._step_context = StepContext(0, 0)
         self._counting = LossCounter()
-        self._worker = -1
+        self._worker, self._last_worker = -1, run_context.mine[-1] if len(run_context.mine) else -1
         self._scheduled: ScheduledAllReduce | None = None
-        self._parts: list[int] | None = None
+        # Number of squares that each rank of the replica adds to the gradient norm; None before the first sum.
+        self._norm_parts: list[int] | None = None
+        # Parameters of the optimizer that steps, within ``stepping``.
         self._acting_on: Sequence[nn.Parameter] | None = None
         grid = run_context.grid
         self.gradient_at: GradientPlace = "stages" if grid.stage > 1 else "slices" if grid.tensor > 1 else "rank"
         self._concealed = ConcealedGradients(run_context, self.gradient_at)
-        self._custom = False
-        self._sends = False  # whether the last backward of a step may have begun to send gradients
+        self._has_custom_loop = False
+        # Whether the last backward of this step may have begun to send gradients.
+        self._may_have_sent = False
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """Verify and broadcast the model, plan the buckets of the gradient all-reduce and build the optimizer.
@@ -145,8 +159,7 @@ class AllReduceSync(UnshardedGradients):
         self._make_optimizer = make_optimizer
         self._optimizer = make_optimizer(named)
         self._whole = gatherers_of_optimizers(self._optimizer, self._complete)
-        self._last = self._run_context.mine[-1] if len(self._run_context.mine) else -1
-        self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
+        self.optimizers = (self._optimizer,) if self._optimizer else ()
         self.gradient_ready = self._reducer.gradient_ready
         if self._reducer.listens:
             replica.connect(self)
@@ -168,8 +181,8 @@ class AllReduceSync(UnshardedGradients):
             UsageError: ranks share a logical worker, and a forward has changed a buffer for the first time after the
                 first step.
         """
-        if self._worker == self._last:
-            self._sends = True
+        if self._worker == self._last_worker:
+            self._may_have_sent = True
             self._buffers.pass_on()
             together = self._counting.together(part)
             self._reducer.prepare_for_backward(self._step_context, None if together is None else together.sums)
@@ -243,7 +256,7 @@ class AllReduceSync(UnshardedGradients):
         # Before the exchange: behind it other ranks may update parameters that all of a node share.
         step_context.written()
         sums = self._reducer.finish(step_context, self._counting.take())
-        self._sends = False
+        self._may_have_sent = False
         self._share_copies()
         whole = mean_factor(divisor_of_backward(step_context), sums.samples)
         factor = whole / step_context.loss_scale
@@ -255,7 +268,7 @@ class AllReduceSync(UnshardedGradients):
         spread = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
         finite = math.isfinite(norm) or self._all_finite()
-        if self._custom or not all(is_known(type(member)) for member in members_of(self._optimizer)):
+        if self._has_custom_loop or not all(is_known(type(member)) for member in members_of(self._optimizer)):
             self._release()
         return self._counting.stats(sums, norm, finite, stop, spread)
 
@@ -302,8 +315,9 @@ class AllReduceSync(UnshardedGradients):
             several data ranks if this rank has begun no backward. Otherwise other ranks may have begun to sum
             gradients, or wait for this rank's part of the model, and False is returned.
         """
-        begun = self._counting.take() is not None or any(p.grad is not None for p in self._parameters) or self._sends
-        self._sends = False
+        counted = self._counting.take() is not None
+        begun = counted or self._may_have_sent or any(p.grad is not None for p in self._parameters)
+        self._may_have_sent = False
         self.clear()
         if self._run_context.comms.world.size > 1:
             return not begun and self.gradient_at == "rank" and self._run_context.sharers is None
@@ -444,7 +458,7 @@ class AllReduceSync(UnshardedGradients):
         of this rank alone, and not for all its workers. Gradients of later steps have memory that the script may keep.
         Not collective.
         """
-        self._custom = True
+        self._has_custom_loop = True
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
@@ -669,7 +683,7 @@ class AllReduceSync(UnshardedGradients):
         self._whole = gatherers_of_optimizers(self._optimizer, self._gatherer)
 
     def _scale(self, factor: float) -> None:
-        if self._custom:
+        if self._has_custom_loop:
             # The script's tensors, and not the reducer's.
             members = self._parameters if self._acting_on is None else self._acting_on
             scale_all([p.grad for p in members if p.grad is not None], factor)
@@ -765,14 +779,14 @@ class AllReduceSync(UnshardedGradients):
         """
         model = self._run_context.comms.model
         if model.size > 1:
-            if self._parts is None:
+            if self._norm_parts is None:
                 # Where rows have a number for each parameter, also a place for each frozen one: a stage that trains
                 # more later changes no other's place.
                 mine = torch.tensor([len(self._named) if self.by_worker else len(rows[0])])
-                self._parts = [int(n) for n in model.all_gather(mine, "parts of the gradient norm")]
-            width = sum(self._parts)
+                self._norm_parts = [int(n) for n in model.all_gather(mine, "parts of the gradient norm")]
+            width = sum(self._norm_parts)
             whole = torch.zeros(len(rows) * width + 1 + DIGESTS, dtype=torch.float64, device=model.device)
-            start, table = sum(self._parts[: model.rank]), whole[: len(rows) * width].view(len(rows), width)
+            start, table = sum(self._norm_parts[: model.rank]), whole[: len(rows) * width].view(len(rows), width)
             table[:, start : start + len(rows[0])] = torch.tensor(rows, dtype=torch.float64)
             digest = digests(self._step_context)
             whole[-1 - DIGESTS :] = torch.tensor([stop, *digest])

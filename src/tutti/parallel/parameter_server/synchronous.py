@@ -347,7 +347,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         if self._link.home:
             for parameter, value in zip(self._parameters, self._link.values, strict=True):
                 parameter.data = value
-        self._last = -1
+        self._last_worker = -1
         self._guard = WriteGuard("the servers' parameters replace those of every rank after each update")
         self._guard.note(trained)
         self.optimizers = (self._optimizer,)
