@@ -63,7 +63,7 @@ def derived(
         **run.feed.describe(),
         "training": f"{length}, {config.precision}{exact}{_forward(config, world.device)}",
         **({"float32": products} if (products := describe_products(world.device, config.precision)) else {}),
-        **({"in bfloat16": describe_layers(run.in_bf16)} if run.in_bf16 else {}),
+        **({"in bfloat16": describe_layers(run.settings.in_bf16)} if run.settings.in_bf16 else {}),
         "learning rate": _rate(config, run.context.workers),
         **_noise(config, run),
         **(

@@ -371,8 +371,8 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
         log.info("%s: %s", label, text)
     if run.loss_scale is not None:
         log.info("loss scale: %g, %s", run.loss_scale.value, given if o.loss_scale else "because precision is fp16")
-    if run.in_bf16:
-        log.info("layers that precision=fp8 leaves in bfloat16: %s", describe_layers(run.in_bf16))
+    if run.settings.in_bf16:
+        log.info("layers that precision=fp8 leaves in bfloat16: %s", describe_layers(run.settings.in_bf16))
     if o.reproducible:
         log.info("one CPU thread: reproducible sums have one order")
     if checked.sparse:

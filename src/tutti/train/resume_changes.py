@@ -88,7 +88,7 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
     ]
     # To begin or end with adascale is refused where its state is loaded.
     found = [each for each in found if each.name != "lr_scale" or "adascale" not in (each.saved, each.now)]
-    saved, mine = facts.get(SETTINGS, []), run.optimizer_settings
+    saved, mine = facts.get(SETTINGS, []), run.settings.optimizer_settings
     # Another class or number of groups is refused elsewhere.
     alike = facts.get("optimizer_class") == run_facts.get("optimizer_class") and len(saved) == len(mine)
     for number, (before, now) in enumerate(zip(saved, mine, strict=True) if alike else ()):
@@ -158,7 +158,7 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
         reason = "batch growth plans the batches of all epochs"
     elif run.adascale is not None:
         reason = "adascale counts steps of one worker's share of the batch"
-    elif run.epochs_as_steps:
+    elif run.settings.epochs_as_steps:
         reason = "the strategy has counted epochs of its options in steps of this batch"
     if reason is not None:
         raise CheckpointError(
@@ -209,7 +209,7 @@ def change_facts(run: Run) -> dict[str, Any]:
     """
     earlier = run.feed.epochs.earlier
     return {
-        SETTINGS: run.optimizer_settings,
+        SETTINGS: run.settings.optimizer_settings,
         **({EARLIER: [list(each) for each in earlier]} if earlier else {}),
         **({CHANGES: run.changes} if run.changes else {}),
     }

@@ -78,7 +78,7 @@ class RunSettings:
         adascale: AdaScale, None for none.
         noise_probe: measures the gradient noise scale, None for never.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
-        named_workers: whether the caller gave the number of workers.
+        named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
         fault_tolerant: whether the strategy goes on without a rank that is killed.
         warn: receives each warning's text, on rank 0; None for Python's ``warnings`` and stderr.
         schedulers: PyTorch's schedulers, which the run steps.
@@ -148,13 +148,10 @@ class Run:
         conversions: refuses conversions of the model to another dtype or device; None until ``tutti.prepare`` sets it.
         state_guards: guards of ``state`` and step hooks of the caller's optimizers where this rank has a part of it.
         checks: checks for common mistakes, and their findings.
-        named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
         schedulers: PyTorch's schedulers, which the run steps.
         callbacks: the script's callbacks.
-        optimizer_settings: options of each parameter group as they were given.
-        epochs_as_steps: whether the strategy has an option in epochs or samples, which it counts in steps.
-        in_bf16: layers with matrix products that ``precision=fp8`` leaves in bfloat16, with the reason by name.
+        settings: what the run does around each step, as given to the constructor.
         shared_settings: learning rates, momenta and weight decays of the caller's optimizers, equal on all ranks.
         changes: what resumes have changed by name: step, and both values of each setting.
         parted: whether logical workers have had parameters of their own after a step (local SGD).
@@ -185,10 +182,8 @@ class Run:
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
         self.noise_probe = settings.noise_probe
-        self.lr_schedule, self.named_workers = settings.lr_schedule, settings.named_workers
-        self.schedulers, self.callbacks = settings.schedulers, settings.callbacks
-        self.optimizer_settings, self.epochs_as_steps = settings.optimizer_settings, settings.epochs_as_steps
-        self.in_bf16 = settings.in_bf16
+        self.lr_schedule = settings.lr_schedule
+        self.schedulers, self.callbacks, self.settings = settings.schedulers, settings.callbacks, settings
         self.changes: list[dict[str, Any]] = []
         self.clock = self.taken = self.compared = self.updates = self.samples = 0
         self.at = Position()
@@ -945,7 +940,7 @@ class Run:
         """
         self.callbacks.end_left(self)
         named = NamedChanges.parse(change)
-        named.check({key for group in self.optimizer_settings for key in group}, "change")
+        named.check({key for group in self.settings.optimizer_settings for key in group}, "change")
         if "lr" in named.names and self.schedulers.facts():
             raise UsageError(
                 "lr cannot be changed while tutti.prepare has a scheduler",

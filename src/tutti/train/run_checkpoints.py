@@ -126,7 +126,7 @@ class Checkpoints(CheckpointManager):
         wrong = wrong_optimizer(manifest, self._facts)
         changed = find_differences(facts, self._facts, self._run)
         rescaled = differs(facts, self._facts, "workers")
-        if rescaled and not self._run.named_workers:
+        if rescaled and not self._run.settings.named_workers:
             raise _other_workers(manifest, self._facts)
         if wrong:
             raise CheckpointError(
