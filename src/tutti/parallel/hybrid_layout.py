@@ -6,7 +6,8 @@ from torch import nn
 
 from tutti.config.layout_config import HybridConfig
 from tutti.parallel.ddp.whole_layout import WholeRunner
-from tutti.parallel.pipeline.pipeline_runner import PipelineLayout, PipelineRunner
+from tutti.parallel.pipeline.pipeline_layout import PipelineLayout
+from tutti.parallel.pipeline.pipeline_runner import PipelineRunner
 from tutti.parallel.pipeline.virtual_stage import read_directly
 from tutti.parallel.tensor.loss_parallel_plan import Outputs
 from tutti.parallel.tensor.tensor_layout import TensorLayout

@@ -109,14 +109,14 @@ TABLE: Mapping[str, Strategy] = {
         fixed_addresses=True,
     ),
     "model_parallel": Strategy(
-        "pipeline.pipeline_runner:PipelineLayout",
+        "pipeline.pipeline_layout:PipelineLayout",
         LayersConfig,
         *_ALLREDUCE,
         "layers on different devices, which work in turn",
         own_backward=False,
     ),
     "pipeline": Strategy(
-        "pipeline.pipeline_runner:PipelineLayout",
+        "pipeline.pipeline_layout:PipelineLayout",
         PipelineConfig,
         *_ALLREDUCE,
         "layers on different devices, with micro-batches under way on all of them",

@@ -1,18 +1,16 @@
-"""Cut a replica into pipeline stages over several devices, and run micro-batches through them in a schedule's order.
+"""Run micro-batches through the pipeline stages of this rank, in a schedule's order.
 
-The user's own loss function runs on every stage. It calls ``_Relay`` as its model: the relay receives the previous
+The user's own loss function runs on every stage. It calls ``StageRelay`` as its model: the relay receives the previous
 stage's activations, computes this stage, and either returns the model's output (last stage) or ends the loss function.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,237 +18,31 @@ from torch import Tensor, nn
 from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
 from tutti.comm.graph_breaks import left_out_of_graphs
-from tutti.comm.single_call import single_call
 from tutti.config.layout_config import LayersConfig, PipelineConfig
-from tutti.errors import TuttiError, UsageError, counted, script_line_of
-from tutti.nn import ac_policy
+from tutti.errors import TuttiError, UsageError
 from tutti.nn.absent_tensor import put_attributes_away, put_away
-from tutti.nn.ac_and_compile import has_compiled_code, restore_forwards
+from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.script_mode import ScriptMode
-from tutti.nn.swap import describe_tensors, parameters, training_mode
-from tutti.nn.sync import peers_of
-from tutti.nn.untouched import untouched
-from tutti.nn.untraced import Untraced
+from tutti.nn.swap import parameters, training_mode
 from tutti.parallel.ddp import loss_output
 from tutti.parallel.ddp.loss_count import annotate_targets, loss_count
 from tutti.parallel.ddp.output_graph import reads_output
 from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.pipeline import stage_partition
-from tutti.parallel.pipeline.module_timing import module_seconds
 from tutti.parallel.pipeline.pipeline_schedule import Action, bubble_fraction, forwards, make_order
 from tutti.parallel.pipeline.split_backward import BackwardRoots, SplitBackward
-from tutti.parallel.pipeline.stage_messages import KINDS, shapes
-from tutti.parallel.pipeline.stage_ownership import StageOwnership, groups_of, stages_here
+from tutti.parallel.pipeline.stage_messages import shapes
+from tutti.parallel.pipeline.stage_ownership import StageOwnership, groups_of
 from tutti.parallel.pipeline.stage_parameters import StageParameters
-from tutti.parallel.pipeline.stage_passes import MicroBatchState, StagePasses, StageReached
+from tutti.parallel.pipeline.stage_passes import MicroBatchState, StagePasses
+from tutti.parallel.pipeline.stage_relay import StageRelay
 from tutti.parallel.pipeline.staged_call import StagedModel
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
-from tutti.python_compat import calling_frame
-from tutti.torch_compat import compiled_module, is_fake, replace_call, tree_leaves, uncompiled_call
+from tutti.torch_compat import compiled_module, is_fake, replace_call, tree_leaves
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
 from tutti.types.replica_runner import GradientReadyHook
 from tutti.types.run_context import RunContext
-
-
-class PipelineLayout:
-    """Cuts a model into pipeline stages, of which each rank keeps some, and builds the runner of this rank's stages.
-
-    Used for the layouts (ways to place a model on ranks) ``pipeline`` and ``model_parallel``.
-
-    Args:
-        config: options of the layout: the schedule, the number of virtual stages a rank, any named cuts.
-        run_context: mesh, communicators and flags of the run.
-    """
-
-    def __init__(self, config: PipelineConfig | LayersConfig, run_context: RunContext) -> None:
-        self._config, self._run_context = config, run_context
-
-    def build(self, plain: nn.Module) -> PipelineRunner:
-        """Cut the model into pipeline stages, and return the runner of this rank's stages.
-
-        Collective over all ranks of the job: the ranks of a replica compare their models, rank 0 broadcasts the
-        modules' times where it measures them, all ranks compare the cuts, and parameters that several stages share are
-        broadcast over the ranks that hold them. If the run has a loss function, each rank runs it with the first
-        micro-batch, as in ``cut_stages``.
-
-        Args:
-            plain: the whole model, equal on all ranks; changed in place: placeholders replace the tensors that other
-                ranks hold.
-
-        Returns:
-            The runner, whose ``run`` sends micro-batches through all stages of the replica, together with the runners
-            of the other pipeline ranks. It holds the parameters of this rank's stages only, on the rank's device.
-
-        Raises:
-            MismatchError: the ranks have built models with different parameters or buffers, or find different cuts.
-            UsageError: the model cannot be cut into that many stages, or activation checkpointing matches no module.
-        """
-        return self.replica(plain, self.cut_stages(plain))
-
-    def replica(self, plain: nn.Module, holding: StageOwnership | None) -> PipelineRunner:
-        """Return the runner of this rank's virtual pipeline stages, moved to this rank's device.
-
-        Collective over all ranks of the job: creates subgroups for parameters that several stages share, and broadcasts
-        these parameters from the first rank that holds them. Activation checkpointing and ``torch.compile`` are applied
-        as the run asks.
-
-        Args:
-            plain: the prepared module, changed in place: placeholders replace the tensors that other ranks hold.
-            holding: this rank's virtual stages, and which ranks hold which tensors: the result of ``cut_stages``.
-
-        Returns:
-            The runner, whose ``run`` computes this rank's part of forward and backward of micro-batches.
-        """
-        return PipelineRunner(self._config, self._run_context, plain, holding)
-
-    def cut_stages(self, plain: nn.Module, closed: Collection[str] = ()) -> StageOwnership | None:
-        """Cut the model into virtual pipeline stages, the same number on each pipeline rank.
-
-        The number of virtual stages a rank is an option of the layout, and so are names of modules before which to cut.
-        Without such names, the cuts balance the modules' measured times or, where no times are taken, such as in a
-        reproducible run, their numbers of parameters. Of several models each is cut; one that cannot be cut is whole on
-        the last stage. Collective over all ranks of the job: the ranks of a replica compare their models, rank 0
-        broadcasts the times, and all ranks compare the cuts. If the run has a loss function, each rank runs it once
-        with the first micro-batch, and rank 0 three times more to measure times.
-
-        Args:
-            plain: the prepared module, a model or a container of several; it stays as it was, and the stages share its
-                modules and parameters.
-            closed: names of modules that no cut may go through.
-
-        Returns:
-            A ``StageOwnership``, whose ``models`` has this rank's virtual stages of each model, in order, and
-            ``stages`` for each parameter and persistent buffer the indices of the virtual stages that hold it; None
-            with one pipeline rank, where the models are not cut.
-
-        Raises:
-            MismatchError: the ranks have built different models, or find different cuts.
-            UsageError: no model can be cut into that many stages, or the model has nothing for activation checkpointing
-                to recompute.
-        """
-        run_context = self._run_context
-        ranks = run_context.comms.p2p_channels(KINDS, "stage").size
-        run_context.comms.model.agree(
-            describe_tensors([plain]),
-            "the model",
-            "build the same model, in the same order and precision, on every rank",
-        )
-        ac_policy.check_units(plain, run_context.activation_checkpointing)
-        restore_forwards(plain)
-        if ranks == 1:
-            return None
-        models, compiled = _models_of(plain), compiled_module(plain)
-        if models is not None:
-            found = self._cut_models(plain, models, closed)
-        elif compiled is not None:
-            [name] = (name for name, _ in plain.named_children())
-            found = {name: self._cut_model(compiled, _names_in(name, closed))}
-        else:
-            found = {"": self._cut_model(plain, closed)}
-        run_context.comms.world.agree(
-            [f"a stage of {name or 'the model'} begins with {begin}" for name in found for begin in found[name].names]
-            + [f"a forward writes {attribute}" for name in found for attribute in found[name].written]
-            + ["the loss function calls the model several times" for each in found.values() if each.several_calls],
-            "the stages of the model",
-            "give every rank the same model, the same first samples and the same settings",
-        )
-        return stages_here(plain, found, run_context)
-
-    def _cut_model(self, plain: nn.Module, closed: Collection[str]) -> stage_partition.StagePartition:
-        config, run_context = self._config, self._run_context
-        # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
-        timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.begins
-        took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
-        trial = _Trial(plain)
-        written = trial.run(run_context)
-        found = stage_partition.find_stage_partition(
-            plain,
-            run_context.grid.stage * config.chunks,
-            config.begins,
-            took,
-            closed,
-            run_context.trial or run_context.forward_trial,
-            written,
-            config.modules,
-        )
-        # The output of the last stage may be split over tensor ranks.
-        return replace(found, several_calls=trial.several_calls and run_context.grid.tensor == 1)
-
-    def _cut_models(
-        self, plain: nn.Module, models: Mapping[str, nn.Module], closed: Collection[str]
-    ) -> Mapping[str, stage_partition.StagePartition]:
-        config, run_context = self._config, self._run_context
-        stages = run_context.grid.stage * config.chunks
-        if config.begins:
-            raise UsageError(
-                f"{counted(len(models), 'model')} cannot be cut at the modules that an option names",
-                why="the names are those of one model's cuts",
-                remedy="leave out cuts= and stages=, so that each model is cut evenly",
-            )
-        written = _Trial(plain).run(run_context)
-        found, refused = dict[str, stage_partition.StagePartition](), list[UsageError]()
-        for name, model in models.items():
-            own, inside = _names_in(name, written), _names_in(name, closed)
-            try:
-                cuts = stage_partition.find_stage_partition(model, stages, (), closed=inside, written=own)
-            except UsageError as error:
-                refused.append(error)
-                cuts = stage_partition.whole_on_the_last_stage(model, stages, own)
-            found[name] = replace(cuts, several_calls=True)
-        if len(refused) == len(models):
-            raise refused[0]
-        return found
-
-
-def _models_of(plain: nn.Module) -> Mapping[str, nn.Module] | None:
-    """Return the models of a container of several, by name; None for a single model."""
-    several = isinstance(plain, nn.ModuleList | nn.ModuleDict) and type(plain).forward is nn.Module.forward
-    return dict(plain.named_children()) if several else None
-
-
-def _names_in(name: str, names: Collection[str]) -> list[str]:
-    """Return the names that begin with a submodule's, without this beginning."""
-    return [each.removeprefix(f"{name}.") for each in names if each.startswith(f"{name}.")]
-
-
-class _Trial:
-    """Runs the loss function, or else the model, on the first micro-batch with the whole model, and watches the calls.
-
-    Attributes:
-        several_calls: whether the loss function calls the model several times, or asks for a gradient of its inputs.
-    """
-
-    def __init__(self, plain: nn.Module) -> None:
-        self._plain, self._calls, self.several_calls = plain, 0, False
-        self._written: dict[str, None] = {}
-
-    def run(self, run_context: RunContext) -> list[str]:
-        """Return the names of attributes that the model's modules write in a forward of the first micro-batch."""
-        plain, trial = self._plain, run_context.trial or run_context.forward_trial
-        if trial is None or peers_of(plain) is not None:
-            return []
-        before = replace_call(plain, self._call)
-        try:
-            # The first step reports any error. With gradients: loss functions may take one.
-            with suppress(Exception), untouched(plain, run_context.comms.world.device), torch.enable_grad():
-                trial(plain)
-        finally:
-            replace_call(plain, before)
-        # Without a loss function the model is called in several ways until one works.
-        self.several_calls &= run_context.trial is not None
-        return list(self._written)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        asked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
-        self.several_calls |= asked or self._calls > 0
-        self._calls += 1
-        before = Untraced(self._plain)
-        try:
-            return uncompiled_call(self._plain)(*args, **kwargs)
-        finally:
-            # Here, because the trial restores the attributes of modules that the loss function reads by a variable.
-            self._written |= dict.fromkeys(before.written_attributes())
 
 
 class PipelineRunner(ReplicaPart):
@@ -305,7 +97,7 @@ class PipelineRunner(ReplicaPart):
         if config.schedule == "zero_bubble" and len(self.passes) == 1:
             self.split_backwards = [SplitBackward(stage.module) for stage in self.passes[0].virtual_stages]
         if not self.own_backward:
-            self._relay = _Relay(self.passes[0])
+            self._relay = StageRelay(self.passes[0])
         owners = {p: (name, holding.stages[name][0] % self._ranks) for name, p in parameters([plain])}
         whole = run_context.grid.tensor == 1 and not run_context.rows
         self.script_parameters = StageParameters(owners, self._comm if whole else None)
@@ -699,136 +491,6 @@ def _as_reply(error: Exception) -> dict[str, Any]:
         "why": f"{type(error).__name__}: {error}",
         "remedy": "mend it there, or take strategy='mirrored'",
     }
-
-
-class _Relay:
-    """The model that the user's loss function calls.
-
-    A loss function may catch exceptions. The relay therefore records that this stage has sent its activations, or that
-    the model has failed, and decides by these records, not by the loss function's result or exception.
-    """
-
-    def __init__(self, passes: StagePasses) -> None:
-        self._passes = passes
-        self._names = list(inspect.signature(passes.model.forward).parameters)
-        self.called = self.computed = self._handed_over = False
-        self._failure: tuple[Exception, str] | None = None
-
-    def enter(self, stage: int, flight: MicroBatchState) -> None:
-        """Let the next call of this stand-in for the model compute the given virtual stage on a micro-batch.
-
-        Args:
-            stage: index of the virtual stage in the whole model; this rank holds the stage.
-            flight: state of the micro-batch on this stage.
-        """
-        self._stage, self._flight, self.called, self.computed = stage, flight, False, False
-        self._handed_over, self._failure = False, None
-
-    def call(self, loss: LossFn, batch: Any) -> Any:
-        """Call the loss function with this stand-in for the model, which computes one virtual pipeline stage.
-
-        Args:
-            loss: the user's loss function ``loss_fn(model, batch)``.
-            batch: the micro-batch.
-
-        Returns:
-            The loss function's result; None on a stage that has sent its activations to the next one.
-
-        Raises:
-            TuttiError: the loss function has caught an error of the model and gone on; the error itself if it is a
-                ``TuttiError``, else a ``UsageError``.
-            Exception: any error that the loss function lets through.
-        """
-        reads = self._passes.replica.script_parameters
-        try:
-            # The loss function goes on after its call of the model on the last stage alone.
-            reads.apart = True
-            result = loss(self, batch)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as raised:
-            if self._failure is not None and isinstance(self._failure[0], TuttiError):
-                raise self._failure[0] from None
-            # A loss function that catches StageReached goes on without an output, and may fail in any way.
-            if not self._handed_over:
-                if self.called and isinstance(raised, AttributeError) and isinstance(raised.obj, nn.Module):
-                    _refuse_attribute(raised)
-                raise
-            result = None
-        finally:
-            reads.apart = False
-        if self._failure is not None:
-            error, place = self._failure
-            if isinstance(error, TuttiError):
-                raise error
-            raise UsageError(
-                "the loss function continues after an error of the model",
-                where=place,
-                why=f"{type(error).__name__}: {error}; the other stages cannot know what it does instead",
-                remedy="let the error propagate, look at the batch before calling the model, or take"
-                " strategy='mirrored'",
-            ) from error
-        return None if self._handed_over else result
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._handed_over:
-            raise StageReached
-        try:
-            with self._passes.replica.model_code():
-                return self._called(args, kwargs)
-        except StageReached:
-            self._handed_over = True
-            raise
-        except Exception as error:
-            caller = calling_frame(1)
-            place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-            self._failure = self._failure or (error, place)
-            raise
-
-    @single_call
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run this stage's forward. Raises UsageError for a second call, and for arguments that stages cannot take."""
-        if self.called:
-            raise UsageError(
-                "the loss function calls the model twice",
-                why="it called it once for the first micro-batch, and every stage has left it after this call",
-                remedy="call it as often for every batch, or once, as model(torch.cat([first, second])); or take"
-                " strategy='mirrored'",
-            )
-        self.called = True
-        given = self._passes.bind(args, kwargs)
-        tensors = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        asked = next((n for n, v in tensors.items() if isinstance(v, Tensor) and v.requires_grad), None)
-        if asked is not None:
-            raise UsageError(
-                f"the loss function asks for the gradient of the model's input '{asked}'",
-                why="the gradient would have to return through all stages before the loss function continues",
-                remedy="give the model inputs that do not require a gradient, or take strategy='mirrored'",
-            )
-        self.computed = True
-        return self._passes.compute(self._flight, self._stage, given)
-
-    def __getattr__(self, name: str) -> Any:
-        # Of the whole model, whose placeholders refuse to be read: a penalty on all weights is none on some of them.
-        owner = self._passes.virtual_stages[0].module if name == "training" else self._passes.model
-        return getattr(owner, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._passes.model[index]  # type: ignore[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._passes.model  # type: ignore[misc]
-
-
-def _refuse_attribute(error: AttributeError) -> NoReturn:
-    """Raise UsageError: the loss function reads an attribute of a module that does not exist on the last stage."""
-    raise UsageError(
-        f"the loss function reads '{error.name}' of the model ({type(error.obj).__name__}), which the last stage of the"
-        " model does not have",
-        where=script_line_of(error),
-        why="a hook or a forward that sets an attribute sets the one of its own stage",
-        remedy="let the model's forward return the value, or take strategy='mirrored'",
-    ) from error
 
 
 def _summary(
