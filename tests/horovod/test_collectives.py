@@ -13,7 +13,7 @@ import torch
 
 import tutti
 from tests.worlds import run
-from tutti.comm import collective_engine
+from tutti.comm import collective_session
 from tutti.errors import TuttiError
 
 SIZES = [2, 3, 4]
@@ -176,7 +176,7 @@ def test_names_match_calls_in_any_order() -> None:
 def twice() -> tuple[str, float]:
     """A name that is used twice is refused by the call itself, and a barrier overtakes the first."""
     # However slow this machine is at the moment.
-    collective_engine.SETTLE = 600.0
+    collective_session.SETTLE = 600.0
     rank = tutti.rank()
     text = ""
     if rank == 0:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tutti.comm.collective_call import CollectiveCall, ReduceOperation
-from tutti.comm.collective_engine import CollectiveHandle, CollectiveSession, default_session
+from tutti.comm.collective_engine import default_session
 from tutti.comm.collective_execution import finish_reduction, scale
+from tutti.comm.collective_session import CollectiveHandle, CollectiveSession
 from tutti.comm.object_codec import decode_object, encode_or_error
 from tutti.errors import UsageError
 from tutti.launcher import context

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from tutti.comm import collectives
 from tutti.comm.collective_call import ReduceOperation
-from tutti.comm.collective_engine import (
-    CollectiveHandle,
-    CollectiveSession,
-    abandon_engine,
-    engine,
-    interrupt_engine,
-)
+from tutti.comm.collective_engine import abandon_engine, engine, interrupt_engine
+from tutti.comm.collective_session import CollectiveHandle, CollectiveSession
 from tutti.comm.collectives import ProcessSet
 from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.comm.negotiation import SessionOptions

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm import collectives
-from tutti.comm.collective_engine import CollectiveHandle
+from tutti.comm.collective_session import CollectiveHandle
 from tutti.comm.collectives import ProcessSet
 from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.horovod.torch import mpi_ops
