@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tutti.parallel.ddp.buckets import values_of
-from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.ddp.gradient_arithmetic import scale_all, squares_of
 from tutti.types.micro_batch import LossSums
 from tutti.types.step_records import StepContext
 

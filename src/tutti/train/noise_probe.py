@@ -18,7 +18,7 @@ from torch import Tensor
 from tutti.optim.noise_scale import NoiseAverage, NoiseEstimate, noise_estimate
 from tutti.optim.several import members_of
 from tutti.parallel import Choice
-from tutti.parallel.ddp.reducers import squares_of
+from tutti.parallel.ddp.gradient_arithmetic import squares_of
 from tutti.parallel.normalisation import divisor_of_backward, mean_factor
 from tutti.types.gradient_sync import GradientSync, OwnGradients
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch

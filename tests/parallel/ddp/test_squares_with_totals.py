@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tutti.parallel.ddp.reducers import OverlappedReducer, read_with_squares, squares_of
+from tutti.parallel.ddp.gradient_arithmetic import read_with_squares, squares_of
+from tutti.parallel.ddp.reducers import OverlappedReducer
 from tutti.types.step_records import StepContext
 
 

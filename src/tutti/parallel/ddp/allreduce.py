@@ -29,14 +29,8 @@ from tutti.optim.several import acting, members_of, slots, stepping
 from tutti.parallel.ddp.buckets import largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
-from tutti.parallel.ddp.reducers import (
-    OverlappedReducer,
-    Reducer,
-    TreeReducer,
-    accumulated,
-    scale_all,
-    squares_of,
-)
+from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
+from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch

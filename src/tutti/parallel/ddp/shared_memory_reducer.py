@@ -19,7 +19,7 @@ from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.device import is_accelerator
 from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
-from tutti.parallel.ddp.reducers import scale_all
+from tutti.parallel.ddp.gradient_arithmetic import scale_all
 from tutti.parallel.ddp.step_agreement import edits_key, layout_key, refuse_mismatch
 from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.run_context import RunContext

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tutti.comm.communicator import Communicator
 from tutti.errors import MismatchError, UsageError, script_line
-from tutti.parallel.ddp.reducers import squares_of
+from tutti.parallel.ddp.gradient_arithmetic import squares_of
 from tutti.torch_compat import reduce_scatter_single, set_fsdp_collectives
 
 

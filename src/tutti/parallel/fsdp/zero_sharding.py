@@ -13,7 +13,7 @@ from tutti.nn.gradient_hooks import share_gradient_hooks
 from tutti.nn.incomplete_gradient import IncompleteGradient, after_clearing, clear_gradient, conceal
 from tutti.nn.partial_gradient import GradientParts, GradientSplit
 from tutti.parallel.ddp.buckets import plan_buckets
-from tutti.parallel.ddp.reducers import accumulated
+from tutti.parallel.ddp.gradient_arithmetic import accumulated
 from tutti.parallel.fsdp.row_collectives import RowGatherer
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.torch_compat import chunk_cat, module_parameters, tensor_version

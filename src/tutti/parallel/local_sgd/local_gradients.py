@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tutti.optim.several import acting, members_of
 from tutti.parallel.ddp.allreduce import optimizer_step
-from tutti.parallel.ddp.reducers import accumulated, scale_all, squares_of
+from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
 from tutti.parallel.ddp.unsharded_gradients import TrainedGradients
 from tutti.parallel.normalisation import clip_norm, nonfinite_names
 from tutti.types.custom_loop_sync import GradientPlace

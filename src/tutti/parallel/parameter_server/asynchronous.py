@@ -21,7 +21,7 @@ from tutti.config.sync_config import ParameterServerConfig
 from tutti.errors import UsageError
 from tutti.launcher import context, lost_rank_notes
 from tutti.nn.swap import parameters
-from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.ddp.gradient_arithmetic import scale_all, squares_of
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard

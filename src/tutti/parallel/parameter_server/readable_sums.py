@@ -21,7 +21,7 @@ from tutti.config.sync_config import ParameterServerConfig
 from tutti.errors import UsageError
 from tutti.nn.incomplete_gradient import is_zeroed
 from tutti.nn.summed_gradient import GradientSums, SummedGradient
-from tutti.parallel.ddp.reducers import accumulated, scale_all, squares_of
+from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
 from tutti.parallel.normalisation import clipped, nonfinite_names
 from tutti.parallel.parameter_server.request_handlers import NONE
 from tutti.parallel.parameter_server.server_wire import APPLY, EDITED, SKIP, WAIT

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tutti.parallel.ddp.buckets import METRICS, read_sums
-from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.ddp.gradient_arithmetic import scale_all, squares_of
 from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.parallel.normalisation import mean_factor
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard, Vectors

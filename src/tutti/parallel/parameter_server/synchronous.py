@@ -20,7 +20,7 @@ from tutti.nn.swap import parameters
 from tutti.optim.several import members_of
 from tutti.parallel.ddp.allreduce import AllReduceSync
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
-from tutti.parallel.ddp.reducers import own_part, squares_by
+from tutti.parallel.ddp.gradient_arithmetic import own_part, squares_by
 from tutti.parallel.ddp.step_agreement import layout_key, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
