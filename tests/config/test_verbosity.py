@@ -60,6 +60,7 @@ def test_decisions_are_told_once_and_with_their_reason(tmp_path: Path) -> None:
     assert told.returncode == 0 and "argv ['-v']" in told.stdout
     reason = "tutti.prepare: logical workers: 2, as many as data ranks, because workers is not given"
     assert told.stderr.splitlines().count(reason) == 1
+    assert "tutti.prepare: global batch: 128 samples, the default" in told.stderr.splitlines()
     assert "parameter weight" not in told.stderr
     assert "tutti.prepare" not in (tmp_path / "runs" / "logs" / "rank1.log").read_text()
     more = tutti(tmp_path, "run", "-vv", "-np", "2", "script.py")

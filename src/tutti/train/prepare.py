@@ -361,12 +361,8 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
     workers = given if o.workers is not None else "as many as data ranks, because workers is not given"
     log.info("logical workers: %d, %s", run.context.workers, workers)
     if o.batch_size is None:
-        loader = checked.sampling.batch_size is not None
-        log.info(
-            "global batch: %s, %s",
-            counted(run.feed.contract.batch, "sample"),
-            "the loader's" if loader else "the default",
-        )
+        origin = "the loader's" if checked.from_loader else "the default"
+        log.info("global batch: %s, %s", counted(run.feed.contract.batch, "sample"), origin)
     for label, text in {**run.replica.summary, **run.feed.describe()}.items():
         log.info("%s: %s", label, text)
     if run.loss_scale is not None:

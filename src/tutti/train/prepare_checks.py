@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from tutti import parallel
 from tutti.comm.grid import Grid
@@ -65,6 +66,7 @@ class CheckedRun:
         together: whether the logical data-parallel workers of a rank (fixed shares of the global batch) compute as
             one, for synchronised batch norm.
         optimizer_settings: options of each parameter group as they were given.
+        from_loader: whether the data set was given as a ``DataLoader``.
     """
 
     model: nn.Module
@@ -83,6 +85,7 @@ class CheckedRun:
     loss_scale: LossScale | None
     together: bool
     optimizer_settings: list[dict[str, Any]]
+    from_loader: bool
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -177,7 +180,7 @@ def check_run(
     grid = Grid(**choice.shape(world.identity.size), rank=world.identity.rank)
     data = wrap_training_data(sampling, choice, o)
     _check_trainable(whole, trainer, sparse)
-    contract = _contract(choice, grid.data_ranks, samples_per_epoch(data, sampling), o)
+    contract = _contract(choice, grid.data_ranks, samples_per_epoch(data, sampling), batch_size, o)
     if choice.row.shared_weights and grid.data_ranks > 1:
         _check_tables(whole)
     noise, adaptive = o.gradient_noise, o.lr_rule.adaptive
@@ -211,6 +214,7 @@ def check_run(
         loss_scale=loss_scale,
         together=together,
         optimizer_settings=optimizer_settings(given),
+        from_loader=isinstance(dataset, DataLoader),
     )
 
 
@@ -325,9 +329,9 @@ def _check_not_on_meta(model: nn.Module) -> None:
         )
 
 
-def _contract(choice: Choice, ranks: int, count: int | None, o: RunOptions) -> BatchContract:
+def _contract(choice: Choice, ranks: int, count: int | None, batch: int, o: RunOptions) -> BatchContract:
     """Return the batch contract; the strategy may determine the size of micro-batches."""
-    number, batch = o.workers or ranks, o.batch_size or DEFAULT_BATCH_SIZE
+    number = o.workers or ranks
     micro = parallel.micro_batch(choice, o.micro_batch, batch, number)
     return BatchContract(count, batch, number, ranks, micro, o.identical_batches)
 
