@@ -31,7 +31,7 @@ from tutti.parallel.parameter_server.client import Reply
 from tutti.parallel.parameter_server.flat_views import write_gradients
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard
 from tutti.parallel.parameter_server.remote_gradients import RemoteGradients
-from tutti.parallel.parameter_server.request_handlers import NONE, AsyncHandler
+from tutti.parallel.parameter_server.request_handlers import NONE, AsyncHandler, AsyncProgress
 from tutti.parallel.parameter_server.server_flows import async_floats
 from tutti.parallel.parameter_server.server_session import ServerSession
 from tutti.parallel.parameter_server.server_wire import BACK, PULL, PUSH, READ, SKIP, WAIT
@@ -239,7 +239,7 @@ class AsynchronousServerSync(RemoteGradients):
         )
         if used:
             self._accrued[worker] = [None] * len(self._trained)
-            self._stale.append(replies[0].extras[0])
+            self._stale.append(AsyncProgress(*replies[0].extras).staleness)
         for _, parameter in self._trained:
             parameter.grad = None
         self._take(worker, replies, read=back)
@@ -273,10 +273,10 @@ class AsynchronousServerSync(RemoteGradients):
         The first server alone decides after which step all workers stop: servers hear of the request at different
         clocks, and a worker that completes a step has its reply, but maybe not the one of a server that decides later.
         """
-        _, _, stop_at, _, clock = replies[0].extras
-        self._stop_at = self._stop_at if stop_at == NONE else stop_at
-        self._clock = max(self._clock, int(clock))
-        self._allowed[worker] = all(reply.extras[3] for reply in replies)
+        progress = [AsyncProgress(*reply.extras) for reply in replies]
+        self._stop_at = self._stop_at if progress[0].stop_at == NONE else progress[0].stop_at
+        self._clock = max(self._clock, int(progress[0].clock))
+        self._allowed[worker] = all(each.may_proceed for each in progress)
         self._version = replies[0].header.seen
         if read:
             self._seen[worker] = [reply.header.seen for reply in replies]

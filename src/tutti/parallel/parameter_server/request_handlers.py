@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -334,6 +334,24 @@ class SyncHandler:
         return {"updates": self.version, "late": self._rounds.late}
 
 
+class AsyncProgress(NamedTuple):
+    """Progress of the workers of an asynchronous server, in each of its replies to a PUSH or PULL, as floats.
+
+    Attributes:
+        staleness: updates by which the pushed gradient was late; 0 for a PULL.
+        lost: updates that were lost with an earlier process of the server.
+        stop_at: step after which all workers stop; ``NONE`` while no rank has asked for it.
+        may_proceed: 1.0 if the worker may begin its next step, 0.0 if it must wait for the slowest one.
+        clock: steps of all workers together.
+    """
+
+    staleness: float
+    lost: float
+    stop_at: float
+    may_proceed: float
+    clock: float
+
+
 class AsyncHandler:
     """Request handler of an asynchronous parameter server: every push of a finite gradient is one update.
 
@@ -411,11 +429,11 @@ class AsyncHandler:
         return sums and all(map(math.isfinite, extras))
 
     def _answer(self, allowed: bool, staleness: int = 0) -> Answer:
-        """Reply with the parameters and [staleness, lost updates, stop step or -1, may proceed, joint clock]."""
-        stop = self._core.stop_at
+        """Reply with the parameters and the progress of the workers."""
         core = self._core
-        extras = [staleness, core.lost, NONE if stop is None else stop, allowed, core.clock]
-        return Answer(extras=[float(number) for number in extras], values=True, seen=self.version)
+        stop_at = NONE if core.stop_at is None else core.stop_at
+        progress = AsyncProgress(staleness, core.lost, stop_at, allowed, core.clock)
+        return Answer(extras=[float(number) for number in progress], values=True, seen=self.version)
 
     def forget(self) -> None:
         """Reset this server's step numbers of all logical workers, after a checkpoint was loaded into the server.
