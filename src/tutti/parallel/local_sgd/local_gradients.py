@@ -36,7 +36,7 @@ class LocalGradients(TrainedGradients):
     gradient_at: GradientPlace = "rank"
     by_worker = accumulated = False
     _run_context: RunContext
-    _of: dict[int, Optimizer]
+    _optimizer_of: dict[int, Optimizer]
     _acting_on: Sequence[nn.Parameter] | None = None
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -93,7 +93,7 @@ class LocalGradients(TrainedGradients):
             members: the parameters of this optimizer, whose gradients are clipped.
         """
         with ExitStack() as stack:
-            for optimizer in self._of.values():
+            for optimizer in self._optimizer_of.values():
                 stack.enter_context(acting(optimizer, index))
             self._acting_on = members
             try:
@@ -125,7 +125,7 @@ class LocalGradients(TrainedGradients):
         Args:
             optimizer: any optimizer.
         """
-        return any(optimizer is own for each in self._of.values() for own in members_of(each))
+        return any(optimizer is own for each in self._optimizer_of.values() for own in members_of(each))
 
     def step_own(self, step_context: StepContext) -> UpdateResult:
         """Clip this worker's own gradient and step its optimizer; skip the update where the gradient is not finite.
@@ -147,6 +147,6 @@ class LocalGradients(TrainedGradients):
             names = nonfinite_names((name, p.grad) for name, p in self.named_trained())
             return UpdateResult(1, skipped=True, nonfinite=tuple(names[:3]), together=False)
         norm = self.clip_gradients(norm)
-        for optimizer in self._of.values():
+        for optimizer in self._optimizer_of.values():
             optimizer_step(optimizer, step_context.lr_factor, norm)
         return UpdateResult(1, together=False)

@@ -73,7 +73,7 @@ class LocalSGDSync(LocalGradients):
 
     def __init__(self, config: LocalSGDConfig, run_context: RunContext) -> None:
         self._period, self._run_context = config.period, run_context
-        self._post = int(config.together().value)
+        self._joint_steps = int(config.together().value)
         self._counting = LossCounter()
         self._culprits: dict[str, None] = {}
         self._equal = True
@@ -108,14 +108,14 @@ class LocalSGDSync(LocalGradients):
         self._trained = [(name, p) for name, p in self._named if p.requires_grad]
         self._copies = {w: [p.data if w == mine[0] else p.data.clone() for _, p in self._trained] for w in mine}
         made = {w: make_optimizer(self._named) for w in mine}
-        self._of = {w: optimizer for w, optimizer in made.items() if optimizer is not None}
-        for member in slots(next(iter(self._of.values()), None)):
+        self._optimizer_of = {w: optimizer for w, optimizer in made.items() if optimizer is not None}
+        for member in slots(next(iter(self._optimizer_of.values()), None)):
             agreed_mixing(member, self._run_context)
-        self.optimizers: Sequence[Optimizer] = tuple(self._of.values())
+        self.optimizers: Sequence[Optimizer] = tuple(self._optimizer_of.values())
         self._buffers = WorkerBuffers(replica.parts, self._run_context)
         workers = self._run_context.workers
         self._replica, self._make_optimizer = replica, make_optimizer
-        self._inside = mine[0] if len(mine) else -1
+        self._loaded_worker = mine[0] if len(mine) else -1
         self._guard = WriteGuard(
             "the model holds one of this rank's workers, and the others have parameters of their own"
         )
@@ -194,7 +194,7 @@ class LocalSGDSync(LocalGradients):
         if part is not None and math.isfinite(norm):
             gradients = [p.grad for _, p in self._trained if p.grad is not None]
             left = clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
-            optimizer_step(self._of[worker], self._step_context.lr_factor, left)
+            optimizer_step(self._optimizer_of[worker], self._step_context.lr_factor, left)
         for _, parameter in self._trained:
             parameter.grad = None
         self._note()
@@ -451,10 +451,10 @@ class LocalSGDSync(LocalGradients):
         own: dict[str, Tensor] = dict(self._buffers.state())
         for worker, copies in self._copies.items():
             own |= {f"{worker}{_PARAMETER}{name}": c for (name, _), c in zip(self._trained, copies, strict=True)}
-            if worker in self._of:
-                tensors = optimizer_tensors(self._of[worker], self._named)
+            if worker in self._optimizer_of:
+                tensors = optimizer_tensors(self._optimizer_of[worker], self._named)
                 own |= {f"{worker}/optimizer/{name}": tensor for name, tensor in tensors.items()}
-        first = optimizer_tensors(self._of[0], self._named) if 0 in self._of else {}
+        first = optimizer_tensors(self._optimizer_of[0], self._named) if 0 in self._optimizer_of else {}
         return {"model": mine_of(self.merged(), comm.rank, comm.size), "optim": first, "workers": own}
 
     def load(self, saved: SavedState) -> None:
@@ -489,9 +489,9 @@ class LocalSGDSync(LocalGradients):
                     copy.copy_(saved.get("workers", own))
                 else:
                     copy.copy_(read_local(saved, "model", name, self._replica, copy.shape))
-            if worker in self._of:
+            if worker in self._optimizer_of:
                 group, prefix = ("workers", f"{worker}/optimizer/") if same else ("optim", "")
-                load_optimizer(self._of[worker], self._named, saved, group, prefix, specs)
+                load_optimizer(self._optimizer_of[worker], self._named, saved, group, prefix, specs)
         self._buffers.load(saved)
         self._note()
         self._note_frozen()
@@ -548,9 +548,9 @@ class LocalSGDSync(LocalGradients):
         agree_on_state(self._run_context.comms.replica, self._replica.parts)
         self._train(names)
         for worker in self._run_context.mine:
-            if worker not in self._of and (made := self._make_optimizer(self._named)) is not None:
-                self._of[worker] = made
-        self.optimizers = tuple(self._of.values())
+            if worker not in self._optimizer_of and (made := self._make_optimizer(self._named)) is not None:
+                self._optimizer_of[worker] = made
+        self.optimizers = tuple(self._optimizer_of.values())
 
     def _fixed(self) -> dict[str, Tensor]:
         """Return the parameters that were never trained, of which all workers have the same."""
@@ -605,7 +605,7 @@ class LocalSGDSync(LocalGradients):
         for worker, copies in self._copies.items():
             # Frozen parameters were equal on all workers; from now on each worker has its own copy.
             self._copies[worker] = [
-                copies[before[name]] if name in before else p.data if worker == self._inside else p.data.clone()
+                copies[before[name]] if name in before else p.data if worker == self._loaded_worker else p.data.clone()
                 for name, p in self._trained
             ]
         self._make_sums()
@@ -619,13 +619,13 @@ class LocalSGDSync(LocalGradients):
             for dtype in sorted({p.dtype for _, p in self._trained}, key=str)
         }
         self._reducer: Reducer | None = None
-        if self._post:
+        if self._joint_steps:
             reducer = TreeReducer(self._named, self._run_context)
             self._reducer = with_sparse_gradients(reducer, self._replica.parts, comm)
 
     def _put(self, worker: int) -> None:
         """Put this worker's parameters into the model."""
-        self._inside = worker
+        self._loaded_worker = worker
         for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
             if parameter.data_ptr() != copy.data_ptr():
                 parameter.data = copy
@@ -651,12 +651,12 @@ class LocalSGDSync(LocalGradients):
 
     def _due(self, step_context: StepContext) -> bool:
         """Return whether the copies are averaged at the end of this step."""
-        alone = step_context.taken + 1 - self._post
+        alone = step_context.taken + 1 - self._joint_steps
         return alone > 0 and alone % self._period == 0
 
     def _jointly(self, step_context: StepContext) -> Reducer | None:
         """Return the reducer of gradients in a synchronous step; None in a local step."""
-        return self._reducer if step_context.taken < self._post else None
+        return self._reducer if step_context.taken < self._joint_steps else None
 
     def _contribute(self, reducer: Reducer, worker: int, part: LossSums | None) -> None:
         """Add a worker's gradient to a synchronous step, rescaled from the mean over its samples to their sum.
@@ -684,7 +684,7 @@ class LocalSGDSync(LocalGradients):
         nonfinite: tuple[str, ...] = ()
         if stats.finite:
             norm = self.clip_gradients(stats.grad_norm)
-            for worker, optimizer in self._of.items():
+            for worker, optimizer in self._optimizer_of.items():
                 self._put(worker)
                 optimizer_step(optimizer, step_context.lr_factor, norm)
             self._note()
