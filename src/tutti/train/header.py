@@ -118,7 +118,7 @@ def _length(config: TrainConfig, run: Run) -> str:
     counted = f" in batches of {config.regime_batch}" if config.regime_batch else ""
     if run.adascale is not None:
         counted = " of one worker alone"
-    if not run.context.in_step:
+    if not run.context.synchronous:
         counted = "of all workers together; a slow worker makes fewer"
     return f"{config.length}{counted}"
 

@@ -339,7 +339,7 @@ def _with_trials(
     first = partial(first_micro_batch_trial, checked.data, checked.contract, place)
     trial = first(loss, seed, run_context.grid.data_rank)
     forward = trial or first(call_model, seed, run_context.grid.data_rank)
-    return replace(run_context, in_step=checked.choice.row.synchronous, trial=trial, forward_trial=forward)
+    return replace(run_context, synchronous=checked.choice.row.synchronous, trial=trial, forward_trial=forward)
 
 
 def _wrap_script_objects(run: Run, checked: CheckedRun) -> None:

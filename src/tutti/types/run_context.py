@@ -32,8 +32,8 @@ class RunContext:
         compile: mode and options of ``torch.compile``; None for none.
         gradient_variance: whether to measure each worker's gradient before the sum: ``StepStats.gradient_variance``.
         draws: whether the model may draw random numbers in training, as for dropout.
-        in_step: whether every rank makes all steps of the run; False with asynchronous parameter servers that count the
-            steps of all workers together.
+        synchronous: whether every rank makes all steps of the run; False with asynchronous parameter servers that count
+            the steps of all workers together.
         trial: ``trial(model, most=None)`` calls the run's loss function on ``model`` with the first micro-batch of the
             training data, or with at most ``most`` samples of that; it is not collective. None without a loss function.
         forward_trial: the function ``trial`` where the run has a loss function; otherwise a function with the same
@@ -53,7 +53,7 @@ class RunContext:
     compile: CompileChoice | None = None
     gradient_variance: bool = False
     draws: bool = True
-    in_step: bool = True
+    synchronous: bool = True
     trial: Callable[..., Any] | None = None
     forward_trial: Callable[..., Any] | None = None
     rows: bool = False

@@ -249,7 +249,7 @@ class KeptValues(LossWatch):
         run = self._run
         if run.context.grid.stage > 1 and not run.custom.within_batch:
             return "the last stage's rank computes the loss, and other ranks' copies would stay as they are"
-        together = run.context.in_step and run.gradient_sync.loss_normalisation == "step"
+        together = run.context.synchronous and run.gradient_sync.loss_normalisation == "step"
         if together or run.context.comms.replica.size == 1:
             return ""
         return "each rank would train its own with its samples, and none exchanges them"

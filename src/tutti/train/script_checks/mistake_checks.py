@@ -148,7 +148,7 @@ class Checks:
             if several and self._steps & (self._steps - 1) == 0 and self._same_data(given):
                 self._first = {}
         more = self._steps < 2 or (bool(self._first) and self._steps < _STEPS)
-        self.looking = (several and self._run.context.in_step and more) or (not several and bool(self._numbers))
+        self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
 
     def _check_counters(self, micro_batches: int) -> None:
         """Report a number that the model keeps in Python, and changes with every micro-batch. Called in two steps."""
