@@ -71,7 +71,7 @@ from tutti.torch_compat import foreach_copy_
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossSums
-from tutti.types.optimizer_protocols import OptimizerFactory
+from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
 from tutti.types.run_context import RunContext
 from tutti.types.saved_state import SavedState
@@ -150,7 +150,7 @@ class ShardedSync:
             # FSDP2 takes contiguous parameters only, and the sharded gradients are contiguous.
             parameter.data = parameter.data.contiguous()
         self._replica, self._slices = replica, replica.specs
-        self._engines = self._share_out(replica, named)
+        self._engines = self._cut_parameters(replica, named)
         held = {id(parameter) for part in replica.parts for parameter in part.parameters()}
         for name, rows in named:
             if rows.requires_grad and id(rows) not in held:
@@ -254,12 +254,8 @@ class ShardedSync:
             axes.append(axis(line, along_slices(here, line, together), together))
         return WholeTensors(axes, optimizer)
 
-    def _share_out(self, replica: ReplicaRunner, named: Sequence[tuple[str, nn.Parameter]]) -> list[ShardingEngine]:
-        """Cut the parameters into rows and return the engines: stage 1 alone, or FSDP2 and stage 1 for the rest.
-
-        The rest: trainable 0-d parameters, parameters of another dtype than most, and with ``param_dtype`` the
-        parameters of batch norms. Empty parameters are not cut.
-        """
+    def _cut_parameters(self, replica: ReplicaRunner, named: NamedParameters) -> list[ShardingEngine]:
+        """Cut the parameters into rows, and return the engines that hold them: ZeRO stage 1, or FSDP2 and the rest."""
         grid = self._run_context.grid
         if grid.tensor == 1 and grid.stage == 1 and self._shards.size > 1:
             # A replica of tensor slices has a context of its own.
@@ -270,30 +266,30 @@ class ShardedSync:
             replica.script_code, replica.model_code = self._reads.script_code, self._reads.model_code
             replica.edits = self._reads.edits
         if self._config.stage == 1 or self._shards.size == 1:
-            trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
-            sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)
-            replica.replaced(sliced.replaced)
-            replica.also_seen({whole: rows for rows, whole in sliced.replaced.items()})
-            if self._reads is not None:
-                wrap = partial(ScriptHook, is_dummy=lambda: False, script_code=self._reads.script_code)
-                replica.adapt_hooks = partial(_check_hooks, replica.parts, wrap)
-            own = dict(zip((rows.name for rows in sliced.rows), sliced.script_parameters(), strict=True))
-            replica.replaced_name = lambda: next(
-                (name for name, p in parameters(replica.parts) if own.get(name, p) is not p), None
-            )
-            return [sliced]
+            return [self._cut_by_zero(replica, named)]
+        return self._cut_by_fsdp(replica, named)
+
+    def _cut_by_zero(self, replica: ReplicaRunner, named: NamedParameters) -> ZeroSharding:
+        """Cut the trainable parameters into rows; the model keeps whole parameters. Empty parameters are not cut."""
+        trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
+        sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)
+        replica.replaced(sliced.replaced)
+        replica.also_seen({whole: rows for rows, whole in sliced.replaced.items()})
+        if self._reads is not None:
+            wrap = partial(ScriptHook, is_dummy=lambda: False, script_code=self._reads.script_code)
+            replica.adapt_hooks = partial(_check_hooks, replica.parts, wrap)
+        own = dict(zip((rows.name for rows in sliced.rows), sliced.script_parameters(), strict=True))
+        replica.replaced_name = lambda: next(
+            (name for name, p in parameters(replica.parts) if own.get(name, p) is not p), None
+        )
+        return sliced
+
+    def _cut_by_fsdp(self, replica: ReplicaRunner, named: NamedParameters) -> list[ShardingEngine]:
+        """Shard the model by FSDP2, and by ZeRO stage 1 the trainable parameters that FSDP2 cannot take."""
         from tutti.parallel.fsdp.fully_sharded import FullySharded
 
-        counts: Counter[torch.dtype] = Counter()
-        for _, parameter in named:
-            counts[parameter.dtype] += parameter.numel() * parameter.requires_grad
-        usual = counts.most_common(1)[0][0]
         [model] = replica.parts
-        whole = {p for _, p in named if not p.numel() or not p.dim() or p.dtype != usual}
-        if self._config.param_dtype is not None:
-            # Batch norm takes narrow activations, but not with narrow weights.
-            norms = [module for module in model.modules() if hasattr(module, "running_mean")]
-            whole |= {p for module in norms for p in module.parameters()}
+        whole = self._whole_under_fsdp(model, named)
         for parameter in whole:
             # FSDP2 moves only the other parameters to the device. The copy also moves memory-mapped ones into memory.
             parameter.data = parameter.data.to(self._shards.device, copy=True)
@@ -308,6 +304,23 @@ class ShardedSync:
         replica.adapt_hooks = engine.adapt_hooks
         rest = [(n, p) for n, p in named if p in whole and p.requires_grad and p.numel()]
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
+
+    def _whole_under_fsdp(self, model: nn.Module, named: NamedParameters) -> set[nn.Parameter]:
+        """Return the parameters that FSDP2 leaves whole.
+
+        These are empty and 0-d parameters, parameters of another dtype than most, and with ``param_dtype`` the
+        parameters of batch norms.
+        """
+        counts: Counter[torch.dtype] = Counter()
+        for _, parameter in named:
+            counts[parameter.dtype] += parameter.numel() * parameter.requires_grad
+        usual = counts.most_common(1)[0][0]
+        whole = {p for _, p in named if not p.numel() or not p.dim() or p.dtype != usual}
+        if self._config.param_dtype is not None:
+            # Batch norm takes narrow activations, but not with narrow weights.
+            norms = [module for module in model.modules() if hasattr(module, "running_mean")]
+            whole |= {p for module in norms for p in module.parameters()}
+        return whole
 
     def _units(self, model: nn.Module) -> tuple[str, ...]:
         """Return the wrap policy, with blocks among which the data choose left to the module around them.
