@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -27,6 +28,23 @@ def leave_hooks_out_of_copies(model: nn.Module) -> None:
     for module in model.modules():
         # Instance attributes take precedence over the class's, and PyTorch has no hook for pickles.
         vars(module)[_ATTRIBUTE] = _PlainReduce(module)
+
+
+class ModelHook:
+    """Callable for module hooks that calls ``act``; copies and pickles of the module leave it out.
+
+    PyTorch sets attributes on some hooks, which a method does not take.
+
+    Args:
+        act: function that is called with the arguments that PyTorch gives the hook.
+    """
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> None:
+        """Call the wrapped function with the arguments that PyTorch gives the hook; returns None."""
+        self._act(*args)
 
 
 class _PlainReduce:

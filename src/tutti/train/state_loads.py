@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ from tutti.errors import UsageError
 from tutti.nn.swap import buffers, parameters
 from tutti.parallel import Choice
 from tutti.parallel.tensor.split_reads import slice_of
+from tutti.train.plain_copies import ModelHook
 from tutti.types.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -176,21 +177,6 @@ class StateLoads:
             "the weights that load_state_dict is given",
             "call it on every rank with the same weights, such as those of run.state()",
         )
-
-
-class ModelHook:
-    """Callable for module hooks that calls ``act``; copies and pickles of the module leave it out.
-
-    Args:
-        act: function that is called with the arguments that PyTorch gives the hook.
-    """
-
-    def __init__(self, act: Callable[..., None]) -> None:
-        self._act = act
-
-    def __call__(self, *args: Any) -> None:
-        """Call the wrapped function with the arguments that PyTorch gives the hook; returns None."""
-        self._act(*args)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

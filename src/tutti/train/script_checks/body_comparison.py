@@ -7,17 +7,16 @@ the same backward and optimizer calls in the same order, see the same parameters
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-from torch import nn
 
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.python_compat import live_objects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
-from tutti.train.script_checks.mistake_checks import Hook
+from tutti.train.plain_copies import ModelHook
 from tutti.types.custom_loop_sync import CustomLoopSync
 
 if TYPE_CHECKING:
@@ -199,9 +198,9 @@ class BodyComparison:
         if not self._hooked:
             self._hooked = True
             for part in self._run.replica.parts:
-                part.register_forward_pre_hook(Hook(self._before_forward), prepend=True)
+                part.register_forward_pre_hook(ModelHook(self._before_forward), prepend=True)
 
-    def _before_forward(self, part: nn.Module) -> None:
+    def _before_forward(self, *_: Any) -> None:
         if self.several and self._at_forward is None and torch.is_grad_enabled():
             self._at_forward = self._trained()
             self._hooks_at_forward = self._hooks_at_forward or self._gradient_hooks()

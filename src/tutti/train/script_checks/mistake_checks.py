@@ -32,6 +32,7 @@ from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers, training_mode
 from tutti.optim.several import members_of
 from tutti.python_compat import live_objects
+from tutti.train.plain_copies import ModelHook
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
@@ -449,17 +450,17 @@ class Checks:
         merged = run.gradient_sync.merged()
         if self._reports and any(not torch.allclose(slot.get(), merged[slot.name]) for slot in slots):
             _WATCHED[run.model] = [
-                run.model.register_forward_pre_hook(Hook(self._evaluates)),
-                run.model.register_state_dict_post_hook(Hook(self._saves)),
+                run.model.register_forward_pre_hook(ModelHook(self._evaluates)),
+                run.model.register_state_dict_post_hook(ModelHook(self._saves)),
             ]
 
-    def _evaluates(self, model: nn.Module) -> None:
+    def _evaluates(self, model: nn.Module, *_: Any) -> None:
         # Within a global batch a worker uses its own statistics, as it should.
         if not (model.training or self._aside or self._run.within_batch):
             _WATCHED[model][0].remove()
             self.diagnoses.report("one-rank-statistics", "the model is evaluated by itself", self._run.clock)
 
-    def _saves(self, model: nn.Module) -> None:
+    def _saves(self, *_: Any) -> None:
         self.diagnoses.report("one-rank-statistics", "the model's state_dict() is read", self._run.clock)
 
     @contextmanager
@@ -516,21 +517,6 @@ class Checks:
         if all(keys) and other is not None:
             finding = f"rank {other} was given other held-out samples than rank 0, a part of them for each"
             self.diagnoses.report("padded-evaluation", finding, self._run.clock)
-
-
-class Hook:
-    """Callable for module hooks, which calls ``look(module)``; copies and pickles of the module leave it out.
-
-    Args:
-        look: function of the module that was called.
-    """
-
-    def __init__(self, look: Callable[[nn.Module], None]) -> None:
-        self._look = look
-
-    def __call__(self, model: nn.Module, *rest: Any) -> None:
-        """Call the wrapped function with the module; returns None, so that the hook changes nothing."""
-        self._look(model)
 
 
 def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
