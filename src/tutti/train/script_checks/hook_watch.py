@@ -48,7 +48,7 @@ class HookWatch:
         # Set by ``watch``: what is checked, and parameters in whose place the model has other objects now.
         self._parameters: NamedParameters = []
         self._modules: list[tuple[str, nn.Module]] = []
-        self._former: list[tuple[str, ref[Tensor], Tensor]] = []
+        self._former: list[tuple[str, ref[nn.Parameter], nn.Parameter]] = []
         self._tree: dict[str, nn.Module] = {}
         # The hooks at the last check. A hook that is given gradients of another scale if the loss counts something else
         # than samples: on this rank at that check, on any stage before the model was cut, and either of them.
