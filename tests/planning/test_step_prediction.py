@@ -222,9 +222,11 @@ def on_host(devices: int, update: float = 1e9) -> MeasuredCosts:
 def test_owners_add_up_the_gradients_of_a_node_in_its_memory() -> None:
     step, ranks = facts(4, elements=1_000_000), 2
     found = seconds_of(step, run("central_storage", ranks), on_host(ranks))
-    # 16 MB packed; each owner adds the other's 8 MB, two reads and a write; each updates 2 million parameters.
-    assert found == pytest.approx(0.096 + 0.16 + 3 * 0.08 + 2e-3)
+    # 16 MB packed, a read and a write; each owner adds the other's 8 MB, two reads and a write; each updates 2 million
+    # parameters.
+    assert found == pytest.approx(0.096 + 2 * 0.16 + 3 * 0.08 + 2e-3)
     assert seconds_of(step, run("central_storage"), on_host(1)) == pytest.approx(0.096 + 4e-3)
+    assert on_host(2).within().beta == on_host(2).machine.curve("device/copy").rate / 2
     with pytest.raises(UsageError, match=r"for one node.*at most 2 devices"):
         seconds_of(step, run("central_storage", 4), on_host(2))
     # Beside accelerators 16 MB cross to the host and back, at 12 GB/s and 10 µs a copy.
@@ -240,7 +242,8 @@ def test_a_synchronous_server_serves_all_ranks_in_turn() -> None:
     assert tcp[2] - tcp[1] == pytest.approx((tcp[4] - tcp[2]) / 2, rel=1e-3)
     assert tcp[2] - tcp[1] == pytest.approx(5 * 0.16, rel=1e-3)
     shared = seconds_of(step, run("parameter_server", 2), on_host(2))
-    assert tcp[2] - shared == pytest.approx((2 + 1) * 0.16, rel=1e-2)
+    # Messages there and back, and a copy out of the buffer; through shared memory each rank's parameters are copied.
+    assert tcp[2] - shared == pytest.approx((2 + 2 + 2 * 1 - 2 * 2) * 0.16, rel=1e-2)
     several = seconds_of(step, run("parameter_server:transport=tcp,servers=4", 4), on_host(4))
     assert several < tcp[4] / 2
 
@@ -255,12 +258,14 @@ def test_a_rank_beside_its_server_takes_no_link_between_nodes() -> None:
         return seconds_of(step, run(f"parameter_server:servers={servers},mode={mode}", nodes * each), prices)
 
     # 16 MB there and back at 1 MB/s for every rank on another node; what else grows is 0.48 s of addition a rank.
+    # Copies into and out of a rank's buffers take 0.32 s each.
+    here = 0.096 + 2 * 0.32
     for nodes in (2, 4, 8):
-        assert seconds(1, nodes) == pytest.approx((nodes - 1) * 32 + nodes * 0.48 + 0.096, rel=0.02)
-    assert seconds(1, 4, each=2) == pytest.approx(6 * 32 + 8 * 0.48 + 0.096, rel=0.02)
+        assert seconds(1, nodes) == pytest.approx((nodes - 1) * 32 + nodes * 0.48 + here, rel=0.02)
+    assert seconds(1, 4, each=2) == pytest.approx(6 * 32 + 8 * 0.48 + here, rel=0.02)
     # Each of two servers has half, and four servers on two nodes share two links.
-    assert seconds(2, 4) == pytest.approx(3 * 16 + 4 * 0.24 + 0.096, rel=0.02)
-    assert seconds(4, 2) == pytest.approx(1 * 16 + 2 * 0.12 + 0.096, rel=0.03)
+    assert seconds(2, 4) == pytest.approx(3 * 16 + 4 * 0.24 + here, rel=0.02)
+    assert seconds(4, 2) == pytest.approx(1 * 16 + 2 * 0.12 + here, rel=0.03)
     assert seconds(1, 4, mode="async") == pytest.approx(3 * 32, rel=0.02)
     # Pushes at once wait at once, whatever a message waits.
     link = LinkCost(100.0, 1e6)
@@ -272,7 +277,7 @@ def test_asynchronous_workers_are_bound_by_the_server_that_they_share() -> None:
     found = {n: seconds_of(step, run("parameter_server:mode=async", n), on_host(n, update=4e5)) for n in (1, 2, 32, 64)}
     # 96 ms of computing and 10 ms of update: twelve workers and more wait for the server.
     assert found[2] == pytest.approx(found[1]) and found[1] == pytest.approx(0.106, rel=0.02)
-    assert found[64] == pytest.approx(2 * found[32], rel=1e-3) and found[32] == pytest.approx(0.337, rel=1e-2)
+    assert found[64] == pytest.approx(2 * found[32], rel=1e-3) and found[32] == pytest.approx(0.342, rel=1e-2)
     seldom = seconds_of(step, run("parameter_server:mode=async,push=8,fetch=8", 64), on_host(64, update=4e5))
     assert seldom < found[64] / 3
     jitter = replace(machine(0.2), curves=on_host(2).machine.curves)
