@@ -8,6 +8,7 @@ A message says *what* happened, *where* (rank, step), *why*, and what to *do*. E
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import sys
 import traceback
@@ -296,9 +297,11 @@ def script_line() -> str:
     The place is the innermost stack frame whose file is outside of the packages torch and tutti, and not
     ``contextlib.py``; ``the script`` if there is none.
     """
-    for frame in reversed(traceback.extract_stack()):
-        if _is_users(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
+    frame = inspect.currentframe()
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
     return "the script"
 
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from tutti.nn.script_mode import tutti_caller
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
+from tutti.train.script_checks.loss_watch import reads_values
 from tutti.train.script_checks.moved_values import Place
+from tutti.train.script_checks.plain_numbers import generators_hash
 
-_OF_DATA = frozenset(
-    (
-        *("nonzero", "argwhere", "masked_select", "unique", "unique_dim", "unique_consecutive", "bincount"),
-        *("repeat_interleave", "one_hot", "coalesce", "to_sparse"),
-    )
-)
-"""Names of functions whose result has a size that depends on values."""
 _CLEARS = frozenset(("zero_", "_foreach_zero_"))
 """Names of functions that ``zero_grad`` calls for gradients that are there, as not in every body."""
 _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ViewAsBackward0", "AliasBackward0"))
@@ -77,7 +69,7 @@ class BodyTrace:
         """
         leaves = tree_leaves(batch)
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
-        self._own, self._generators = _Body(place, [], []), _generators()
+        self._own, self._generators = _Body(place, [], []), generators_hash()
         found = self._first.setdefault(tuple(_shapes(leaves)), self._own) if self._comparable else self._own
         self._other = found if found.place != place else None
 
@@ -94,15 +86,11 @@ class BodyTrace:
         """
         if not self._comparable or func in METADATA or name in _CLEARS or tutti_caller(__name__) is not None:
             return None
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        masks = name == "__getitem__" and any(_is_mask(leaf) for leaf in tree_leaves(args[1:]))
-        reads = (
-            not made and result is not None and any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        )
-        if name in _OF_DATA or masks or reads or (name == "where" and len(args) + len(kwargs) == 1):
+        if reads_values(name, args, kwargs, result):
             # From here on the samples may be the reason.
             self._comparable = False
             return None
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not made:
             return None
         numbers = tuple(each for each in chain(args, kwargs.values()) if type(each) in (int, float))
@@ -134,22 +122,13 @@ class BodyTrace:
 
     def _moves(self, differs: bool) -> bool:
         """Return ``differs``; but False for bodies that have drawn random numbers, which are no longer compared."""
-        if differs and _generators() != self._generators:
+        if differs and generators_hash() != self._generators:
             self._comparable = False
         return differs and self._comparable
 
 
 def _shapes(tensors: Sequence[Any]) -> Iterator[tuple[int, ...]]:
     return (tuple(each.shape) for each in tensors if isinstance(each, Tensor))
-
-
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
-
-
-def _generators() -> int:
-    """Return a hash of the states of Python's and NumPy's global generators."""
-    return hash((random.getstate(), repr(np.random.get_state(legacy=False)["state"])))
 
 
 def _graph(loss: Tensor) -> _Graph:

@@ -42,6 +42,7 @@ from tutti.train.script_checks.loss_watch import (
 )
 from tutti.train.script_checks.moved_values import REPLACING, fills_tensor
 from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
+from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_number_key
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -82,10 +83,12 @@ class _Origin(NamedTuple):
     Attributes:
         kept: the kept values from which it was computed.
         samples: whether it was computed from samples, of this step or an earlier one.
+        numbers: the Python numbers from which it was computed, but for those that are followed.
     """
 
     kept: frozenset[_Kept] = frozenset()
     samples: bool = False
+    numbers: frozenset[PlainNumber] = frozenset()
 
 
 _NOTHING, _SAMPLES = _Origin(), _Origin(samples=True)
@@ -103,8 +106,9 @@ class KeptValues(LossWatch):
 
     Left out are parameters and buffers of the model, of which each logical worker (share of the global batch) has its
     own; batches; averages of norm layers; and recurrent states, which the model's modules are given with a dimension of
-    the micro-batch's samples. Values that pass through ``float()``, ``math`` or NumPy are not followed; compiled models
-    are not watched.
+    the micro-batch's samples. Values that pass through ``float()``, ``math``, NumPy or an ``if`` are not followed; where
+    code has read no value of the present samples before, its numbers are compared instead (``PlainNumbers``). Compiled
+    models are not watched.
 
     Args:
         run: the run.
@@ -130,6 +134,7 @@ class KeptValues(LossWatch):
         # trained since.
         self._reached: dict[str, set[int]] = {}
         self._trained: dict[str, set[int]] = {}
+        self._plain = PlainNumbers()
         self._others = OtherSteps(run, self._note_step)
         self._hooks: list[Any] = []
 
@@ -147,6 +152,7 @@ class KeptValues(LossWatch):
         self._origins, self._digests, self._read_here = {}, {}, {}
         self._kept, self._by_sample, self._states = {}, set(), set()
         self._reached, self._trained = self._trained, {}
+        self._plain.begin_batch()
         self._alone = self._why_alone()
         several = run.context.comms.replica.size > 1 or bool(self._alone)
         if several and (self._steps == 1 or (self._steps > _FIRST and not self._steps & (self._steps - 1))):
@@ -156,11 +162,15 @@ class KeptValues(LossWatch):
             self._numbers.make_plain()
             return False
         parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
-        return not has_compiled_code(parts, run.context)
+        if has_compiled_code(parts, run.context):
+            return False
+        self._plain.begin_watched()
+        return True
 
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
         """See the base class."""
         self._samples = micro_batch.samples
+        self._plain.begin(micro_batch, batch)
         modules = [module for part in self._run.replica.parts for module in part.modules()]
         self._batch = memories_of(batch_tensors(batch))
         self._constants = memories_of(value for module in modules for value in vars(module).values())
@@ -196,7 +206,10 @@ class KeptValues(LossWatch):
         Where ranks compare nothing in this step, raises UsageError for tensors that the script trains.
         """
         if self._active and (total := tensor_of_loss(loss)) is not None:
-            for each in self._joined([total], with_ints=False).kept - self._states:
+            origin = self._joined([total], with_ints=False)
+            if not self._alone:
+                self._plain.reach(origin.numbers)
+            for each in origin.kept - self._states:
                 if not self._alone:
                     self._reached.setdefault(each.line, set()).add(each.digest)
                 elif each.trained:
@@ -204,7 +217,8 @@ class KeptValues(LossWatch):
 
     def digest(self) -> int:
         """Return a hash of the kept values on which the losses of this step depend so far; 0 without any."""
-        return mix(*sorted(set().union(*self._reached.values()))) if self._reached else 0
+        found = self._plain.digests().union(*self._reached.values())
+        return mix(*sorted(found)) if found else 0
 
     def compare(self) -> None:
         """Raise UsageError, on every data rank, if a kept value on which losses depend differs between data ranks.
@@ -219,14 +233,17 @@ class KeptValues(LossWatch):
         kept = self._reached
         seen = {line: kept[line] | self._read_here.get(line, set()) for line in kept}
         rows = [(_line_key(line), digest, digest in kept[line]) for line in seen for digest in seen[line]]
+        rows += self._plain.rows()
         most = max(int(count) for count in comm.all_gather(torch.tensor([len(rows)]), what))
         table = torch.zeros(most, 3, dtype=torch.int64)
         table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         ranks = [_by_line(each.tolist()) for each in comm.all_gather(table, what)]
-        wrong = next((key for key in sorted(set().union(*ranks)) if _differ([rank.get(key) for rank in ranks])), None)
+        keys = sorted(set().union(*ranks))
+        wrong = next((key for key in keys if _differ(key, [rank.get(key) for rank in ranks])), None)
         if wrong is None:
             return
-        texts = comm.all_gather_strings(next((line for line in kept if _line_key(line) == wrong), ""), what)
+        line = next((line for line in kept if _line_key(line) == wrong), self._plain.line(wrong))
+        texts = comm.all_gather_strings(line, what)
         place = f"step {self._run.clock + 1}, {next(filter(None, texts))}"
         if _STEP in place:
             raise UsageError(
@@ -277,7 +294,8 @@ class KeptValues(LossWatch):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inactive = torch.compiler.is_compiling() or not self._active or functorch_level() is not None
-        if inactive or func in METADATA or _exchanges(calling_frame(1)):
+        # Buffers of code that exchanges tensors over ranks differ between ranks.
+        if inactive or func in METADATA or (caller := _calling_module(calling_frame(1))).startswith(_EXCHANGING):
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])
@@ -285,9 +303,13 @@ class KeptValues(LossWatch):
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        origin = self._joined(_read(func, name, args, kwargs), name in WITH_INTS)
+        of_script, read = not caller.startswith("tutti."), _read(func, name, args, kwargs)
+        # Numbers of tutti's own are, for example, weights of micro-batches.
+        origin = self._joined([each for each in read if of_script or isinstance(each, Tensor)], name in WITH_INTS)
         before = [tensor_version(leaf) for leaf in given]
         result = func(*args, **kwargs)
+        if of_script:
+            self._plain.note(name, args, kwargs, result, origin.samples)
         if func in (Tensor.item, Tensor.tolist):
             if self._steps > _FIRST:
                 # To make them plain takes tenths of a second.
@@ -309,16 +331,18 @@ class KeptValues(LossWatch):
             values: the arguments, of which others count nothing.
             with_ints: whether ints are values, and not sizes or indices.
         """
-        kept, samples = frozenset[_Kept](), False
+        kept, samples, numbers = frozenset[_Kept](), False, frozenset[PlainNumber]()
         for each in values:
             if isinstance(each, Tensor):
                 origin = self._origin_of(each)
             elif isinstance(each, FollowedFloat) or (with_ints and isinstance(each, FollowedInt)):
                 origin = self._origin_of_number(each)
+            elif (number := self._plain.number(each, with_ints)) is not None:
+                origin = _Origin(numbers=frozenset((number,)))
             else:
                 continue
-            kept, samples = kept | origin.kept, samples or origin.samples
-        return _Origin(kept, samples)
+            kept, samples, numbers = kept | origin.kept, samples or origin.samples, numbers | origin.numbers
+        return _Origin(kept, samples, numbers)
 
     def _origin_of_number(self, number: FollowedFloat | FollowedInt) -> _Origin:
         if any(isinstance(each, int) and each < self._steps for each in number.origins):
@@ -396,13 +420,16 @@ def _by_line(rows: Iterable[Sequence[int]]) -> dict[int, _LineValues]:
     return found
 
 
-def _differ(ranks: Sequence[_LineValues | None]) -> bool:
-    """Return whether two ranks have each kept a value that the other one's line does not read.
+def _differ(key: int, ranks: Sequence[_LineValues | None]) -> bool:
+    """Return whether two ranks have each kept a value that the other one's line does not read; of numbers, either one.
 
-    Whether a value counts as kept may differ: memory that one rank has filled anew has the former values on another.
+    Whether a tensor counts as kept may differ: memory that one rank has filled anew has the former values on another.
     """
     there = [each for each in ranks if each is not None]
-    return any(one.kept - other.seen and other.kept - one.seen for one, other in itertools.combinations(there, 2))
+    pairs = list(itertools.combinations(there, 2))
+    if is_number_key(key):
+        return any(one.seen != other.seen and (one.kept - other.seen or other.kept - one.seen) for one, other in pairs)
+    return any(one.kept - other.seen and other.kept - one.seen for one, other in pairs)
 
 
 def _is_due(step: int) -> bool:
@@ -420,8 +447,8 @@ def _own_tensors(parts: Sequence[nn.Module]) -> Iterator[Any]:
         yield slot.get()
 
 
-def _exchanges(caller: FrameType | None) -> bool:
-    """Return whether code that exchanges tensors over ranks makes a call: its buffers differ between ranks.
+def _calling_module(caller: FrameType | None) -> str:
+    """Return the name of the module that makes a call of PyTorch.
 
     Args:
         caller: the frame that calls ``__torch_function__``; further function modes may be between.
@@ -429,9 +456,9 @@ def _exchanges(caller: FrameType | None) -> bool:
     while caller is not None:
         module = str(caller.f_globals.get("__name__"))
         if module not in _DISPATCHING and not is_function_mode(caller):
-            return module.startswith(_EXCHANGING)
+            return module
         caller = caller.f_back
-    return False
+    return ""
 
 
 def _read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:

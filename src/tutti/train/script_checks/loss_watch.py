@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,6 +28,13 @@ WITH_INTS = frozenset(
     for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
 )
 """Names of functions whose ints are values; those of other functions are sizes and indices."""
+_OF_DATA = frozenset(
+    (
+        *("nonzero", "argwhere", "masked_select", "unique", "unique_dim", "unique_consecutive", "bincount"),
+        *("repeat_interleave", "one_hot", "coalesce", "to_sparse"),
+    )
+)
+"""Names of functions whose result has a size that depends on values."""
 
 
 class LossWatch(TorchFunctionMode):
@@ -154,6 +162,28 @@ def tensor_of_loss(loss: Any) -> Tensor | None:
     """
     total = loss[0] if isinstance(loss, tuple | list) and loss else loss
     return total if isinstance(total, Tensor) else None
+
+
+def reads_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Return whether a call of PyTorch tells a script values of a tensor, as numbers or as the size of the result.
+
+    Args:
+        name: the function's name; of no function that reads metadata.
+        args, kwargs: its arguments.
+        result: what it has returned.
+    """
+    if name in _OF_DATA or (name == "where" and len(args) + len(kwargs) == 1):
+        return True
+    if name == "__getitem__" and any(_is_mask(leaf) for leaf in tree_leaves(args[1:])):
+        return True
+    has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+    return has_tensors and any(
+        isinstance(leaf, int | float | complex | str | np.ndarray) for leaf in tree_leaves(result)
+    )
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def batch_tensors(batch: Any) -> Iterator[Tensor]:
