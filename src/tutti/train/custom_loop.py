@@ -36,6 +36,7 @@ from tutti.torch_compat import tensor_version
 from tutti.train.script_checks.body_comparison import BodyComparison
 from tutti.train.script_checks.carried_state import CarriedState
 from tutti.train.script_checks.gradient_origin import GradientOrigin
+from tutti.train.script_checks.skipped_bodies import SkippedBodies
 from tutti.train.void_body import VoidBody
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, AloneLoopSync, CustomLoopSync
 from tutti.types.micro_batch import Batch, LossSums, MicroBatch
@@ -131,7 +132,7 @@ class CustomLoop:
         self._sync = cast(CustomLoopSync, run.gradient_sync)
         self._replica = cast(CustomLoopRunner, run.replica)
         self._origin, self._bodies = GradientOrigin(run, optimizers), BodyComparison(run)
-        self._carried = CarriedState(run)
+        self._carried, self._skipped = CarriedState(run), SkippedBodies(run)
         self.stepped = False
         # Loops over micro-batches: whether there has been one, and how many are open.
         self._started, self._open = False, 0
@@ -330,8 +331,11 @@ class CustomLoop:
         self._end_void()
         self._run.checks.end_body()
         self._lifecycle.values.end()
-        self._bodies.end_body()
         micro_batch = self._micro_batch
+        if self._batch.is_watched and micro_batch is not None:
+            trained = self._calls > 0 or bool(self._shown())
+            self._skipped.end_body(micro_batch, trained, self._lifecycle.values.size_lines)
+        self._bodies.end_body()
         if not self._bodies.several or self._is_last_body or micro_batch is None:
             return
         if micro_batch.last and self._calls == 1 and self._sync.by_worker:

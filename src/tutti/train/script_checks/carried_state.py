@@ -276,7 +276,7 @@ class CarriedValues(LossWatch):
         Args:
             micro_batch: the micro-batch whose body follows.
         """
-        self.begin(micro_batch, micro_batch.batch)
+        super().begin_body(micro_batch)
         self._uncompiled.enter_context(self.uncompiled())
         # FSDP2's first forward makes other graphs than the later ones.
         if self._trace is None and not self._run.replica.sharded:
@@ -378,6 +378,7 @@ class CarriedValues(LossWatch):
         name = getattr(func, "__name__", "")
         if torch.compiler.is_compiling() or not self._active or functorch_level() is not None:
             return func(*args, **kwargs)
+        self.note_size(func, args)
         if func is Tensor.backward:
             self.check(args[0])
             with self.updating():

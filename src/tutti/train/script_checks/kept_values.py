@@ -106,9 +106,9 @@ class KeptValues(LossWatch):
 
     Left out are parameters and buffers of the model, of which each logical worker (share of the global batch) has its
     own; batches; averages of norm layers; and recurrent states, which the model's modules are given with a dimension of
-    the micro-batch's samples. Values that pass through ``float()``, ``math``, NumPy or an ``if`` are not followed; where
-    code has read no value of the present samples before, its numbers are compared instead (``PlainNumbers``). Compiled
-    models are not watched.
+    the micro-batch's samples. Values that pass through ``float()``, ``math``, NumPy or an ``if`` are not followed; the
+    numbers of code that has read no value of the present samples are compared (``PlainNumbers``). Compiled models are
+    not watched.
 
     Args:
         run: the run.
@@ -293,9 +293,11 @@ class KeptValues(LossWatch):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inactive = torch.compiler.is_compiling() or not self._active or functorch_level() is not None
+        if torch.compiler.is_compiling() or not self._active or functorch_level() is not None:
+            return func(*args, **kwargs)
+        self.note_size(func, args)
         # Buffers of code that exchanges tensors over ranks differ between ranks.
-        if inactive or func in METADATA or (caller := _calling_module(calling_frame(1))).startswith(_EXCHANGING):
+        if func in METADATA or (caller := _calling_module(calling_frame(1))).startswith(_EXCHANGING):
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from tutti.errors import script_line
+from tutti.nn.script_mode import SIZES
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import functorch_level, tree_leaves
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
@@ -35,6 +37,8 @@ _OF_DATA = frozenset(
     )
 )
 """Names of functions whose result has a size that depends on values."""
+_READS = 8
+"""Most reads of sizes in a body that are recorded (a guess); the model's forward has hundreds."""
 
 
 class LossWatch(TorchFunctionMode):
@@ -42,12 +46,18 @@ class LossWatch(TorchFunctionMode):
 
     Args:
         run: the run.
+
+    Attributes:
+        size_lines: the script's first lines that have read the size of a tensor with a row for each sample of the
+            present micro-batch of a custom loop, as ``FILE:LINE``.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
         self._active = False
+        self._rows = 0
+        self.size_lines: list[str] = []
         mode = ref(self)  # a script that keeps a number keeps no run
         self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._active)
 
@@ -66,7 +76,20 @@ class LossWatch(TorchFunctionMode):
         Args:
             micro_batch: the micro-batch whose body follows.
         """
+        self._rows, self.size_lines = micro_batch.samples, []
         self.begin(micro_batch, micro_batch.batch)
+
+    def note_size(self, func: Any, args: Sequence[Any]) -> None:
+        """Record the script's line if a call of PyTorch reads the size of a tensor with a row for each sample.
+
+        Args:
+            func: the function of PyTorch.
+            args: its positional arguments.
+        """
+        if func not in SIZES or len(self.size_lines) == _READS or not self._rows:
+            return
+        if args and isinstance(args[0], Tensor) and args[0].shape[:1] == (self._rows,):
+            self.size_lines.append(script_line())
 
     @abstractmethod
     def check(self, loss: Any) -> None:

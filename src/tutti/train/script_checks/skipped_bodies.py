@@ -1,0 +1,98 @@
+"""Refuse a custom loop whose body skips micro-batches because of their sizes, which a rank has only a share of."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING
+
+from tutti.errors import UsageError
+from tutti.types.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+
+class SkippedBodies:
+    """Raises UsageError where a body skips a micro-batch by its size, and would have trained on the global batch.
+
+    ``if len(inputs) < batch_size: continue`` leaves out an incomplete last batch in plain PyTorch. The micro-batches of
+    several ranks or workers are all smaller than the global batch. The body would have trained on a complete global
+    batch, and on one that is at least as large as a micro-batch on which it has trained. Not collective.
+
+    Args:
+        run: the run, whose global batch is read.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._smallest: int | None = None
+
+    def end_body(self, micro_batch: MicroBatch, trained: bool, lines: Iterable[str]) -> None:
+        """End the body of a micro-batch.
+
+        Args:
+            micro_batch: the micro-batch.
+            trained: whether the body has computed gradients.
+            lines: the script's lines, as ``FILE:LINE``, that have read the size of a tensor of the micro-batch.
+
+        Raises:
+            UsageError: the body has not trained, by an ``if`` in the script's loop that tests the size.
+        """
+        own, whole = micro_batch.samples, self._run.lifecycle.context.samples
+        if trained:
+            self._smallest = own if self._smallest is None else min(own, self._smallest)
+            return
+        most = self._run.feed.contract.batch
+        if not 0 < own < whole or whole < (most if self._smallest is None else min(most, self._smallest)):
+            return
+        line = next(filter(_decides, lines), "")
+        if line:
+            raise UsageError(
+                "the loop's body skips a micro-batch because of its size",
+                where=f"step {self._run.clock + 1}, {line}",
+                why=f"this rank's micro-batch has {own} of the {whole} samples of the global batch, and one device"
+                " would train on all of them",
+                remedy="leave the condition out, and give tutti.prepare drop_last=True, which leaves out incomplete"
+                " global batches",
+            )
+
+
+def _decides(line: str) -> bool:
+    """Return whether an ``if`` in the innermost loop around a line tests what the line has read.
+
+    Args:
+        line: ``FILE:LINE``; the ``if`` is there, or tests a variable that is assigned there.
+    """
+    file, _, number = line.rpartition(":")
+    around = [each for each in ast.walk(_parsed(file)) if _has_line(each, int(number))]
+    loops = [each for each in around if isinstance(each, ast.For | ast.While)]
+    names = {
+        each.id
+        for node in around
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    }
+    # Of nested loops ast.walk yields the innermost last.
+    tests = [each.test for loop in loops[-1:] for each in ast.walk(loop) if isinstance(each, ast.If)]
+    return any(_has_line(test, int(number)) or names & set(_names(test)) for test in tests)
+
+
+@cache
+def _parsed(file: str) -> ast.Module:
+    """Return the syntax tree of a source file; an empty one if it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def _has_line(node: ast.AST, line: int) -> bool:
+    return isinstance(node, ast.stmt | ast.expr) and node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
