@@ -100,6 +100,16 @@ class WorkerBuffers:
             self._inside = worker
         self._writer, self._marks = _Writer.FORWARDS, self._marked()
 
+    def written(self) -> list[str]:
+        """Return the names of buffers that the script has written between global batches since the step before.
+
+        Not collective, and no wait for the device: writes through ``.data`` are not found. Empty where this rank has
+        one logical worker (share of the global batch).
+        """
+        if self._writer != _Writer.SCRIPT:
+            return []
+        return [self._slots[i].name for i in sorted(self._visibly_changed(self._marked()))]
+
     def pass_on(self) -> None:
         """Send the model's buffers (batch-norm statistics) to the next rank that computes the same logical worker.
 

@@ -76,7 +76,7 @@ class LocalSGDSync(LocalGradients):
         self._joint_steps = int(config.together().value)
         self._counting = LossCounter()
         self._culprits: dict[str, None] = {}
-        self._equal = True
+        self._equal, self._has_differed = True, False
         self._averaged: dict[str, int] = {}  # version counters of parameters after the last average, by name
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
@@ -162,7 +162,9 @@ class LocalSGDSync(LocalGradients):
         self._step_context = step_context
         if worker == self._run_context.mine[0]:
             self._check_frozen(f"step {step_context.taken + 1}", self._frozen_guard.written_cheaply)
-        self._equal = self._equal and self._jointly(step_context) is not None
+            self._check_masks(f"step {step_context.taken + 1}")
+        alone = self._jointly(step_context) is None
+        self._equal, self._has_differed = self._equal and not alone, self._has_differed or alone
         self._take_written(f"step {step_context.taken + 1}")
         self._buffers.enter(worker)
         self._put(worker)
@@ -398,6 +400,7 @@ class LocalSGDSync(LocalGradients):
                 value of its own in each worker.
         """
         self._take_written("after the last step")
+        self._check_masks("after the last step")
         self._adopt_frozen("after the last step")
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
         return {**self._fixed(), **averages, **self._buffers.merged()}
@@ -418,6 +421,7 @@ class LocalSGDSync(LocalGradients):
             UsageError: this rank has several workers, and the script has written parameters since the last update.
         """
         self._take_written("after the last step")
+        self._check_masks("after the last step")
         first, written = next(iter(self._copies.values())), set(self._frozen_guard.written(self._frozen()))
         trained = {
             name: copy
@@ -447,6 +451,7 @@ class LocalSGDSync(LocalGradients):
         """
         comm = self._run_context.comms.replica
         self._take_written("after the last step")
+        self._check_masks("after the last step")
         self._adopt_frozen("after the last step")
         own: dict[str, Tensor] = dict(self._buffers.state())
         for worker, copies in self._copies.items():
@@ -641,6 +646,19 @@ class LocalSGDSync(LocalGradients):
             return
         for worker in self._copies:
             self._take_assigned(worker)
+
+    def _check_masks(self, where: str) -> None:
+        """Refuse masks of ``torch.nn.utils.prune`` that the script has computed of one of several workers' weights."""
+        trained = {name for name, _ in self._trained} if self._has_differed else set[str]()
+        masks = [name for name in self._buffers.written() if name.endswith("_mask")] if trained else []
+        for mask in masks:
+            if (weight := f"{mask.removesuffix('_mask')}_orig") in trained:
+                raise UsageError(
+                    f"the script has pruned {weight}, of which each logical worker of this rank has its own",
+                    where=where,
+                    why="torch.nn.utils.prune takes the weights of the last forward, which are those of one worker",
+                    remedy=f"take as many workers as data ranks ({self._run_context.comms.replica.size})",
+                )
 
     def _take_assigned(self, worker: int) -> None:
         """Let a worker, whose parameters the model has, go on from ``.data`` that a forward or the script assigned."""
