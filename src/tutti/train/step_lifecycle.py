@@ -68,7 +68,7 @@ class StepLifecycle:
         self._written = WrittenParameters(run)
         self._carried, self._kept = CarriedValues(run), KeptValues(run)
         self.values: LossWatch = self._carried
-        self._trials, self.loaders = WorkerTrials(run), LoaderWatch(run)
+        self._trials, self.loaders = WorkerTrials(run, self._kept), LoaderWatch(run)
         run.replica.around_stage = self._around_stage
         self.context = StepContext(run.taken, run.feed.contract.batch)
         self.drawn: RankBatch | None = None

@@ -161,11 +161,9 @@ class KeptValues(LossWatch):
             self._before = {}
             self._numbers.make_plain()
             return False
-        parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
-        if has_compiled_code(parts, run.context):
-            return False
         self._plain.begin_watched()
-        return True
+        parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
+        return not has_compiled_code(parts, run.context)
 
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
         """See the base class."""
@@ -214,6 +212,17 @@ class KeptValues(LossWatch):
                     self._reached.setdefault(each.line, set()).add(each.digest)
                 elif each.trained:
                     self._refuse_trained(each.line)
+
+    def note_state(self, name: str, value: Any, reached: bool) -> None:
+        """Record a Python object that has changed since the first step, for ``digest`` and ``compare``.
+
+        Args:
+            name: the object, for an error message; equal on all ranks.
+            value: its value, of which ``plain_digest`` makes a hash.
+            reached: whether the loss depends on it.
+        """
+        if not self._alone:
+            self._plain.note_state(name, value, reached)
 
     def digest(self) -> int:
         """Return a hash of the kept values on which the losses of this step depend so far; 0 without any."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,13 +61,15 @@ class PlainNumbers:
         self._before, self._here = dict[str, set[int]](), dict[str, set[int]]()
         self._read_before, self._read_here = dict[str, set[int]](), dict[str, set[int]]()
         self._reached = set[PlainNumber]()
+        # Digests of Python objects by name, and whether the loss depends on them.
+        self._named = dict[str, tuple[int, bool]]()
         # Generators and their states when the watched step before, and this one, have begun.
         self._generators: list[Any] | None = None
         self._states_before, self._states = list[Any](), list[Any]()
 
     def begin_batch(self) -> None:
         """Begin a global batch, watched or not."""
-        self._reached = set()
+        self._reached, self._named = set(), {}
 
     def begin_watched(self) -> None:
         """Begin a global batch that is watched."""
@@ -107,13 +111,11 @@ class PlainNumbers:
             value: an argument of any type.
             with_ints: whether ints are values, and not sizes or indices.
         """
-        if isinstance(value, np.ndarray) and value.size <= _LARGEST:
-            text = repr(value.tolist())
-        elif isinstance(value, _KINDS[with_ints]) and not isinstance(value, bool | FollowedNumber):
-            text = repr(float(value))
-        else:
+        is_number = isinstance(value, _KINDS[with_ints]) and not isinstance(value, bool | FollowedNumber)
+        digest = plain_digest(value) if is_number or isinstance(value, np.ndarray) else None
+        if digest is None:
             return None
-        line, digest = script_line(), name_key(text)
+        line = script_line()
         if not self._comparable:
             self._read_here.setdefault(line, set()).add(digest)
             return None
@@ -124,22 +126,30 @@ class PlainNumbers:
         """Record numbers on which a loss depends."""
         self._reached.update(numbers)
 
+    def note_state(self, name: str, value: Any, reached: bool) -> None:
+        """Record a Python object that has changed since the first step; see ``KeptValues.note_state``."""
+        if (digest := plain_digest(value)) is not None:
+            self._named[name] = digest, reached
+
     def digests(self) -> set[int]:
         """Return the hashes of the values on which losses of this step depend."""
-        return {each.digest for each in self._reached}
+        named = {digest for digest, reached in self._named.values() if reached}
+        return named.union(each.digest for each in self._reached)
 
     def rows(self) -> list[tuple[int, int, bool]]:
         """Return a row for each of them: key of the line, hash of the value, and whether the value counts as kept.
 
         Empty if this process has drawn random numbers since the watched step before.
         """
-        if not self._reached or self._drew or self._drawn or self._has_drawn():
+        if not (self._reached or self._named) or self._drew or self._drawn or self._has_drawn():
             return []
-        return [(_key(each), each.digest, self._is_kept(each)) for each in self._reached]
+        rows = [(_key(each), each.digest, self._is_kept(each)) for each in self._reached]
+        return rows + [(_key(PlainNumber(name, 0, 0)), *pair) for name, pair in self._named.items()]
 
     def line(self, key: int) -> str:
         """Return the line of a row; an empty text if this rank has none."""
-        return next((each.line for each in self._reached if _key(each) == key), "")
+        named = (PlainNumber(name, 0, 0) for name in self._named)
+        return next((each.line for each in chain(self._reached, named) if _key(each) == key), "")
 
     def _is_kept(self, number: PlainNumber) -> bool:
         before = self._before.get(number.line)
@@ -154,6 +164,18 @@ class PlainNumbers:
 def is_number_key(key: int) -> bool:
     """Return whether the key of a row is that of a number, and not of a line of ``KeptValues``, which is smaller."""
     return key >= _KEYS
+
+
+def plain_digest(value: Any) -> int | None:
+    """Return a hash of a number, an array of numbers or a container of numbers; None of other and of large objects."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist() if value.size <= _LARGEST else None
+    leaves, keys = tree_leaves(list(value) if isinstance(value, deque) else value), ""
+    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        leaves, keys = tree_leaves(list(value.values())), repr(list(value))
+    numbers = [each for each in leaves if isinstance(each, _KINDS[True])]
+    is_plain = 0 < len(leaves) == len(numbers) <= _LARGEST
+    return name_key(keys + repr(list(map(float, numbers)))) if is_plain else None
 
 
 def _key(number: PlainNumber) -> int:

@@ -7,11 +7,11 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,6 +96,20 @@ def numbers_of(module: nn.Module) -> dict[str, float]:
     return {key: value for key, value in found if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
+class Change(NamedTuple):
+    """A Python object that has another value than in a ``PythonState``.
+
+    Attributes:
+        name: ``{class}.{attribute}`` for an attribute, the variable's name for a variable or a container that it holds.
+        restore: gives the object alone its former value.
+        value: the present value; of a container its elements.
+    """
+
+    name: str
+    restore: Callable[[], None]
+    value: Any
+
+
 class PythonState:
     """Snapshot of the Python objects that a model's forward and a loss function may change.
 
@@ -111,7 +125,7 @@ class PythonState:
 
     def __init__(self, parts: Sequence[nn.Module], function: Any) -> None:
         self._restores: list[Callable[[], None]] = []
-        self._changes: list[Callable[[], str]] = []
+        self._changes: list[Callable[[], Iterable[Change]]] = []
         self._generators: list[Callable[[], Any]] = []
         self._seen = set[int]()
         # A script's attribute may be a view of a parameter, such as the ``weight`` that ``spectral_norm`` sets.
@@ -137,9 +151,13 @@ class PythonState:
 
         Returns:
             Each name once: ``{class}.{attribute}`` for an attribute, the variable's name for a variable or a container
-            that it holds; of several changed attributes of one object only the first. Empty if nothing has changed.
+            that it holds. Empty if nothing has changed.
         """
-        return list(dict.fromkeys(name for change in self._changes if (name := change())))
+        return list(dict.fromkeys(change.name for change in self.changes()))
+
+    def changes(self) -> list[Change]:
+        """Return the objects that have another value than when this snapshot was made, as ``changed`` compares them."""
+        return [change for changes in self._changes for change in changes()]
 
     def _attributes_and_hooks(self, module: nn.Module) -> None:
         """Record the attributes and hooks of a module, and the variables its forward reads; not its submodules'."""
@@ -163,10 +181,16 @@ class PythonState:
                 del held[name]
             held.update(before)
 
-        def change() -> str:
-            names = (name for name in {**before, **held} if name not in without)
-            found = next((n for n in names if held.get(n, _MISSING) is not before.get(n, _MISSING)), None)
-            return "" if found is None else f"{of}{found}"
+        def undo(name: str) -> None:
+            if name in before:
+                held[name] = before[name]
+            else:
+                held.pop(name, None)
+
+        def change() -> Iterator[Change]:
+            for name in [name for name in {**before, **held} if name not in without]:
+                if held.get(name, _MISSING) is not before.get(name, _MISSING):
+                    yield Change(f"{of}{name}", partial(undo, name), held.get(name))
 
         self._restores.append(restore)
         self._changes.append(change)
@@ -195,14 +219,16 @@ class PythonState:
                 except ValueError:
                     continue
                 if own:
-                    self._restores.append(partial(setattr, cell, "cell_contents", value))
-                    self._changes.append(_rebound(name, value, partial(getattr, cell, "cell_contents", None)))
+                    restore: Callable[[], None] = partial(setattr, cell, "cell_contents", value)
+                    self._restores.append(restore)
+                    self._changes.append(_rebound(name, value, partial(getattr, cell, "cell_contents", None), restore))
                 self._value(value, depth, name)
             for name in function.__code__.co_names if own else ():
                 if name in variables and not isinstance(variables[name], ModuleType):
                     value = variables[name]
-                    self._restores.append(partial(variables.__setitem__, name, value))
-                    self._changes.append(_rebound(name, value, partial(variables.get, name)))
+                    restore = partial(variables.__setitem__, name, value)
+                    self._restores.append(restore)
+                    self._changes.append(_rebound(name, value, partial(variables.get, name), restore))
                     self._value(value, depth, name)
         elif callable(function):
             self._value(function, depth, "the loss function")
@@ -238,8 +264,7 @@ class PythonState:
             self._seen.add(id(value))
             before = kind(value)
             refill = partial(value.__setitem__, slice(None)) if kind is list else partial(_refill, value)
-            self._restores.append(partial(refill, before))
-            self._changes.append(lambda: "" if _holds(value, before) else name)
+            self._record(name, value, partial(refill, before), lambda: _holds(value, before))
             if kind is not set and len(value) <= _FEW and depth > 0:
                 for each in value.values() if kind is dict else value:
                     self._value(each, depth - 1, name)
@@ -247,12 +272,11 @@ class PythonState:
             if storage_key(value) in self._parameters:
                 return
             then = value.detach().clone()
-            self._restores.append(partial(_copy, value, then))
-            self._changes.append(lambda: "" if torch.equal(value, then) else name)
+            self._record(name, value, partial(_copy, value, then), lambda: torch.equal(value, then))
         elif kind is np.ndarray and value.size <= _SMALL and not value.dtype.hasobject and value.flags.writeable:
             array = value.copy()
-            self._restores.append(lambda: np.copyto(value, array))
-            self._changes.append(lambda: "" if np.array_equal(value, array, equal_nan=False) else name)
+            same = partial(np.array_equal, value, array, equal_nan=False)
+            self._record(name, value, partial(np.copyto, value, array), same)
         elif isinstance(value, torch.Generator):
             self._generators.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -261,6 +285,11 @@ class PythonState:
             self._generators.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
         elif isinstance(value, np.random.RandomState):
             self._generators.append(partial(value.set_state, value.get_state()))
+
+    def _record(self, name: str, value: Any, restore: Callable[[], None], same: Callable[[], bool]) -> None:
+        """Record an object whose contents may change: how to restore it, and how to see whether it has changed."""
+        self._restores.append(restore)
+        self._changes.append(lambda: () if same() else (Change(name, restore, value),))
 
 
 def is_of_script(kind: type) -> bool:
@@ -279,9 +308,11 @@ def _is_module_of_script(name: str) -> bool:
     return root not in sys.stdlib_module_names - {"__main__"} and not root.startswith(("torch", "tutti", "numpy"))
 
 
-def _rebound(name: str, value: Any, now: Callable[[], Any]) -> Callable[[], str]:
-    """Return a function that returns ``name`` if the variable has another object than ``value``, else an empty text."""
-    return lambda: "" if now() is value else name
+def _rebound(
+    name: str, value: Any, now: Callable[[], Any], restore: Callable[[], None]
+) -> Callable[[], Iterable[Change]]:
+    """Return a function that returns a variable's change if it has another object than ``value``."""
+    return lambda: () if (found := now()) is value else (Change(name, restore, found),)
 
 
 def _holds(container: Any, before: Any) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +18,9 @@ from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import ParameterWriteError
 from tutti.train.script_checks.carried_state import refuse_carried, worker_place
+from tutti.train.script_checks.kept_values import KeptValues
 from tutti.train.script_checks.metric_objects import metric_objects
+from tutti.train.script_checks.plain_numbers import plain_digest
 from tutti.train.script_checks.python_state import PythonState, trial_call
 from tutti.types.micro_batch import LossFn, MicroBatch
 from tutti.types.replica_runner import CustomLoopRunner
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 _FIRST = 8
 """Steps in which losses are all tried (a guess); a threshold may leave the first ones as they are."""
+_MOST = 8
+"""Most Python objects that are tried one by one (a guess)."""
 
 
 class WorkerTrials:
@@ -48,12 +53,18 @@ class WorkerTrials:
     Losses are not tried if the model is split or sharded over ranks, whose forwards are collective, nor
     with ``TUTTI_DIAGNOSTICS=off``.
 
+    On a rank with one worker, in steps 2 to 8, the numbers, and containers of numbers, that have changed since the
+    first step are tried; those on which the loss depends are compared with other ranks' by ``kept``.
+
     Args:
         run: the run.
+        kept: compares numbers over data ranks.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._steps = run, 0
+    def __init__(self, run: Run, kept: KeptValues) -> None:
+        self._run, self._kept, self._steps = run, kept, 0
+        # The objects as they were in the first step, on a rank with one worker.
+        self._begun: PythonState | None = None
         self._enabled = not is_off("DIAGNOSTICS", os.environ)
 
     def watched(self, loss: LossFn, guarded: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
@@ -86,7 +97,7 @@ class WorkerTrials:
         if run.feed.contract.shared:
             return self._watched_alone(loss, guarded, left)
         if len(set(places)) < 2:
-            return guarded
+            return self._watched_over_steps(loss, guarded, left)
         begun = PythonState(run.replica.parts, loss)
         tried = {places[0]}
 
@@ -96,12 +107,42 @@ class WorkerTrials:
             micro_batch, place = left.pop(0), places.pop(0)
             names = begun.changed() if place not in tried and micro_batch.samples else []
             tried.add(place)
-            depends = bool(names) and self._depends(loss, model, micro_batch, begun)
+            depends = bool(names) and self._depends(loss, model, micro_batch, partial(begun.restore, generators=False))
             result = guarded(model, batch)
             if depends:
                 what = f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}"
                 refuse_carried(run, what, "in the loss function or the model's forward")
             return result
+
+        return watch
+
+    def _watched_over_steps(self, loss: LossFn, guarded: LossFn, left: list[MicroBatch]) -> LossFn:
+        """Return the check of a rank with one worker: of which numbers that have changed since step 1 a loss depends.
+
+        Ranks compare them, as each may have kept other ones of its samples (``KeptValues.note_state``).
+        """
+        run, own = self._run, self._run.gradient_sync.loss_normalisation == "worker"
+        if self._steps > _FIRST or own or run.context.comms.replica.size == 1:
+            self._begun = None
+            return guarded
+        if self._begun is None:
+            self._begun = PythonState(run.replica.parts, loss) if self._steps == 1 else None
+            return guarded
+        changes = [change for change in self._begun.changes() if plain_digest(change.value) is not None][:_MOST]
+
+        def restore() -> None:
+            for change in changes:
+                change.restore()
+
+        def watch(model: Any, batch: Any) -> Any:
+            micro_batch = left.pop(0) if left else None
+            if micro_batch is not None and micro_batch.samples and changes:
+                depends = self._depends(loss, model, micro_batch, restore)
+                for change in changes:
+                    reached = depends and self._depends(loss, model, micro_batch, change.restore)
+                    self._kept.note_state(change.name, change.value, reached)
+                changes.clear()
+            return guarded(model, batch)
 
         return watch
 
@@ -122,7 +163,8 @@ class WorkerTrials:
             names = begun.changed() or [n for n, tensor in self._volatile().items() if not _same(tensor, former.get(n))]
             draws = run.replica.draws
             moment, state = draws.moment, draws.state
-            if names and self._depends(loss, model, micro_batch, begun, former):
+            restore = partial(begun.restore, generators=False)
+            if names and self._depends(loss, model, micro_batch, restore, former):
                 raise UsageError(
                     f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}",
                     where=f"step {run.clock + 1}, in the loss function or the model's forward",
@@ -147,12 +189,12 @@ class WorkerTrials:
         loss: LossFn,
         model: Any,
         micro_batch: MicroBatch,
-        begun: PythonState,
+        restore: Callable[[], None],
         former: Mapping[str, Tensor] | None = None,
     ) -> bool:
-        """Return whether a micro-batch's loss differs with the values that Python objects had before the step.
+        """Return whether a micro-batch's loss differs with former values of Python objects.
 
-        ``former``: buffers that take their values before, too.
+        ``restore``: gives the objects their former values. ``former``: buffers that take theirs, too.
         """
         run = self._run
         now = PythonState(run.replica.parts, loss)
@@ -160,19 +202,21 @@ class WorkerTrials:
         by_worker = run.gradient_sync.loss_normalisation == "worker"
         compiled = has_compiled_code([run.model], run.context)
 
-        def value(state: PythonState) -> list[Tensor]:
+        def value(restored: Callable[[], None] | None) -> list[Tensor]:
             with ExitStack() as stack:
                 stack.callback(now.restore)
                 stack.enter_context(run.checks.aside())
                 if compiled:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(trial_call(run.replica.parts))
-                if state is begun and former is not None:
+                if restored is not None and former is not None:
                     for slot in buffers(run.replica.parts, persistent=False):
                         if slot.name in former:
                             slot.put(former[slot.name].clone())
                 replica.begin(micro_batch)
-                state.restore(generators=False)
+                now.restore(generators=False)
+                if restored is not None:
+                    restored()
                 try:
                     found = loss(model, map_tensors(micro_batch.batch, torch.clone))
                 except ParameterWriteError:
@@ -184,9 +228,9 @@ class WorkerTrials:
                 return [torch.as_tensor(each).detach().clone() for each in total]
 
         try:
-            before, after = value(begun), value(now)
+            before, after = value(restore), value(None)
             # A loss that draws by itself has another value for the same state.
-            return not _equal(before, after) and _equal(before, value(begun))
+            return not _equal(before, after) and _equal(before, value(restore))
         except Exception:
             # The loss may need gradients, or write parameters.
             return False
