@@ -276,6 +276,21 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def kind_of(value: object) -> str:
+    """Return what a value is, in words for a message: its type with an article, or the name of a class itself.
+
+    Args:
+        value: any object.
+
+    >>> kind_of([]), kind_of(3), kind_of(int)
+    ('a list', 'an int', 'the class int and no instance')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__} and no instance"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
 def script_line_of(error: BaseException) -> str:
     """Return the place in the user's code at which an exception arose, as ``FILE:LINE``.
 

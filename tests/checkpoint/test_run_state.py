@@ -272,3 +272,28 @@ def test_a_save_that_fails_fails_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "folder" / "step-00000000.tmp-0").write_text("in the way")
     for said in worlds.run(3, full, folder=str(tmp_path)):
         assert said == [None, 8, 8]
+
+
+def restored_from(folder: Path) -> list[str]:
+    run = tutti.prepare(model(), "sgd:lr=0.1", data(), loss, workers=2, batch_size=BATCH)
+    for batch in run.epoch(0):
+        run.step(batch)
+    run.save(folder / "run" / "checkpoints")
+    (folder / "weights.pt").write_text("", encoding="utf-8")
+    said = []
+    for name in ("weights.pt", "run", "run/checkpoints/step-00000004", "new", "run/checkpoints"):
+        try:
+            said.append(str(run.restore(folder / name)))
+        except TuttiError as error:
+            said.append(f"{type(error).__name__} {error}")
+    return said
+
+
+def test_a_path_that_is_no_folder_of_checkpoints_is_refused(tmp_path: Path) -> None:
+    """A run that found no checkpoint there would begin anew."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for file, directory, one, *others in worlds.run(2, restored_from, folder=tmp_path):
+        assert file.startswith("UsageError there is no folder of checkpoints") and "load_state_dict" in file
+        assert directory.startswith("UsageError") and directory.endswith(f"Give {checkpoints}.")
+        assert one.startswith("UsageError") and f"Give {checkpoints}, whose newest checkpoint" in one
+        assert others == ["None", "{}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from tutti.data.adapt import ItemSource, TensorSource, adapt
+from tutti.data.adapt import ItemSource, TensorSource, adapt, adapt_training
 from tutti.data.source import AugmentKey
 from tutti.errors import DataError, UsageError
 
@@ -41,6 +42,12 @@ def test_tensors_alone_in_tuples_and_in_a_dataset() -> None:
         assert torch.equal(got[0], images[[3, 0, 3, 1]]) and got[1].tolist() == [3, 0, 3, 1]
     alone = adapt(images).fetch(INDICES, AugmentKey(0, 0))
     assert torch.equal(alone, images[[3, 0, 3, 1]])
+
+
+@pytest.mark.parametrize("data", ["train.csv", Path("train")])
+def test_a_path_is_no_data_set(data: Any) -> None:
+    with pytest.raises(UsageError, match=r"the text or path 'train.*Give a data set that reads it"):
+        adapt_training(data)
 
 
 def test_a_source_is_taken_as_it_is() -> None:

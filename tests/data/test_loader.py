@@ -165,6 +165,7 @@ def test_an_item_that_raises_keeps_its_message(what: str) -> None:
         [(*answer, note)] = worlds.run(1, faulty, what=what, workers=workers)
         assert answer == [2, kind, said]
         assert f"In data worker {2 % workers} of rank 4:" in note and "in __getitem__" in note
+        assert note.count("Traceback") == 1
 
 
 @pytest.mark.parametrize(

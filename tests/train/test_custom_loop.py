@@ -700,7 +700,7 @@ def wrongly_given(what: str) -> str:
         ("twice", "two optimizers have a parameter in common"),
         ("nothing", "the optimizer is a list"),
         ("no model", "the model is a list"),
-        ("a class", "the optimizer is a"),
+        ("a class", "the optimizer is the class SGD"),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused(what: str, said: str) -> None:

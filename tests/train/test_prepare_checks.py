@@ -1,4 +1,4 @@
-"""Models that ``tutti.prepare`` refuses because their forward writes parameters."""
+"""What ``tutti.prepare`` refuses: arguments of another kind, and models whose forward writes parameters."""
 
 from __future__ import annotations
 
@@ -40,3 +40,38 @@ def test_a_table_that_its_forward_writes_on_one_data_rank() -> None:
     for strategy in ("tensor:least=1", "pipeline"):
         for got in worlds.run(2, table, strategy=strategy, workers=1):
             assert largest_difference(got, want) <= 1e-10
+
+
+def given(name: str, value: Any) -> str:
+    net = nn.Linear(2, 1)
+    arguments: dict[str, Any] = {"loss_fn": lambda model, batch: model(batch).mean(), name: value}
+    try:
+        tutti.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(8, 2), **arguments)
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+class OwnLoss(nn.MSELoss):
+    """A loss of PyTorch with the arguments of tutti's."""
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        return super().forward(model(batch), batch[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("loss_fn", nn.MSELoss(), "loss_fn is MSELoss, which takes outputs and targets"),
+        ("loss_fn", nn.MSELoss, "such as lambda model, batch: MSELoss()(model(batch[0]), batch[1])"),
+        ("loss_fn", nn.functional.cross_entropy, "lambda model, batch: cross_entropy(model(batch[0]), batch[1])"),
+        ("loss_fn", "mse", "loss_fn is a str. Give a function loss_fn(model, batch)"),
+        ("loss_fn", OwnLoss(), "nothing was raised"),
+        ("strategy", None, "strategy is None. Give text such as 'mirrored'"),
+        ("callbacks", tutti.EarlyStopping("loss"), "callbacks is an EarlyStopping. Give a list"),
+        ("scheduler", torch.optim.lr_scheduler.StepLR, "is the class StepLR and no instance. Give StepLR("),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(name: str, value: Any, said: str) -> None:
+    [text] = worlds.run(1, given, name=name, value=value)
+    assert said in text, text

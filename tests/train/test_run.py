@@ -109,6 +109,22 @@ def test_what_would_train_wrongly_is_refused(what: Any) -> None:
         assert text.startswith("UsageError") and WRONG[what].lower() in text.lower(), text
 
 
+def steps_in_bodies(workers: int) -> str:
+    run = tutti.prepare(model(), "sgd:lr=0.1", data(22), loss, workers=workers, batch_size=BATCH)
+    try:
+        for batch in run.microbatches(0):
+            run.step(batch)
+    except TuttiError as error:
+        return str(error)
+    return f"{run.clock} steps"
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_step_in_the_body_of_micro_batches_is_refused(workers: int) -> None:
+    for text in worlds.run(2, steps_in_bodies, workers=workers):
+        assert text.startswith("run.step is called in a loop over run.microbatches") and "run.epoch(epoch)" in text
+
+
 def prepared_wrongly() -> list[str]:
     said = []
     for options in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tutti.errors import UsageError
@@ -29,6 +30,15 @@ def test_numbers_out_of_bounds_are_refused(option: str, value: float, bound: str
         RunOptions(**{option: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{}, {"clip": float("inf"), "workers": 1, "micro_batch": None, "seed": -1}])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("batch_size", "64"), ("micro_batch", 8.0), ("workers", "2"), ("data_workers", -1), ("seed", "0"), ("clip", "1")],
+)
+def test_values_of_other_types_are_refused(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^{option} is {value!r}\. Give a "):
+        RunOptions(**{option: value})
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": float("inf"), "workers": 1, "micro_batch": np.int64(2), "seed": -1}])
 def test_numbers_within_bounds_are_taken(options: dict[str, Any]) -> None:
     RunOptions(**options)

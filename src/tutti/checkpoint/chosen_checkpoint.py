@@ -6,10 +6,9 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from tutti.checkpoint.folder import best_checkpoint, newest_checkpoint, scan
+from tutti.checkpoint.folder import FOLDER, best_checkpoint, newest_checkpoint, scan
 from tutti.checkpoint.manifest import MANIFEST, Manifest
 from tutti.checkpoint.read import verify
-from tutti.checkpoint.weights_source import FOLDER
 from tutti.config.best import Best
 from tutti.errors import CheckpointError, UsageError
 

@@ -16,6 +16,9 @@ from tutti.checkpoint.manifest import MANIFEST, Manifest
 from tutti.checkpoint.read import load_manifest, verify
 from tutti.errors import CheckpointError, DiskError
 
+FOLDER = "checkpoints"
+"""Name of the folder of checkpoints in a run directory."""
+
 _UNFINISHED = re.compile(r"step-\d+(\.old)?\.tmp-.+")
 _FINISHED = re.compile(r"step-\d+(\.old)?")
 
@@ -70,6 +73,27 @@ def scan(folder: Path) -> list[Manifest]:
         Checkpoints whose manifest cannot be read are left out.
     """
     return _scan(folder)[0]
+
+
+def other_folder(folder: Path) -> tuple[str, str] | None:
+    """Return why a path without checkpoints in it is not the folder that its user means; None if it may be.
+
+    A missing or empty folder may be that of a run that has yet to begin.
+
+    Args:
+        folder: the path of a run's ``checkpoints``, as a user has given it.
+
+    Returns:
+        What the path is, and what to give in its place.
+    """
+    if folder.exists() and not folder.is_dir():
+        remedy = "give the folder that run.save was given; load a file of torch.save by model.load_state_dict"
+        return "it is a file", remedy
+    if (folder / MANIFEST).exists():
+        return "it is one checkpoint", f"give {folder.absolute().parent}, whose newest checkpoint is restored"
+    if _scan(folder / FOLDER)[0]:
+        return "it is the directory of a run", f"give {folder / FOLDER}"
+    return None
 
 
 def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from tutti.checkpoint import save_snapshot
-from tutti.checkpoint.folder import newest_checkpoint, prune, ranked, scan
+from tutti.checkpoint.folder import newest_checkpoint, other_folder, prune, ranked, scan
 from tutti.checkpoint.manifest import FileRecord, Manifest
 from tutti.checkpoint.read import load_manifest
 from tutti.checkpoint.save_snapshot import State
 from tutti.checkpoint.write import WritableSlice, abandon, begin, commit, step_name, write_part
 from tutti.comm.communicator import Communicator
 from tutti.config.best import Best
-from tutti.errors import CheckpointError, DiskError, PeerError, TuttiError
+from tutti.errors import CheckpointError, DiskError, PeerError, TuttiError, UsageError
 from tutti.launcher import heartbeat, watchdog
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
@@ -330,16 +330,21 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: all checkpoints are damaged, or this rank cannot read the manifest that rank 0 has found.
+            UsageError: the folder is a file, a checkpoint, or a run directory with its checkpoints in another folder.
             MismatchError: the ranks are in different calls.
             PeerError: a rank has ended, or did not make the call in time.
         """
-        answer: list[str] = []
+        answer: list[Any] = []
         if self._world.identity.rank == 0:
             manifest, broken = newest_checkpoint(self.folder)
             for text in broken if manifest else ():
                 self.warn(f"ignored: {text}")
-            answer = [str(manifest.path) if manifest else "", *broken]
-        path, *damaged = self._comm.broadcast_json(answer, 0, "checkpoint to resume from")
+            found = str(manifest.path) if manifest else ""
+            answer = [found, broken, None if found or broken else other_folder(self.folder)]
+        path, damaged, other = self._comm.broadcast_json(answer, 0, "checkpoint to resume from")
+        if other is not None:
+            why, remedy = other
+            raise UsageError("there is no folder of checkpoints", where=str(self.folder), why=why, remedy=remedy)
         if not path and damaged:
             raise CheckpointError(
                 "no checkpoint of the run is valid",

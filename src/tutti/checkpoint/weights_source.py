@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tutti.checkpoint.folder import newest_checkpoint, scan
+from tutti.checkpoint.folder import FOLDER, newest_checkpoint, scan
 from tutti.checkpoint.manifest import MANIFEST
 from tutti.checkpoint.plain import PlainFile
 from tutti.checkpoint.plain_folder import PlainFolder, is_plain_folder
 from tutti.checkpoint.read import load_manifest, verify
 from tutti.checkpoint.weights import SavedWeights, Weights
 from tutti.errors import CheckpointError, UsageError
-
-FOLDER = "checkpoints"
-"""Name of the folder of checkpoints in a run directory."""
 
 
 def check_source(path: Path) -> None:

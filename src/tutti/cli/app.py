@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from tutti.cli import chaos_command, config_command
 from tutti.cli.bench_command import bench
@@ -132,8 +132,7 @@ def _run(tokens: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code
     except CycloptsError as error:
-        error.verbose = False
-        return _refuse(str(error), ExitCode.USAGE)
+        return _refuse(_malformed(error), ExitCode.USAGE)
     except TuttiError as error:
         return _refuse(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -147,6 +146,20 @@ def _run(tokens: Sequence[str] | None) -> int:
         code = failure_exit_code(error)
         ask = " Please report it." * (code == ExitCode.UNEXPECTED)
         return _refuse(f"unexpected {type(error).__name__}: {error}.{ask}", code)
+
+
+def _malformed(error: CycloptsError) -> str:
+    """Return the message of a malformed command line; how to write the command where words are missing or too many."""
+    error.verbose = False
+    usage = str(error.app.usage).removeprefix("Usage: ") if error.app else "tutti COMMAND"
+    command = " ".join(("tutti", *(error.command_chain or ())))
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"{command} does not take '{error.unused_tokens[0]}'. Write {usage}."
+    if isinstance(error, MissingArgumentError) and error.argument:
+        if error.keyword:
+            return f"{error.keyword} has no value. See {command} --help."
+        return f"{command} needs {error.argument.name}. Write {usage}; see {command} --help."
+    return str(error)
 
 
 def _check_folder() -> None:

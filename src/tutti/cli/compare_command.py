@@ -32,7 +32,7 @@ Flags = flag_table(without=("seed", "out", "overwrite", "resume", "steps", "samp
 def compare(
     task: Annotated[str | None, Parameter(show=False)] = None,
     /,
-    *,
+    *more: Annotated[str, Parameter(show=False)],
     flags: Annotated[Flags, Parameter(name="*", show=False, show_env_var=False)] = {},  # type: ignore[valid-type]  # noqa: B006
     ladder_name: Annotated[str, Parameter(name="--ladder")] = "corrected",
     seeds: WholeNumber = 3,
@@ -81,11 +81,17 @@ def compare(
     -----
     A ladder is a series of training configurations (rungs), each of which changes options of an earlier one; a recipe
     is a rung with other ``workers`` or ``batch_size`` than the first, its baseline a rung with the same options at the
-    first rung's. ``task`` is the name of a task of ``tutti train``. ``flags`` holds options of ``tutti train`` by field
-    of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
+    first rung's. ``task`` is the name of a task of ``tutti train``; ``more`` arguments are refused. ``flags`` holds
+    options of ``tutti train`` by field of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
     """
     if task is None:
         raise UsageError("no task is given", remedy="write tutti compare TASK, such as tutti compare digits")
+    if more or Path(task).is_dir():
+        runs_given = shlex.join((task, *more))
+        raise UsageError(
+            f"tutti compare trains one task, and not {runs_given}",
+            remedy=f"write tutti report {runs_given} to compare runs, or give one task, such as tutti compare digits",
+        )
     process_context.check_own_processes("tutti compare", os.environ)
     check_least({"--seeds": seeds})
     options: dict[str, Any] = dict(flags)

@@ -16,9 +16,9 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.checkpoint.chosen_checkpoint import chosen_checkpoint
+from tutti.checkpoint.folder import FOLDER
 from tutti.checkpoint.manifest import Manifest
 from tutti.checkpoint.weights import SavedWeights
-from tutti.checkpoint.weights_source import FOLDER
 from tutti.cli.console_tables import print_table
 from tutti.cli.output_checks import make_writable
 from tutti.config.bounds import check_least

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import socket
 from collections.abc import Mapping
@@ -228,8 +229,11 @@ def run(
     limits = WatchdogLimits.make(start_timeout, step_timeout, WatchdogLimits.read(os.environ).save)
     script, *arguments = command
     if script.startswith("-"):
+        near = difflib.get_close_matches(script, [*run_options(), *OF_NODE], n=1, cutoff=0.7)
+        meant = f"did you mean {near[0]}? " if near else ""
         raise UsageError(
-            f"unknown option {script}", remedy="see tutti run --help; write the script's own options after its name"
+            f"unknown option {script}",
+            remedy=f"{meant}See tutti run --help; write the script's own options after its name",
         )
     elastic = None
     if elastic_flags.given:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral
 
 from tutti.errors import UsageError
 
 
-def check_least(numbers: Mapping[str, int | None], least: int = 1) -> None:
-    """Raise UsageError, naming the option, if a whole number is below ``least``.
+def check_least(numbers: Mapping[str, object], least: int = 1) -> None:
+    """Raise UsageError, naming the option, if a value is no whole number, or below ``least``.
 
     Args:
         numbers: values by option, such as ``--steps``; None, for an option that is not given, passes.
@@ -20,8 +21,8 @@ def check_least(numbers: Mapping[str, int | None], least: int = 1) -> None:
     tutti.errors.UsageError: --steps is 0. Give a whole number of at least 1.
     """
     for option, number in numbers.items():
-        if number is not None and number < least:
-            raise UsageError(f"{option} is {number}", remedy=f"give a whole number of at least {least}")
+        if number is not None and (not isinstance(number, Integral) or number < least):
+            raise UsageError(f"{option} is {number!r}", remedy=f"give a whole number of at least {least}")
 
 
 def check_above_zero(numbers: Mapping[str, float | None]) -> None:

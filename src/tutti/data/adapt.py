@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ from tutti.data.item_source import CollatedSource, ItemSource
 from tutti.data.source import AugmentKey, Sharded, Source
 from tutti.data.stream import Stream
 from tutti.device import pins_memory
-from tutti.errors import DataError, UsageError
+from tutti.errors import DataError, UsageError, kind_of
 from tutti.types.micro_batch import Batch
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -40,10 +41,16 @@ def adapt_training(
         and an index; a ``Stream``, which is read in the order of its own samples, for an iterable.
 
     Raises:
-        UsageError: ``data`` is none of these, can be read only once (an iterator), makes batches itself (a DataLoader),
-            or is a ``Source`` and there is a ``collate``.
+        UsageError: ``data`` is none of these, is a text or a path, can be read only once (an iterator), makes batches
+            itself (a DataLoader), or is a ``Source`` and there is a ``collate``.
         DataError: the length of ``data`` is 0, or its tensors have different numbers of samples.
     """
+    if isinstance(data, str | bytes | PathLike):
+        raise UsageError(
+            f"the data set is the text or path {str(data)!r}",
+            why="tutti opens no files, and would train on its characters",
+            remedy="give a data set that reads it, with __len__ and __getitem__, or tensors",
+        )
     if isinstance(data, Sharded):
         return _stream(data.dataset, sharded=True, collate=collate, drop_last=drop_last)
     if isinstance(data, Source | Tensor) or _has_numbers(data):
@@ -63,7 +70,7 @@ def _stream(data: Any, **options: Any) -> Stream:
         raise UsageError("a DataLoader makes its own batches", remedy="give its data set, or the loader alone")
     if hasattr(data, "__next__"):
         raise UsageError(
-            f"a {type(data).__name__} can be read only once", remedy="give an iterable, or a function that returns one"
+            f"{kind_of(data)} can be read only once", remedy="give an iterable, or a function that returns one"
         )
     if not hasattr(data, "__iter__") and not callable(data):
         raise _unreadable(data, "an iterable, or ")
@@ -127,7 +134,7 @@ def _columns(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _unreadable(data: Any, more: str = "") -> UsageError:
     return UsageError(
-        f"cannot read samples from a {type(data).__name__}",
+        f"cannot read samples from {kind_of(data)}",
         remedy=f"give {more}tensors, a TensorDataset or any dataset with __len__ and __getitem__",
     )
 

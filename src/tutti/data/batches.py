@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from tutti.device import pins_memory
-from tutti.errors import DataError, UsageError
+from tutti.errors import DataError, UsageError, kind_of
 from tutti.types.micro_batch import Batch
 
 
@@ -107,7 +107,10 @@ def length(batch: Batch) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() == 0:
             break
         return len(leaf)
-    raise DataError("a batch has no tensor whose first dimension is the sample", remedy="return tensors, or collate")
+    raise DataError(
+        f"a batch has no tensor whose first dimension is the sample: it is {kind_of(batch)}",
+        remedy="return tensors from the data set, or collate; run.step takes a batch of run.epoch(number)",
+    )
 
 
 def slice_batch(batch: Batch, low: int, high: int) -> Batch:

@@ -361,7 +361,9 @@ def _answer(channel: Connection[Any, Any], number: int, source: Fetches, task: T
 
 def _portable(error: Exception, name: str) -> Exception:
     """Return ``error``, or a RuntimeError with its text if it cannot be pickled, with the traceback as a note."""
-    note = f"In {name}:\n{''.join(traceback.format_exception(error))}"
+    # A DataError only adds the sample's number to an error of the data set.
+    shown = error.__cause__ if isinstance(error, DataError) and error.__cause__ else error
+    note = f"In {name}:\n{''.join(traceback.format_exception(shown))}"
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

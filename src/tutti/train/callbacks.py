@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tutti.checkpoint.json_codec import decode_json, encode_json
 from tutti.comm.stall import TellFailures
 from tutti.config.metric_direction import Metric
-from tutti.errors import CheckpointError, UsageError, counted, did_you_mean
+from tutti.errors import CheckpointError, UsageError, counted, did_you_mean, kind_of
 from tutti.train.best_value import BestValue
 from tutti.train.evaluation import Evaluation
 
@@ -50,6 +50,8 @@ class Callbacks:
     """
 
     def __init__(self, given: Sequence[Any] = ()) -> None:
+        if not isinstance(given, Iterable):
+            raise UsageError(f"callbacks is {kind_of(given)}", remedy="give a list of callbacks")
         self.own = [_checked(each) for each in given]
         self.reason: str | None = None
         self._asked = ""

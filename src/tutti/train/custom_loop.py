@@ -314,6 +314,16 @@ class CustomLoop:
         self._replica.begin(micro_batch)
         self._lifecycle.enter(Phase.COMPUTE)
 
+    def refuse_step(self) -> None:
+        """Raise UsageError where the loop's body has called ``run.step``."""
+        if self._in_body:
+            raise UsageError(
+                "run.step is called in a loop over run.microbatches",
+                where=script_line(),
+                why="the loop counts its micro-batches, which make up the global batch that run.step trains on",
+                remedy="loop over run.epoch(epoch)",
+            )
+
     def _micro_batch_of_body(self, call: str) -> MicroBatch:
         """Return the micro-batch of the body that the script is in; raise UsageError for a call outside of a body."""
         if self._micro_batch is None or not self._in_body:

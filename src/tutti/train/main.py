@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tutti.checkpoint.weights_source import FOLDER
+from tutti.checkpoint.folder import FOLDER
 from tutti.comm.stall import TellFailures
 from tutti.config.train_config import TrainConfig
 from tutti.data.epochs import Epochs

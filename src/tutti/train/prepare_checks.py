@@ -23,7 +23,7 @@ from tutti.data.sampling import Sampling
 from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.device import is_accelerator
-from tutti.errors import UsageError
+from tutti.errors import UsageError, kind_of
 from tutti.launcher import context
 from tutti.nn.overlapping import check_memory
 from tutti.nn.sparse_layers import sparse_parameters
@@ -172,6 +172,7 @@ def check_run(
     # The rate of an imported optimizer is scaled as it is made.
     rule = NoRule() if imported else o.lr_rule
     optimizers = _script_optimizers(trainer)
+    _check_loss(loss_fn)
     _check_unwrapped(whole)
     check_earlier(whole, optimizers)
     world = context.init()
@@ -260,9 +261,24 @@ def one_module(model: Models) -> nn.Module:
         return nn.ModuleDict(model)
     if isinstance(model, Sequence) and all(isinstance(each, nn.Module) for each in model):
         return nn.ModuleList(model)
-    raise UsageError(
-        f"the model is a {type(model).__name__}", remedy="give a torch.nn.Module, or several in a list or a dict"
-    )
+    raise UsageError(f"the model is {kind_of(model)}", remedy="give a torch.nn.Module, or several in a list or a dict")
+
+
+def _check_loss(loss_fn: LossFn | None) -> None:
+    """Raise UsageError for a loss of PyTorch, which takes outputs and targets in place of model and batch."""
+    if loss_fn is None:
+        return
+    if not callable(loss_fn):
+        raise UsageError(f"loss_fn is {kind_of(loss_fn)}", remedy="give a function loss_fn(model, batch)")
+    kind = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    if getattr(kind, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional", "torch._C._nn"):
+        name = getattr(kind, "__name__", "loss")
+        called = f"{name}()" if name[:1].isupper() else name
+        raise UsageError(
+            f"loss_fn is {name}, which takes outputs and targets",
+            why="tutti calls loss_fn(model, batch)",
+            remedy=f"give a function, such as lambda model, batch: {called}(model(batch[0]), batch[1])",
+        )
 
 
 def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> Sequence[Optimizer] | OptimizerChoice:
@@ -280,7 +296,7 @@ def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> Sequence[
     found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer) if several else []
     if not found or not all(isinstance(each, Optimizer) for each in found):
         raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}",
+            f"the optimizer is {kind_of(optimizer)}",
             remedy="give a torch.optim.Optimizer, several in a list, or options such as 'adamw:lr=1e-3'",
         )
     check_apart(found)

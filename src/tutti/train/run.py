@@ -379,14 +379,16 @@ class Run:
             The loss, as the mean over the global batch (with asynchronous servers over this rank's workers).
 
         Raises:
-            UsageError: the run has no loss function; the optimizer needs a closure; the caller made the batch, and the
-                batch size grows, or this rank has no sample of it and the strategy needs samples on every rank; the
-                loss has an unknown form; or the script has converted the model, written or hooked tensors where the
-                strategy cannot follow, or caught an exception of a step that cannot be skipped: one device skips any.
+            UsageError: the run has no loss function; the body of ``microbatches`` makes the call; the
+                optimizer needs a closure; the caller made the batch, and the batch size grows, or this rank has no
+                sample of it and the strategy needs samples on every rank; the loss has an unknown form; or the script
+                has converted the model, written or hooked tensors where the strategy cannot follow, or caught an
+                exception of a step that cannot be skipped: one device skips any.
             NonFiniteError: ``max_nonfinite`` updates in a row were skipped because a gradient is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
         self.callbacks.end_left(self)
+        self.custom.refuse_step()
         self.custom.end_step()
         if self.loss_fn is None:
             raise UsageError("run.step needs a loss function", remedy="give tutti.prepare a loss_fn")
@@ -932,7 +934,8 @@ class Run:
             is unchanged.
 
         Raises:
-            UsageError: ``change`` has an unknown name, or ``lr`` and the run has schedulers.
+            UsageError: ``change`` has an unknown name, or ``lr`` and the run has schedulers; or ``folder`` is a file, a
+                checkpoint, or a run directory with its checkpoints in another folder.
             CheckpointError: no checkpoint of ``folder`` is intact; the newest is of another model, data set, batch
                 size, seed or optimizer with other options, and ``change`` does not name the difference; a named setting
                 cannot change at this position; or the checkpoint has another number of workers, and ``tutti.prepare``

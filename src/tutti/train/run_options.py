@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,7 +42,8 @@ DEFAULT_BATCH_SIZE = 128
 class RunOptions:
     """The keyword options of ``tutti.prepare`` in one object; the docstring of ``tutti.prepare`` explains each.
 
-    Options may be given as text; the properties return them parsed. Raises UsageError for numbers out of bounds.
+    Options may be given as text; the properties return them parsed. Raises UsageError for numbers out of bounds or of
+    another type.
     """
 
     strategy: str | StrategySpec = "mirrored"
@@ -85,9 +87,16 @@ class RunOptions:
                 "max_nonfinite": self.max_nonfinite,
             }
         )
+        check_least({"data_workers": self.data_workers}, least=0)
+        # Arguments of a script, such as those of argparse without a type, may be texts.
+        seed: object = self.seed
+        if not isinstance(seed, Integral):
+            raise UsageError(f"seed is {seed!r}", remedy="give a whole number")
         # Infinity measures the norm and clips nothing, as in PyTorch.
-        if self.clip is not None and not self.clip > 0:
-            raise UsageError(f"clip is {self.clip:g}", remedy="give a number above 0, or None")
+        clip: object = self.clip
+        if clip is not None and not (isinstance(clip, Real) and float(clip) > 0):
+            shown = f"{clip:g}" if isinstance(clip, Real) else repr(clip)
+            raise UsageError(f"clip is {shown}", remedy="give a number above 0, or None")
 
     @cached_property
     def lr_rule(self) -> NoRule:

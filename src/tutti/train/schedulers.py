@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
-from tutti.errors import CheckpointError, UsageError, counted, script_line
+from tutti.errors import CheckpointError, UsageError, counted, kind_of, script_line
 
 Given: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 
@@ -34,7 +34,7 @@ class Schedulers:
         if every not in ("update", "epoch"):
             raise UsageError(f"scheduler_every is '{every}'", remedy="choices: update, epoch")
         self._every, self._stepping = every, False
-        self._own = [given] if isinstance(given, LRScheduler) else list(given or ())
+        self._own = [given] if isinstance(given, LRScheduler | type) else list(given or ())
         if self._own and excluded:
             raise UsageError(f"a scheduler cannot be combined with {excluded}", remedy="leave out one of the two")
         for scheduler in self._own:
@@ -45,6 +45,10 @@ class Schedulers:
 
     def _check(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
         name = type(scheduler).__name__
+        if isinstance(scheduler, type):
+            raise UsageError(
+                f"the scheduler is {kind_of(scheduler)}", remedy=f"give {scheduler.__name__}(optimizer, …)"
+            )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError(
                 f"a {name} needs a metric, and tutti.prepare has none",

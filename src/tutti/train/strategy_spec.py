@@ -58,10 +58,15 @@ def strategy_text(given: str | StrategySpec, model: nn.Module) -> str:
     'tensor:plan=0:colwise+2:rowwise,sequence=true'
 
     Raises:
-        UsageError: an option holds a module of another model, or a value that text cannot hold.
+        UsageError: ``given`` is neither, or an option holds a module of another model, or a value that text cannot
+            hold.
     """
     if isinstance(given, str):
         return given
+    if not isinstance(given, StrategySpec):
+        raise UsageError(
+            f"strategy is {given!r}", remedy="give text such as 'mirrored', or tutti.strategy(name, key=value)"
+        )
     names = {module: name for name, module in model.named_modules()}
     texts = [f"{key}={_text(value, names, key)}" for key, value in given.options.items() if value is not None]
     return given.name + (f":{','.join(texts)}" if texts else "")

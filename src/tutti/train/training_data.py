@@ -64,15 +64,13 @@ def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Sou
         A ``Source`` for a map-style data set, a ``Stream`` for an iterable one.
 
     Raises:
-        UsageError: ``data_workers`` is negative; a stream (iterable data set) with ``shuffle``, ``identical_batches``
+        UsageError: a stream (iterable data set) with ``shuffle``, ``identical_batches``
             or ``steps=all``, or a stream that shards itself with ``drop_last`` or ``reproducible``; a sampler with
             ``steps=all``; ``drop_last`` with ``batch_growth``; or an own ``collate`` with synchronised batch norm and
             several workers or micro-batches.
     """
     data = adapt_training(sampling.dataset, sampling.collate, sampling.drop_last, sampling.processes)
     identical, reproducible = o.identical_batches, o.reproducible
-    if sampling.processes < 0:
-        raise UsageError(f"data_workers is {sampling.processes}", remedy="give 0 or more")
     _check_order(sampling, data, choice, o)
     if isinstance(data, Stream) and not choice.row.synchronous:
         raise UsageError(

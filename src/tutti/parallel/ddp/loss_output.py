@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from numbers import Number
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tutti.comm.random_keys import mix, name_key
 from tutti.device import widest_float
-from tutti.errors import UsageError, counted
+from tutti.errors import UsageError, counted, kind_of
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.torch_compat import is_dtensor
 from tutti.types.micro_batch import LossSums, MicroBatch
@@ -75,9 +76,12 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         if micro_batch.whole:
             start = start / _divisor(outcome[1], start)
         return objective, start, _totals(loss_sums, tuple(sums), micro_batch)
+    is_number = isinstance(outcome, Number)
     raise UsageError(
-        f"the loss function returned {type(outcome).__name__}",
-        remedy="return a scalar (mean over the batch), (sum, count) or (sum, count, {name: sum})",
+        f"the loss is {'a Python number' if is_number else kind_of(outcome)}",
+        remedy="leave .item() and float() out"
+        if is_number
+        else "return a scalar (mean over the batch), (sum, count) or (sum, count, {name: sum})",
     )
 
 
