@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -94,3 +95,16 @@ def test_a_script_in_a_folder_named_like_a_package_has_its_line(folder: str) -> 
     with pytest.raises(ValueError) as caught:
         names["fails"]()
     assert errors.script_line_of(caught.value) == f"{file}:3"
+
+
+def test_the_line_of_the_users_own_code_is_not_that_of_a_library() -> None:
+    file = "/srv/me/data.py"
+    names: dict[str, Any] = {"loads": json.loads}
+    exec(compile("def read():\n    return loads('{')", file, "exec"), names)
+    with pytest.raises(ValueError) as caught:
+        names["read"]()
+    assert errors.own_line_of(caught.value) == f"{file}:2"
+    with pytest.raises(ValueError) as caught:
+        json.loads("{")
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # type: ignore[union-attr]
+    assert errors.own_line_of(caught.value) is None

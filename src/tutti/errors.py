@@ -11,6 +11,7 @@ import difflib
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -304,6 +305,22 @@ def script_line_of(error: BaseException) -> str:
         if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return "the script"
+
+
+def own_line_of(error: BaseException) -> str | None:
+    """Return the place in the user's own code at which an exception arose, as ``FILE:LINE``; else None.
+
+    The place is the innermost frame of the traceback whose file is neither of tutti nor of torch, of another installed
+    package or of Python's library.
+
+    Args:
+        error: an exception that was raised.
+    """
+    folders = tuple(f"{sysconfig.get_path(each)}{os.sep}" for each in ("stdlib", "purelib", "platlib"))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_users(frame.filename) and not frame.filename.startswith((*folders, "<frozen ")):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
 
 
 def script_line() -> str:

@@ -83,7 +83,7 @@ def test_the_callers_generators_are_left_alone() -> None:
 
 
 def test_an_item_that_cannot_be_read_is_named() -> None:
-    with pytest.raises(DataError, match=r"cannot read sample 7 \(Augmented\): IndexError: 7"):
+    with pytest.raises(DataError, match=r"cannot read sample 7 \(Augmented, .*test_adapt\.py:\d+\): IndexError: 7"):
         adapt(Augmented()).fetch(np.array([0, 7]), None)
 
 
@@ -91,7 +91,7 @@ def test_an_item_that_cannot_be_read_is_named() -> None:
     ("data", "kind", "words"),
     [
         (iter([1, 2]), UsageError, "__len__ and __getitem__"),
-        (7, UsageError, "samples from a int"),
+        (7, UsageError, "samples from an int"),
         (Augmented(0), DataError, "Augmented) is empty"),
         (torch.empty(0, 3), DataError, "is empty"),
         ([], DataError, "is empty"),

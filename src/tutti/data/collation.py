@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from tutti.errors import DataError
+from tutti.errors import DataError, own_line_of
 from tutti.types.micro_batch import Batch
 
 _VALUES = Tensor | int | float | np.generic | str | bytes | None
@@ -148,3 +148,15 @@ def _remedy(mine: str, other: str) -> str:
             "loss), or pad in a function given as tutti.prepare(collate=…)"
         )
     return "return the same structure, types and dtypes for every sample"
+
+
+def unreadable_sample(what: str, name: str, error: Exception) -> DataError:
+    """Return the error for a sample that the user's data set could not read, with the line of the user's code.
+
+    Args:
+        what: which sample, such as ``cannot read sample 7``.
+        name: the data set.
+        error: the exception of the data set.
+    """
+    line = own_line_of(error)
+    return DataError(what, where=f"{name}, {line}" if line else name, why=f"{type(error).__name__}: {error}")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tutti.data.collation import collate
+from tutti.data.collation import collate, unreadable_sample
 from tutti.data.digest import digest
 from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.kept_generators import KeptGenerators
@@ -134,8 +134,7 @@ class ItemSource:
         try:
             return self.items[index]
         except (IndexError, KeyError, OSError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise DataError(f"cannot read sample {index}", where=self._name, why=why) from error
+            raise unreadable_sample(f"cannot read sample {index}", self._name, error) from error
 
 
 class CollatedSource(ItemSource):

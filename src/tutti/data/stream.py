@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from tutti.data.batches import CollatedBatch, slice_batch
-from tutti.data.collation import collate
+from tutti.data.collation import collate, unreadable_sample
 from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.keyed_random import hash64
 from tutti.errors import DataError, counted
@@ -324,11 +324,8 @@ class Cursor:
         except StopIteration:
             return []
         except (IndexError, KeyError, OSError, ValueError) as error:
-            raise DataError(
-                f"cannot read sample {number} of epoch {self._epoch}",
-                where=self._stream.name,
-                why=f"{type(error).__name__}: {error}",
-            ) from error
+            what = f"cannot read sample {number} of epoch {self._epoch}"
+            raise unreadable_sample(what, self._stream.name, error) from error
 
 
 def _is_json(value: Any) -> bool:
