@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -676,6 +676,23 @@ def test_few_updates_of_a_large_batch() -> None:
         assert names(ranks, partial(planned, 4)) == ["few-updates"]
         assert names(ranks, partial(planned, 1)) == [], "few with one worker's batch as well"
         assert names(ranks, partial(planned, 30)) == []
+
+
+def trained_on(epochs: Sequence[int], loop: bool) -> None:
+    run = prepare(None if loop else mean)
+    for epoch in epochs:
+        for batch in run.microbatches(epoch) if loop else run.epoch(epoch):
+            if loop:
+                run.backward(mean(run.model, batch))
+                run.gated_step()
+            else:
+                run.step(batch)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_an_epoch_that_is_trained_on_again(loop: bool) -> None:
+    assert names(2, partial(trained_on, [0, 0, 0], loop)) == ["repeated-epoch"]
+    assert names(2, partial(trained_on, [0, 1, 2], loop)) == []
 
 
 def silenced() -> list[str]:

@@ -40,6 +40,10 @@ CLASSICS: Mapping[str, Classic] = {
         "the learning rate runs ahead of the training, and by another factor on another number of devices",
         "write scheduler.step() under 'if run.stepped:'",
     ),
+    "repeated-epoch": Classic(
+        "its samples come in the same order and with the same augmentation as before",
+        "count epochs, as by 'for epoch in run.epochs(10)', and give run.epoch or run.microbatches the number",
+    ),
     "counted-forwards": Classic(
         "a device calls the model once for each micro-batch, so that it counts faster on few devices",
         "keep the number in a buffer, of which each logical worker has its own, or set it where run.stepped is true",

@@ -192,6 +192,7 @@ class Run:
         self.updated: UpdateResult | None = None
         self.parted, self.returned = False, set[int]()
         self._resumed: Position | None = None
+        self._over: int | None = None  # the last epoch that was over
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
         self.trainability = TrainabilityWatch(
             replica, sync, optimizers, self.average, hooks.originals.values(), run_context.grid.shard > 1
@@ -303,6 +304,7 @@ class Run:
             self.callbacks.end_left(self)
             self.trainability.check_replaced()
             self.hooks.check_tree()
+            repeated = number == self._over and self._resumed is None
             start = self._start(number) if start is None else start
             self.callbacks.begin(self)
             if self.callbacks.ended():
@@ -324,13 +326,15 @@ class Run:
                     # Also after an exception or a break in the caller's loop: the step is over.
                     heartbeat.training.enter(Phase.IDLE)
                 if self.taken > taken:
+                    if repeated:
+                        self.checks.repeated(number)
                     self.callbacks.end_step(self)
             self.lifecycle.drawn = None
             if self.callbacks.ended() and self.callbacks.in_epoch:
                 # The epoch is not over: a checkpoint saved from here on resumes within it.
                 return
             # A checkpoint saved from here on resumes after this epoch's loop.
-            self.within = None
+            self.within, self._over = None, number
             self.schedulers.after_epoch()
             self.callbacks.end_epoch(self, number)
             if seldom(self):

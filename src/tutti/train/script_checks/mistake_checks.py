@@ -151,6 +151,15 @@ class Checks:
         more = self._steps < 2 or (bool(self._first) and self._steps < _STEPS)
         self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
 
+    def repeated(self, epoch: int) -> None:
+        """Report that the script trains again on an epoch that was over. Not collective.
+
+        Args:
+            epoch: the epoch, from 0.
+        """
+        if self._enabled:
+            self.diagnoses.report("repeated-epoch", f"epoch {epoch} is trained on again", self._run.clock)
+
     def _check_counters(self, micro_batches: int) -> None:
         """Report a number that the model keeps in Python, and changes with every micro-batch. Called in two steps."""
         before, self._numbers = self._numbers, {}
