@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from tutti.comm.random_keys import name_key
-from tutti.comm.stall import Call
-from tutti.errors import PeerError
+from tutti.comm.stall import ENDED_RANK, Call
+from tutti.errors import PeerError, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 
@@ -159,8 +159,8 @@ class SharedMemorySegment:
             return
         raise PeerError(
             f"{text} failed: rank {self._comm.ranks[other]} has ended",
-            where=f"rank {self._comm.global_rank}",
-            remedy="look for the first error in the other ranks' logs",
+            where=f"rank {self._comm.global_rank}, {script_line()}",
+            remedy=ENDED_RANK,
         )
 
     def _lock(self, rank: int) -> None:

@@ -46,7 +46,11 @@ _FAILED = -3
 _MOST_TEXT = 500
 # Completed calls that a rank remembers: more than a source of broadcasts can be ahead of the other ranks.
 _REMEMBERED = 64
-_ELSEWHERE = "another rank ended or the network broke: look for the first error in the other ranks' logs"
+ENDED_RANK = (
+    "look for the first error in the other ranks' logs. Without one, the script of that rank was at its end: make this"
+    " call on every rank, and not under 'if tutti.rank() == 0:'"
+)
+"""Remedy of a collective that has failed because another rank ended."""
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 
 
@@ -299,9 +303,9 @@ class StallInspector:
             self._note(call, _GAVE_UP)
             raise PeerError(
                 f"{call.text} failed",
-                where=f"rank {self._rank}",
+                where=f"rank {self._rank}, {script_line()}",
                 why=f"it failed on {', '.join(f'rank {rank}' for rank in broken)}",
-                remedy=_ELSEWHERE,
+                remedy=ENDED_RANK,
             )
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
@@ -359,10 +363,10 @@ class StallInspector:
 
     def _broken(self, call: Call, error: RuntimeError) -> PeerError:
         return PeerError(
-            f"{call.text} failed",
-            where=f"rank {self._rank}",
+            f"{call.text} failed, because another rank ended or the network broke",
+            where=f"rank {self._rank}, {script_line()}",
             why=_reason(error),
-            remedy=_ELSEWHERE,
+            remedy=ENDED_RANK,
         )
 
     def _key(self, rank: int) -> str:
