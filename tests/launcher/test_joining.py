@@ -229,9 +229,7 @@ def test_a_rank_that_dies_under_a_foreign_launcher_leaves_no_native_frames(end: 
             rank.kill()
     assert ranks[0].returncode == 5, shown[0]
     assert ranks[1].returncode == {"exception": 1, "kill": -9, "end": 0}[end], shown[1]
-    said = (
-        r"tutti\.errors\.PeerError: .* failed(: rank 1 has|, because another rank) ended .*\(rank 0, .*script.py:"
-    )
+    said = r"tutti\.errors\.PeerError: .* failed(: rank 1 has|, because another rank) ended .*\(rank 0, .*script.py:"
     assert re.search(said, shown[0]) and "make this call on every rank" in shown[0], shown[0]
     for text in shown:
         assert not [word for word in ("frame #", "terminate called", ".cc:", ".cpp:", "GLHF") if word in text], text
