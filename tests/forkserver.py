@@ -60,10 +60,12 @@ class Process:
         environ: all of its environment.
         network: the name of the network namespace it is in; None for this process's own.
         torch: whether torch was imported before.
+        piped: whether its standard input is a pipe; else it is empty.
 
     Attributes:
         pid: of the process, whose parent is the server.
         returncode: None until ``poll`` or ``wait`` has seen its end.
+        stdin: the other end of its standard input; None where that is empty.
     """
 
     def __init__(
@@ -73,14 +75,18 @@ class Process:
         environ: Mapping[str, str],
         network: str | None = None,
         torch: bool = True,
+        piped: bool = False,
     ) -> None:
         pipes = [os.pipe() for _ in range(3)]
+        given, other = os.pipe() if piped else (os.open(os.devnull, os.O_RDONLY), None)
+        self.stdin = None if other is None else os.fdopen(other, "wb")
         request = {"words": list(words), "folder": str(folder), "environ": dict(environ), "network": network}
-        socket.send_fds(_server(torch).control, [json.dumps(request).encode()], [write for _, write in pipes])
+        theirs = [given, *(write for _, write in pipes)]
+        socket.send_fds(_server(torch).control, [json.dumps(request).encode()], theirs)
         self._out, self._err, self._status = (read for read, _ in pipes)
         self._said, self._open = {self._out: b"", self._err: b""}, [self._out, self._err]
-        for _, write in pipes:
-            os.close(write)
+        for stream in theirs:
+            os.close(stream)
         self.pid = int(self._line())
         self.returncode: int | None = None
 

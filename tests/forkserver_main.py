@@ -50,7 +50,7 @@ def serve(control: socket.socket) -> list[str]:
                 os.close(ready)
                 os.close(status)
                 continue
-            raw, streams, *_ = socket.recv_fds(control, 1 << 20, 3)
+            raw, streams, *_ = socket.recv_fds(control, 1 << 20, 4)
             if not raw:
                 # Whoever asked has ended, and with it the wish to know.
                 os._exit(0)
@@ -74,8 +74,7 @@ def become(request: dict[str, Any], streams: list[int]) -> list[str]:
     if request["network"] is not None:
         with open(f"/run/netns/{request['network']}") as network:
             assert ctypes.CDLL(None).setns(network.fileno(), _CLONE_NEWNET) == 0, "this needs root"
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, stream in enumerate([nothing, *streams]):
+    for number, stream in enumerate(streams):
         if number < 3:
             os.dup2(stream, number)
         os.close(stream)

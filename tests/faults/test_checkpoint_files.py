@@ -10,7 +10,6 @@ import random
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from tests.checkpoint.checkpoints import Canary, forge, own, same, save
 from tests.disks import fill, small_disk
+from tests.forkserver import run
 from tests.launching import SAFETY_NET
 from tutti.checkpoint.folder import newest_checkpoint
 from tutti.checkpoint.read import TensorReader, load_manifest, verify
@@ -58,8 +58,7 @@ def refused(folder: Path, name: str) -> str:
 
 def saving(what: str, when: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "tests.faults.saving", what, when, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=SAFETY_NET, cwd=ROOT)
+    return run(["-m", "tests.faults.saving", what, when, str(folder)], ROOT, environ, SAFETY_NET)
 
 
 @pytest.mark.row(2)

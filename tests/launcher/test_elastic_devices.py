@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.forkserver import run
+from tests.forkserver import Process, run
 from tests.launching import SAFETY_NET, SOURCE
 from tutti.checkpoint.folder import last_step
 from tutti.config.train_config import TrainConfig
 from tutti.launcher.engine import EndedRank
-from tutti.launcher.hosts import Host, HostsEngine
+from tutti.launcher.hosts import Host, HostsEngine, TetheredRanks
 from tutti.launcher.supervisor import EngineAttempt, EngineJob, supervise
 from tutti.metrics.records import config_toml, make_run_directory
 from tutti.train.engine_rank import CONFIGURATION
@@ -32,12 +33,24 @@ CONFIG = TrainConfig(
 )
 
 
+class Forked(TetheredRanks):
+    """Ranks of this node that are forked with torch loaded."""
+
+    def start(self, ranks: Sequence[tuple[Host, Sequence[str]]]) -> None:
+        self.started = []
+        for host, words in ranks:
+            at = words.index(sys.executable)
+            environ = os.environ | dict(pair.split("=", 1) for pair in words[1:at])
+            self.started.append((host, Process(words[at + 1 :], Path.cwd(), environ, piped=True)))  # type: ignore[arg-type]
+
+
 class Elastic(HostsEngine):
     """Two slots of this node; the second is lost with its rank once ``steps[0]`` is saved, and back at ``steps[1]``."""
 
     def __init__(self, run: Path, steps: Sequence[int]) -> None:
         super().__init__([Host("localhost", 2)], run / "logs")
         self.run, self.steps, self.lost = run, list(steps), False
+        self._ranks = Forked(run / "logs")
 
     def slots(self) -> Mapping[str, int]:
         return {"localhost": super().slots()["localhost"] - self.lost}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.launching import until
+from tests.forkserver import Process, run
+from tests.launching import SAFETY_NET, SOURCE, until
 from tutti.errors import UsageError
 from tutti.launcher.engine import SlotsGone
 from tutti.launcher.hosts import Host, HostsEngine, command, meeting, parse_host_file, parse_hosts, plan_processes
@@ -138,14 +138,11 @@ class Launched:
         (folder / "ssh").chmod(0o755)
         (folder / "script.py").write_text(script)
         self.folder = folder
-        words = [sys.executable, "-m", "tutti", "run", "-H", hosts, "--logs", "logs"]
-        words += [str(folder / "script.py"), *arguments]
+        words = ["-m", "tutti", "run", "-H", hosts, "--logs", "logs", str(folder / "script.py"), *arguments]
         environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "MASTER_ADDR": "127.0.0.1"}
         # What a host needs of the environment is passed on by name.
-        environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
-        self.process = subprocess.Popen(
-            words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        environment["PYTHONPATH"] = str(SOURCE)
+        self.process = Process(words, folder, environment, torch=False)
 
     def log(self, rank: int) -> str:
         path = self.folder / "logs" / f"rank{rank}.log"
@@ -163,6 +160,7 @@ class Launched:
         assert text in self.log(rank)
 
 
+@pytest.mark.full
 def test_three_processes_on_two_hosts(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "a b")
     out, err = launched.process.communicate(timeout=180)
@@ -208,12 +206,14 @@ def test_a_lost_host_counts_again_when_ssh_reaches_it(tmp_path: Path, monkeypatc
 
 
 def test_a_signal_reaches_every_host_once(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "localhost:1,127.0.0.2:1", "wait")
-    launched.until(1, "rank 1")
+    launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "wait", "a b")
+    launched.until(1, "rank 1 3 0 1 ['wait', 'a b']")
+    launched.until(2, "rank 2 3 1 1 ['wait', 'a b']")
     time.sleep(0.5)
     launched.process.send_signal(signal.SIGTERM)
-    _, err = launched.process.communicate(timeout=120)
-    assert launched.process.returncode == 75, err
+    out, err = launched.process.communicate(timeout=120)
+    assert (launched.process.returncode, out) == (75, "rank 0 3 0 0 ['wait', 'a b']\n"), err
+    assert (tmp_path / "calls").read_text().split() == ["127.0.0.2"] * 2
     assert launched.running() == []
 
 
@@ -232,8 +232,8 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--on=local", "--show-all"])
 def test_what_does_not_go_with_hosts(option: str, tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("")
-    words = [sys.executable, "-m", "tutti", "run", "-H", "localhost:2", option, "s.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    words = ["-m", "tutti", "run", "-H", "localhost:2", option, "s.py"]
+    done = run(words, tmp_path, os.environ, SAFETY_NET, torch=False)
     assert done.returncode == 2 and "cannot be combined with" in done.stderr and "-H" in done.stderr
 
 

@@ -77,8 +77,10 @@ def check(joined: dict[str, Any], launched: dict[str, Any], folder: Path) -> Non
 
 
 def test_torchrun(launched: dict[str, Any], tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    check(summary(finished(start([*torchrun, *TUTTI[1:]], tmp_path))), launched, tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*torchrun, *TUTTI[1:]], tmp_path, environment(), SAFETY_NET)
+    assert done.returncode == 0, done.stderr
+    check(summary(done.stdout), launched, tmp_path)
 
 
 def test_slurm(launched: dict[str, Any], tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from tests.covering import in_turn
 from tests.faults.commands import write_task
+from tests.forkserver import Process
 from tests.launching import SAFETY_NET, SOURCE, until
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
@@ -29,16 +28,9 @@ time.sleep(600)
 
 
 @contextmanager
-def tethered(folder: Path, *words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tutti", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "TUTTI_TETHER": "stdin", **environ},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def tethered(folder: Path, *words: str, **environ: str) -> Iterator[Process]:
+    told = {**os.environ, "PYTHONPATH": str(SOURCE), "TUTTI_TETHER": "stdin", **environ}
+    process = Process(["-m", "tutti", *words], folder, told, piped=True)
     try:
         yield process
     finally:
@@ -56,11 +48,10 @@ def test_train_saves_and_ends_with_its_supervisor(how: str, end: str, tmp_path: 
         until(lambda: process.poll() is not None or (metrics.is_file() and b"train" in metrics.read_bytes()))
         assert process.stdin is not None and process.poll() is None
         if end == "SIGUSR2":
-            process.stdin.write(f"{int(signal.SIGUSR2)}\n")
+            process.stdin.write(f"{int(signal.SIGUSR2)}\n".encode())
             process.stdin.flush()
         else:
             process.stdin.close()
-            process.stdin = None
         assert process.wait(SAFETY_NET) == 75
     assert list(tmp_path.glob("run/checkpoints/step-*/manifest.json"))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_code"] == 75
@@ -73,5 +64,4 @@ def test_run_ends_with_its_supervisor(environ: dict[str, str], tmp_path: Path) -
         until(lambda: process.poll() is not None or (tmp_path / "began").exists())
         assert process.stdin is not None and process.poll() is None
         process.stdin.close()
-        process.stdin = None
         assert process.wait(SAFETY_NET) in (-signal.SIGTERM, 128 + signal.SIGTERM)
