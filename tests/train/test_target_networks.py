@@ -250,14 +250,13 @@ def test_assigned_data_of_which_a_rank_has_a_part(how: str, strategy: str) -> No
 @pytest.mark.parametrize("strategy", PARTS)
 def test_misuse_is_refused(strategy: str) -> None:
     for how in MISUSE:
-        pool = worlds.Pool(2, timeout=5.0)
-        try:
-            said = pool.run(trained, how=how, strategy=strategy)
-        finally:
-            pool.close()
+        said = worlds.run_within(5.0, 2, trained, how=how, strategy=strategy)
         assert all(isinstance(text, str) for text in said), (how, said)
         own = [text for text in said if "UsageError" in text or "MismatchError" in text]
         assert own and ("state" in own[0] or how == "on_one_rank"), (how, said)
+        if how == "on_one_rank" or len(own) < len(said):
+            # A message of one rank is still under way, or a rank waits for one that was refused.
+            worlds.forget(2)
 
 
 def with_statistics(strategy: str, workers: int) -> Any:
