@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tests.worlds import RankError
 
 INPUTS = torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -76,14 +77,22 @@ def plain(kind: str, optimizer: str) -> Any:
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd:lr=0.05,momentum=0.9", "adam:lr=0.01"])
-@pytest.mark.parametrize("kind", ["gaps", "transposed", "apart", "interleaved"])
-def test_parameters_laid_out_in_any_way_are_trained_as_in_plain_pytorch(kind: str, optimizer: str) -> None:
-    want = plain(kind, optimizer)
-    for devices, strategy in [(1, "single"), (2, "mirrored"), (3, "mirrored:algorithm=native"), (2, "central_storage")]:
-        for got in worlds.run(devices, trained, kind=kind, strategy=strategy, optimizer=optimizer):
-            for name in want:
-                assert got[name] == pytest.approx(want[name], rel=1e-10, abs=1e-10), name
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "place"),
+    table(
+        ["gaps", "transposed", "apart", "interleaved"],
+        ["sgd:lr=0.05,momentum=0.9", "adam:lr=0.01"],
+        [(1, "single"), (2, "mirrored"), (3, "mirrored:algorithm=native"), (2, "central_storage")],
+    ),
+    ids=str,
+)
+def test_parameters_laid_out_in_any_way_are_trained_as_in_plain_pytorch(
+    kind: str, optimizer: str, place: tuple[int, str]
+) -> None:
+    want, (devices, strategy) = plain(kind, optimizer), place
+    for got in worlds.run(devices, trained, kind=kind, strategy=strategy, optimizer=optimizer):
+        for name in want:
+            assert got[name] == pytest.approx(want[name], rel=1e-10, abs=1e-10), name
 
 
 @pytest.mark.parametrize(

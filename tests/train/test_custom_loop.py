@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -333,6 +334,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+@cache
 def plain(name: str) -> dict[str, Any]:
     model = made()
     if name in THAWED:

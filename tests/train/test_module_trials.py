@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tutti.errors import TuttiError
 
 DATA = TensorDataset(
@@ -112,9 +113,12 @@ def train(strategy: str, kind: str, form: str, workers: int, compiled: bool = Fa
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=2"])
-@pytest.mark.parametrize("form", ["step", "loop"])
-@pytest.mark.parametrize("kind", ["Warm", "Delayed", "Dropping"])
+STRATEGIES = ["mirrored", "sharded:stage=2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "strategy"), table(["Warm", "Delayed", "Dropping"], ["step", "loop"], STRATEGIES)
+)
 def test_numbers_that_each_micro_batch_changes_are_refused_where_workers_share_them(
     kind: str, form: str, strategy: str
 ) -> None:
@@ -147,9 +151,7 @@ def test_numbers_of_compiled_layers_are_seen(form: str) -> None:
     assert isinstance(worlds.alone(train, kind="Logging", workers=2, **arguments), dict)
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=2"])
-@pytest.mark.parametrize("form", ["step", "loop"])
-@pytest.mark.parametrize("kind", ["Logging", "Scheduled"])
+@pytest.mark.parametrize(("kind", "form", "strategy"), table(["Logging", "Scheduled"], ["step", "loop"], STRATEGIES))
 def test_counts_for_a_log_caches_and_what_the_script_sets_are_right(kind: str, form: str, strategy: str) -> None:
     want = worlds.alone(train, strategy="mirrored", kind=kind, form=form, workers=4)
     for got in worlds.run(2, train, strategy=strategy, kind=kind, form=form, workers=4):

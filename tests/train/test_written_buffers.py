@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tutti.errors import UsageError
 
 DATA = TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
@@ -100,16 +101,16 @@ def check(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("when", ["epoch", "update"])
-@pytest.mark.parametrize("write", WRITES)
-def test_every_worker_has_the_written_value(write: Callable[[Tempered, float], None], when: str) -> None:
-    wanted = plain(write, when)
-    for workers in (1, 2, 4):
-        for loop in (True, False):
-            found = trained(write, when, workers=workers, loop=loop)
-            check(found, wanted)
-            # Each worker counts its own samples.
-            assert float(found["seen"]) == 24 / workers
+@pytest.mark.parametrize(
+    ("write", "when", "workers", "loop"), table(WRITES, ["epoch", "update"], [1, 2, 4], [True, False])
+)
+def test_every_worker_has_the_written_value(
+    write: Callable[[Tempered, float], None], when: str, workers: int, loop: bool
+) -> None:
+    found = trained(write, when, workers=workers, loop=loop)
+    check(found, plain(write, when))
+    # Each worker counts its own samples.
+    assert float(found["seen"]) == 24 / workers
 
 
 def of_strategies() -> list[dict[str, Tensor]]:
