@@ -58,6 +58,7 @@ from tutti.torch_compat import (
     chunk_cat,
     compiled_module,
     convert_module,
+    count_of_nansum,
     cross_entropy_of,
     current_autograd_node,
     default_store,
@@ -68,6 +69,7 @@ from tutti.torch_compat import (
     elastic_processes,
     end_traced_graph,
     enter_loader_process,
+    factor_of_node,
     flight_recorder,
     foreach_add_,
     foreach_copy_,
@@ -132,6 +134,7 @@ from tutti.torch_compat import (
     step_hooks,
     storage_key,
     storage_uses,
+    sums_losses,
     tensor_version,
     tree_flatten,
     tree_leaves,
@@ -383,6 +386,12 @@ def losses_say_what_they_are_means_over() -> None:
     assert label_smoothing_of(mean.grad_fn) is label_smoothing_of((total / total).grad_fn) is None
     fifth = total / 5
     assert float(cast(torch.Tensor, divisor_of_node(fifth.grad_fn))) == 5.0
+    for product in (scores * 5, 5 * scores, scores / 5):
+        assert float(cast(torch.Tensor, factor_of_node(product.grad_fn))) == 5.0
+    assert factor_of_node((scores * scores).grad_fn) is factor_of_node((scores.detach() / scores).grad_fn) is None
+    assert factor_of_node(total.grad_fn) is count_of_nansum(total.grad_fn) is None
+    assert count_of_nansum(torch.tensor([1.0, math.nan], requires_grad=True).nansum().grad_fn) == 1
+    assert sums_losses(total.grad_fn) and not sums_losses(mean.grad_fn) and not sums_losses(fifth.grad_fn)
     assert divisor_of_node(total.grad_fn) is cross_entropy_of(fifth.grad_fn) is None
     assert is_scalar_node(fifth.grad_fn) and not is_scalar_node((scores * 2).grad_fn)
     assert shape_of_node((scores * 2).grad_fn) == tuple(scores.shape) and shape_of_node(fifth.grad_fn) == ()
@@ -845,7 +854,8 @@ TOUCHED: dict[Callable[[], None], str] = {
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
     losses_say_what_they_are_means_over: """
-        CrossEntropyNode cross_entropy_of divisor_of_node is_scalar_node label_smoothing_of shape_of_node
+        CrossEntropyNode cross_entropy_of divisor_of_node is_scalar_node label_smoothing_of shape_of_node factor_of_node
+        count_of_nansum sums_losses
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode

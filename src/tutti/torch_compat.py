@@ -72,6 +72,7 @@ __all__ = [
     "chunk_cat",
     "compiled_module",
     "convert_module",
+    "count_of_nansum",
     "cross_entropy_of",
     "current_autograd_node",
     "default_store",
@@ -82,6 +83,7 @@ __all__ = [
     "elastic_processes",
     "end_traced_graph",
     "enter_loader_process",
+    "factor_of_node",
     "flight_recorder",
     "foreach_add_",
     "foreach_copy_",
@@ -148,6 +150,7 @@ __all__ = [
     "step_hooks",
     "storage_key",
     "storage_uses",
+    "sums_losses",
     "tensor_version",
     "tree_flatten",
     "tree_leaves",
@@ -592,6 +595,49 @@ def divisor_of_node(node: Any) -> Tensor | None:
         RuntimeError: a backward has freed the tensors that the node has saved.
     """
     return node._saved_other if node.name() == "DivBackward0" else None
+
+
+def factor_of_node(node: Any) -> Tensor | None:
+    """Return the tensor by which an operator that autograd has recorded multiplies or divides, if it has no gradient.
+
+    Args:
+        node: an autograd node; a product's is ``MulBackward0``, a division's ``DivBackward0``.
+
+    Returns:
+        The tensor; None for other operators, and where both operands have a gradient.
+
+    Raises:
+        RuntimeError: a backward has freed the tensors that the node has saved.
+    """
+    found: Tensor | None = None
+    if node.name() in ("DivBackward0", "MulBackward0"):
+        (first, _), (second, _) = node.next_functions
+        if second is None:
+            found = node._saved_other
+        elif first is None and node.name() == "MulBackward0":
+            found = node._saved_self
+    return found
+
+
+def count_of_nansum(node: Any) -> int | None:
+    """Return how many elements that are not NaN ``nansum`` has added up; None for the nodes of other operators.
+
+    Args:
+        node: an autograd node, such as ``loss.grad_fn``.
+
+    Raises:
+        RuntimeError: a backward has freed the tensors that the node has saved.
+    """
+    return int(node._saved_self.isnan().logical_not().sum()) if node.name() == "NansumBackward0" else None
+
+
+def sums_losses(node: Any) -> bool:
+    """Return whether an autograd node is that of a loss function of PyTorch with ``reduction="sum"``.
+
+    Args:
+        node: an autograd node; False for one of another function.
+    """
+    return getattr(node, "_saved_reduction", 0) == 2
 
 
 def is_scalar_node(node: Any) -> bool:

@@ -148,7 +148,7 @@ class Routed(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         shares = self.gate(inputs).softmax(1)
-        balance = shares.mean(0).square().sum()
+        balance = shares.square().sum(1).mean()
         if self.way == "list":
             self.balances.append(balance)
         else:

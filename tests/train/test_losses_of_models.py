@@ -87,13 +87,30 @@ def of_chosen(model: Any, batch: Batch) -> Tensor:
     return losses[kept].mean()
 
 
+def of_known(model: Any, batch: Batch) -> Tensor:
+    losses, kept = by_token(model, batch)
+    return torch.where(kept, losses, torch.nan).nanmean()
+
+
+def summed(model: Any, batch: Batch) -> Tensor:
+    return by_token(model, batch)[0].sum()
+
+
+def spread(model: Any, batch: Batch) -> Tensor:
+    return of_mean(model, batch) + (1 - model(**batch)["scores"].flatten(1).std(0)).relu().mean()
+
+
 def of_mask(model: Any, batch: Batch) -> Tensor:
     losses, kept = by_token(model, batch)
     return (losses * kept).sum() / (kept.sum() + kept.sum() % 2 + 1)
 
 
 LOSSES = {
-    each.__name__: each for each in (of_mean, of_count, scaled, in_place, with_penalty, rooted, of_chosen, of_mask)
+    each.__name__: each
+    for each in (
+        *(of_mean, of_count, scaled, in_place, with_penalty, rooted, of_chosen, of_mask),
+        *(of_known, summed, spread),
+    )
 }
 
 
@@ -137,7 +154,7 @@ def check_equal(loss: str, size: int, **options: Any) -> None:
 STAGES = [(2, "pipeline"), (3, "model_parallel"), (2, "hybrid:stages=2")]
 
 
-@pytest.mark.parametrize("loss", ["of_mean", "scaled", "in_place", "of_chosen"])
+@pytest.mark.parametrize("loss", ["of_mean", "scaled", "in_place", "of_chosen", "of_known"])
 @pytest.mark.parametrize(("size", "strategy"), STAGES)
 def test_loops_of_stages_divide_by_the_tokens_of_the_global_batch(size: int, strategy: str, loss: str) -> None:
     check_equal(loss, size, strategy=strategy, micro_batch=2, own_loop=True)
@@ -149,6 +166,27 @@ def test_a_count_that_the_script_gives_the_model_is_that_of_its_loss(strategy: s
     check_equal("of_count", 3, strategy=strategy, micro_batch=None, own_loop=own_loop)
 
 
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize(("size", "strategy"), [(2, "mirrored"), (3, "sharded"), (3, "sharded:stage=1")])
+def test_a_mean_without_nan_is_that_of_the_global_batch(size: int, strategy: str, own_loop: bool) -> None:
+    check_equal("of_known", size, strategy=strategy, micro_batch=None, own_loop=own_loop)
+
+
+REFUSED = [("summed", "a sum over"), ("spread", "takes std over")]
+
+
+@pytest.mark.parametrize(("loss", "what"), REFUSED)
+@pytest.mark.parametrize(("size", "strategy", "own_loop"), [(2, "mirrored", True), (3, "sharded", False)])
+def test_losses_of_parts_that_do_not_add_up_are_refused(
+    size: int, strategy: str, own_loop: bool, loss: str, what: str
+) -> None:
+    with pytest.raises(worlds.RankError) as raised:
+        worlds.run(size, train, loss=loss, strategy=strategy, micro_batch=None, own_loop=own_loop)
+    for failure in raised.value.failures:
+        assert failure is not None and failure.kind == UsageError.__name__ and what in failure.text
+        assert "test_losses_of_models.py:" in failure.text
+
+
 @pytest.mark.parametrize("loss", ["of_mean", "of_count"])
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_a_loss_of_split_scores_is_divided_by_the_tokens_of_the_global_batch(own_loop: bool, loss: str) -> None:
@@ -156,7 +194,8 @@ def test_a_loss_of_split_scores_is_divided_by_the_tokens_of_the_global_batch(own
 
 
 @pytest.mark.parametrize(
-    ("loss", "what"), [("with_penalty", "adds other terms"), ("rooted", "takes sqrt"), ("of_mask", "a sum divided by")]
+    ("loss", "what"),
+    [("with_penalty", "adds other terms"), ("rooted", "takes sqrt"), ("of_mask", "a sum divided by"), *REFUSED],
 )
 def test_losses_of_stages_that_do_not_add_up_are_refused_on_every_rank(loss: str, what: str) -> None:
     with pytest.raises(worlds.RankError) as raised:

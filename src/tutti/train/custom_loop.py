@@ -244,7 +244,7 @@ class CustomLoop:
                     # The first body must clear them, as without several bodies.
                     conceal(pushed, "on the parameter servers, which have applied it")
                     pushed = []
-                with self._replica.script_code():
+                with self._replica.script_code(), self._origin.watched_losses(micro_batch):
                     yield micro_batch.batch
                 self._leave_body()
         self._end_batch()

@@ -44,6 +44,11 @@ def flat(inputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(inputs.flatten(0, 1), targets.flatten(), **options)
 
 
+def known(inputs: Tensor, targets: Tensor) -> Tensor:
+    """Squared errors, NaN where there is no target."""
+    return torch.where(targets >= 0, (inputs[..., 0] + inputs[..., 1] - targets).square(), torch.nan)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -57,6 +62,8 @@ def flat(inputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
         lambda x, y: 3.0 * flat(x, y),
         lambda x, y: flat(x, y, reduction="sum") / (y != -100).sum(),
         lambda x, y: functional.nll_loss(x.log_softmax(-1).flatten(0, 1), y.flatten()),
+        lambda x, y: 0.5 * known(x, y).nanmean(),
+        lambda x, y: known(x, y).nansum() / (y >= 0).sum(),
     ],
 )
 def test_the_mean_over_tokens_of_a_batch_in_parts(loss: Loss) -> None:

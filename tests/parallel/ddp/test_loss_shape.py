@@ -46,6 +46,28 @@ REFUSED: dict[str, Loss] = {
     "mean over at least one": lambda net, out, want, mask: masked(out, want, mask) / mask.sum().clamp(min=1),
     "sum over a constant": lambda net, out, want, mask: masked(out, want, mask) / 100,
     "mean over chosen rows": lambda net, out, want, mask: mse(out[mask > 0, 0], want[mask > 0, 0]),
+    "largest": lambda net, out, want, mask: (out - want).square().max(),
+    "smallest of samples": lambda net, out, want, mask: (out - want).square().mean(1).amin(),
+    "median": lambda net, out, want, mask: (out - want).abs().median(),
+    "hardest": lambda net, out, want, mask: (out - want).square().mean(1).topk(2).values.mean(),
+    "norm of all": lambda net, out, want, mask: (out - want).norm(),
+    "distance": lambda net, out, want, mask: torch.dist(out, want),
+    "logsumexp of samples": lambda net, out, want, mask: (out - want).square().mean(1).logsumexp(0),
+    "product of samples": lambda net, out, want, mask: (1 + (out - want).square().mean(1)).prod(),
+    "variance of features": lambda net, out, want, mask: (1 - out.var(0)).relu().mean() + mse(out, want),
+    "deviation": lambda net, out, want, mask: mse(out, want) - 0.1 * out.std(),
+    "covariance": lambda net, out, want, mask: torch.cov(out.T).square().sum() / 9,
+    "correlation": lambda net, out, want, mask: (out.T @ want / len(out) - torch.eye(3)).square().sum(),
+    "moment of features": lambda net, out, want, mask: out.mean(0).square().sum(),
+    "entropy of the mean": lambda net, out, want, mask: (out.softmax(1).mean(0) * out.softmax(1).mean(0).log()).sum(),
+    "sum": lambda net, out, want, mask: (out - want).square().sum(),
+    "sum of a loss": lambda net, out, want, mask: mse(out, want, reduction="sum"),
+    "two sums": lambda net, out, want, mask: bce(out, want.sigmoid(), reduction="sum") - 0.5 * out.square().sum(),
+    "sum of a cross-entropy beside": lambda net, out, want, mask: (
+        entropy(out, want.argmax(1), reduction="sum") + 0.1 * out.square().sum()
+    ),
+    "largest of as many losses": lambda net, out, want, mask: torch.stack([mse(out, want)] * SAMPLES).max(),
+    "mean of sums": lambda net, out, want, mask: (out - want).square().sum(0).mean(),
     "chosen rows beside": lambda net, out, want, mask: bce(out[mask > 0, 0], mask[mask > 0]) + out.square().mean(),
 }
 TAKEN: dict[str, Loss] = {
@@ -53,6 +75,18 @@ TAKEN: dict[str, Loss] = {
     "sum over samples": lambda net, out, want, mask: mse(out, want, reduction="sum") / len(out),
     "weighted": lambda net, out, want, mask: masked(out, want, mask) / len(out),
     "mean over elements by hand": lambda net, out, want, mask: (out - want).square().sum() / out.numel(),
+    "sum times a constant": lambda net, out, want, mask: (out - want).square().sum() * (1 / len(out)),
+    "sum of parts": lambda net, out, want, mask: ((out - want) / len(out)).abs().sum(),
+    "mean by weights": lambda net, out, want, mask: (
+        (out - want).square().mean(1) @ torch.full((SAMPLES,), 1 / SAMPLES, dtype=torch.float64)
+    ),
+    "as many losses as samples": lambda net, out, want, mask: torch.stack([mse(out, want)] * SAMPLES).sum(),
+    "as many learned weights": lambda net, out, want, mask: (
+        torch.stack([mse(out, want)] * SAMPLES) * (-net[0].bias).exp() + net[0].bias
+    ).sum(),
+    "means of columns": lambda net, out, want, mask: (out - want).square().mean(0).mean(),
+    "largest of each": lambda net, out, want, mask: (out - want).abs().amax(1).mean() + out.var(1).mean(),
+    "norm of a product": lambda net, out, want, mask: mse(out, want) + 0.1 * (net[0].weight.T @ net[2].weight.T).norm(),
     "two terms": lambda net, out, want, mask: 0.3 * mse(out, want) + out.abs().mean() / 4,
     "learned weights": lambda net, out, want, mask: mse(out, want) * (-net[0].bias[0]).exp() + net[0].bias[0],
     "penalty": lambda net, out, want, mask: mse(out, want) + sum(p.square().sum().sqrt() for p in net.parameters()),
@@ -74,6 +108,15 @@ def test_what_does_not_add_up_is_refused_in_a_part_of_the_batch(name: str) -> No
     with pytest.raises(UsageError, match="the losses of the parts do not add up"):
         read(REFUSED[name])
     read(REFUSED[name], whole=True)
+
+
+def test_a_mean_of_columns_counts_samples() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 5)
+    for samples in (2, 3):
+        loss = net(torch.randn(samples, 3)).square().mean(0).mean()
+        _, _, found = read_loss(loss, MicroBatch(0, 0, None, samples, 1 / 5, 0, True))
+        assert float(found.sums[1]) == samples
 
 
 @pytest.mark.parametrize("name", TAKEN)

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tutti.errors import UsageError
-from tutti.parallel.ddp.loss_shape import check_adds_up, rows_of_mean
+from tutti.errors import UsageError, script_line
+from tutti.parallel.ddp.loss_shape import TARGETS, check_adds_up, count_of_nanmean, rows_of_mean
 from tutti.parallel.ddp.output_graph import graph_within
 from tutti.torch_compat import CrossEntropyNode, cross_entropy_of, divisor_of_node, is_scalar_node, label_smoothing_of
 from tutti.types.micro_batch import MicroBatch
 
-_TARGETS = "tutti.targets"
 _MOST = 64
 """Nodes of a loss that are looked at: a sum of more scalars is a penalty and no model's loss."""
 
@@ -55,7 +54,7 @@ def annotate_targets(loss: Tensor, count: Tensor, targets: int, reduction: str =
     if loss.grad_fn is not None:
         # The stubs of PyTorch call this property a method.
         metadata = cast(dict[str, Any], loss.grad_fn.metadata)
-        metadata[_TARGETS] = CrossEntropyNode(reduction, count.detach(), targets)
+        metadata[TARGETS] = CrossEntropyNode(reduction, count.detach(), targets)
     return loss
 
 
@@ -89,6 +88,8 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
     if len(means) == 1 and not others:
         return counts[0]
     if not means and not micro_batch.whole:
+        if (count := count_of_nanmean(objective.grad_fn)) is not None:
+            return count
         rows = rows_of_mean(objective.grad_fn, micro_batch.samples)
         return None if rows is None else torch.tensor(float(rows))
     for term, count in zip(means, counts, strict=True):
@@ -114,7 +115,7 @@ def _terms(root: Any) -> tuple[list[_Term], bool]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        found = node.metadata.get(_TARGETS) or cross_entropy_of(node)
+        found = node.metadata.get(TARGETS) or cross_entropy_of(node)
         if found is not None and found.reduction == "sum" and divisor is None and node is not root:
             others = True
         elif found is not None:
@@ -151,6 +152,7 @@ def _count(term: _Term, micro_batch: MicroBatch) -> Tensor | None:
 def _refused(what: str, why: str) -> UsageError:
     return UsageError(
         what,
+        where=script_line(),
         why=why,
         remedy="return (sum, count), with the terms in one sum (reduction='sum', and as the count the targets that are"
         " not ignored, or the sum of their class weights); a model of transformers returns the sum for"

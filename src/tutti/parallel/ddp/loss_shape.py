@@ -9,21 +9,35 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from tutti.errors import UsageError, counted
+from tutti.errors import UsageError, counted, script_line
 from tutti.parallel.ddp.output_graph import graph_within, nodes_below
-from tutti.torch_compat import divisor_of_node, is_scalar_node, shape_of_node
+from tutti.torch_compat import (
+    count_of_nansum,
+    divisor_of_node,
+    factor_of_node,
+    is_scalar_node,
+    shape_of_node,
+    sums_losses,
+)
 from tutti.types.micro_batch import MicroBatch
 
-_CURVED = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Sqrt", "Rsqrt", "Pow", "Exp", "Log", "Log1P", "Abs", "Reciprocal", "Tanh", "Sigmoid", "Softplus", "Relu"),
-        *("Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum"),
+_MIXING = frozenset(
+    (
+        *("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Mode", "Topk", "Logsumexp"),
+        *("Var", "Std", "Norm", "LinalgVectorNorm", "Dist", "Prod"),
     )
-) | {"ClampBackward1", "PowBackward1"}
-"""Nodes of functions that are not linear."""
+)
+"""Functions that reduce a tensor, and are not linear."""
+_CURVED = _MIXING | frozenset(
+    (
+        *("Sqrt", "Rsqrt", "Pow", "Exp", "Log", "Log1P", "Abs", "Reciprocal", "Tanh", "Sigmoid", "Softplus", "Relu"),
+        *("Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "LogSigmoid", "Softmax", "LogSoftmax", "LeakyRelu"),
+        *("Elu", "Gelu", "Silu", "Sin", "Cos", "Atan", "LinalgDet", "LinalgSlogdet", "LinalgSvd", "LinalgEigh"),
+    )
+)
+"""Functions that are not linear."""
 _LOSSES = frozenset(
     f"{name}Backward0"
     for name in (
@@ -34,52 +48,66 @@ _LOSSES = frozenset(
 """Nodes that reduce a batch, whatever they are given."""
 _COUNTED = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 """Of the losses those whose targets ``loss_count`` counts."""
-_REDUCTIONS = frozenset({"MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"})
+_SUMS = frozenset(("Sum", "Nansum", "Dot", "Vdot"))
+_REDUCTIONS = _SUMS | {"Mean"}
+_PASSING = frozenset(("Add", "Sub", "Neg", "View", "Clone", "ToCopy", "Squeeze", "Mean", "Sum"))
+_PRODUCTS = frozenset(("Mul", "Dot", "Vdot", "Mm", "Mv"))
+_LAYERS = frozenset(("Addmm", "Mm", "Bmm", "Convolution", "Embedding"))
+_TRANSPOSES = frozenset(("T", "Transpose", "Permute"))
 _FACTORS = frozenset(("NegBackward0", "MulBackward0", "DivBackward0", "ViewBackward0", "CloneBackward0"))
 """Nodes that multiply a number by a constant, or pass it on."""
 _CHOICES = frozenset(("IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0"))
 """Nodes that choose elements or rows of a tensor, as by a mask."""
+TARGETS = "tutti.targets"
+"""Key of a node's metadata for the number of targets of the loss that it computed."""
 _STAGED = "_ThroughBackward"
 """Node of a call of a model in stages (``staged_call``), which depends on all its parameters."""
 _MOST, _DEEP = 64, 4096
+_REMEDY = (
+    "return (sum, count), with what divides the sum as the count; or take one worker without micro_batch; for the mean"
+    " of the parts' losses, as gradient accumulation by hand gives it, return (loss * n, n) of n samples"
+)
 
 
 def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
     """Check by the autograd graph of a loss that it is linear in means or sums over the micro-batch's samples.
 
     Only then do the losses of the micro-batches add up to the loss of the global batch. The check looks at graph nodes
-    whose output is a single number, at most 64; a loss in which it finds no violation passes.
+    whose output has no dimension of the samples, at most 64; a loss in which it finds no violation passes.
 
     Args:
         root: ``grad_fn`` of the loss; None passes.
         micro_batch: the part of the global batch that the loss was computed on; its number of samples is used.
 
     Raises:
-        UsageError: the loss is a nonlinear function of a mean or sum over samples (such as a square root), a ratio or
-            product of two, a mean over a number of elements that is not a multiple of the samples, or a sum divided by
-            a number that is not a multiple of the samples.
+        UsageError: the loss is a function of all samples that is no mean or sum (such as the largest, a norm, or a
+            variance), a nonlinear function of a mean or sum over samples (such as a square root), a ratio or product
+            of two, a mean over a number of elements that is not a multiple of the samples, a sum over samples that
+            nothing divides, or one divided by a number that is not a multiple of the samples.
     """
-    ahead, seen = [root], set[Any]()
+    ahead, seen, samples = [root], set[Any](), micro_batch.samples
     while ahead and len(seen) < _MOST:
         node = graph_within(ahead.pop())
-        if node is None or node in seen or not is_scalar_node(node):
+        if node is None or node in seen or not _lacks_samples(node, samples):
             continue
         seen.add(node)
-        if _reduces(node, micro_batch):
+        if _reduces(node, samples):
             _check_elements(node, micro_batch)
             continue
         before = [each for each, _ in node.next_functions if each is not None]
-        name = node.name()
-        if name in _CURVED and any(_holds(each, micro_batch) for each in before):
-            what = name.removesuffix("0").removesuffix("1").removesuffix("Backward").lower()
-            raise _refused(f"the loss is no mean over samples: it takes {what} of a mean or a sum over them")
-        if name in ("DivBackward0", "MulBackward0") and len(before) == 2:
-            below = before[1:] if name == "DivBackward0" else before
-            if all(_holds(each, micro_batch) for each in below):
-                kind = "divides by a mean or a sum" if name == "DivBackward0" else "multiplies means or sums"
+        name = _function(node)
+        if name in _MIXING and _over_samples(node, samples) and not _of_stack(node, samples):
+            raise _refused(f"the loss is no mean over samples: it takes {_text(name)} over them")
+        if name in _CURVED and any(_holds(each, samples) for each in before):
+            raise _refused(f"the loss is no mean over samples: it takes {_text(name)} of a mean or a sum over them")
+        if len(before) == 2 and (name in _PRODUCTS or name == "Div"):
+            below = before[1:] if name == "Div" else before
+            if all(_holds(each, samples) for each in below):
+                kind = "divides by a mean or a sum" if name == "Div" else "multiplies means or sums"
                 raise _refused(f"the loss is no mean over samples: it {kind} over them")
         ahead += before
     _check_divisor(root, micro_batch)
+    _check_sums(root, samples)
 
 
 def _check_elements(node: Any, micro_batch: MicroBatch) -> None:
@@ -98,11 +126,74 @@ def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
     if divisor is None or divisor.numel() != 1 or divisor.requires_grad or micro_batch.samples < 1:
         return
     total = _below_factors(next((before for before, _ in root.next_functions if before is not None), None))
-    if total is None or total.name() not in ("SumBackward0", "SumBackward1") or not _reduces(total, micro_batch):
+    if total is None or TARGETS in total.metadata or _function(total) not in _SUMS:
+        return
+    if not _over_samples(total, micro_batch.samples):
         return
     number = float(divisor)
-    if number % micro_batch.samples:
+    if number % micro_batch.samples and number != count_of_nansum(total):
         raise _refused(f"the loss is a sum divided by {number:g}, of {counted(micro_batch.samples, 'sample')}")
+
+
+def _check_sums(root: Any, samples: int) -> None:
+    """Raise UsageError if a loss adds a sum over samples that neither a number nor a factor of each sample divides."""
+    ahead, seen = [graph_within(root)], set[Any]()
+    while ahead and len(seen) < _MOST:
+        node = graph_within(ahead.pop())
+        if node is None or node in seen or not _lacks_samples(node, samples):
+            continue
+        seen.add(node)
+        name, before = _function(node), [each for each, _ in node.next_functions]
+        if TARGETS in node.metadata:
+            continue
+        if node.name() in _LOSSES or (name in _REDUCTIONS and _over_samples(node, samples)):
+            # A cross-entropy alone is looked at with its targets. What a constant vector weights may be a mean.
+            told = node is graph_within(root) and node.name() in _COUNTED
+            is_sum = sums_losses(node) or (name in _SUMS and not (name in ("Dot", "Vdot") and None in before))
+            if is_sum and not (told or _is_divided(before, samples) or _of_stack(node, samples)):
+                raise _refused(
+                    f"the loss is a sum over {counted(samples, 'sample')}, and no mean",
+                    "return (sum, n) of n samples for the mean over the global batch; or (sum * batch_size, n) for its"
+                    " sum, as plain PyTorch gives it",
+                )
+        elif name in _PASSING or (name == "Mul" and None not in before):
+            ahead += before
+
+
+def _is_divided(nodes: list[Any], samples: int) -> bool:
+    """Return whether a constant may have divided values by the number of samples, or weighted each of the samples."""
+    ahead, seen = list(nodes), set[Any]()
+    while ahead and len(seen) < _MOST:
+        node = graph_within(ahead.pop())
+        if node is None or node in seen or _function(node) in _LAYERS:
+            continue
+        seen.add(node)
+        factor = factor_of_node(node)
+        if factor is not None and factor.numel() > 1:
+            return True
+        if factor is not None and (number := float(factor)):
+            number = number if _function(node) == "Div" else 1 / number
+            if math.isclose(number / samples, round(number / samples), rel_tol=1e-6):
+                return True
+        ahead += [before for before, _ in node.next_functions]
+    return False
+
+
+def count_of_nanmean(root: Any) -> Tensor | None:
+    """Return the number of elements that are not NaN, where a loss is the ``nanmean()`` of a tensor times constants.
+
+    Args:
+        root: ``grad_fn`` of the loss.
+
+    Returns:
+        The number, a tensor (); None for any other loss.
+    """
+    above, node = None, graph_within(root)
+    while node is not None and node.name() in _FACTORS:
+        above, node = node, _only_input(node)
+    number = None if node is None else count_of_nansum(node)
+    divisor = None if above is None or number is None else divisor_of_node(above)
+    return divisor if divisor is not None and divisor.numel() == 1 and float(divisor) == number else None
 
 
 def rows_of_mean(root: Any, samples: int) -> int | None:
@@ -116,13 +207,14 @@ def rows_of_mean(root: Any, samples: int) -> int | None:
 
     Returns:
         The size of the tensor's first dimension. None where the loss is no ``mean()`` of one tensor, alone or times
-        constants; where the tensor depends on no more than one parameter, as a penalty does; and where another
-        dimension is that of the samples, as in the outputs of a recurrent network.
+        constants; where the tensor depends on no more than one parameter, as a penalty does; where it is a mean over
+        the samples, as a mean of each column; and where another dimension is that of the samples, as in the outputs of
+        a recurrent network.
     """
     node = _below_factors(root)
     inputs = None if node is None or node.name() != "MeanBackward0" else node.next_functions[0][0]
     shape = None if inputs is None else shape_of_node(inputs)
-    if not shape or not _of_several(node):
+    if not shape or not _of_several(node) or _holds(inputs, samples):
         return None
     alike = nodes_below(inputs, lambda each: shape_of_node(each) == shape)
     return None if samples in shape[1:] and all(each.name() not in _CHOICES for each in alike) else shape[0]
@@ -131,24 +223,78 @@ def rows_of_mean(root: Any, samples: int) -> int | None:
 def _below_factors(node: Any) -> Any:
     """Return the node of the number that a loss is a constant multiple of; None where there is none."""
     while (node := graph_within(node)) is not None and node.name() in _FACTORS:
-        before = [each for each, _ in node.next_functions if each is not None]
-        node = before[0] if len(before) == 1 else None
+        node = _only_input(node)
     return node
 
 
-def _holds(node: Any, micro_batch: MicroBatch) -> bool:
-    """Return whether a mean or a sum over samples is below a node, through nodes of one number each."""
-    return any(_reduces(graph_within(each), micro_batch) for each in nodes_below(node, is_scalar_node))
+def _only_input(node: Any) -> Any:
+    """Return the node of the only input that has a gradient; None if there are several."""
+    before = [each for each, _ in node.next_functions if each is not None]
+    return graph_within(before[0]) if len(before) == 1 else None
 
 
-def _reduces(node: Any, micro_batch: MicroBatch) -> bool:
+def _function(node: Any) -> str:
+    """Return the name of the function that a node differentiates, such as ``Mul``."""
+    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
+
+
+def _text(function: str) -> str:
+    """Return the name of a function as scripts write it."""
+    return function.removeprefix("LinalgVector").lower()
+
+
+def _lacks_samples(node: Any, samples: int) -> bool:
+    """Return whether a node's output is one number, several, or has no dimension of as many elements as samples."""
+    shape = shape_of_node(node)
+    return is_scalar_node(node) or _stacks(node) or (shape is not None and samples not in shape)
+
+
+def _stacks(node: Any) -> bool:
+    """Return whether a node puts numbers, such as several losses, into one tensor."""
+    return _function(node) in ("Stack", "Cat") and all(b is None or is_scalar_node(b) for b, _ in node.next_functions)
+
+
+def _of_stack(node: Any, samples: int) -> bool:
+    """Return whether a node reduces a tensor of several numbers, which may be as many as the samples."""
+    inputs = [each for each, _ in node.next_functions if each is not None]
+    below = (nodes_below(each, lambda b: samples in (shape_of_node(b) or ())) for each in inputs)
+    return any(_stacks(graph_within(each)) for nodes in below for each in nodes)
+
+
+def _holds(node: Any, samples: int) -> bool:
+    """Return whether a mean or a sum over samples is below a node, through nodes without a dimension of them."""
+    below = nodes_below(node, lambda each: _lacks_samples(each, samples))
+    within = (graph_within(each) for each in below)
+    return any(_reduces(each, samples) and not _of_stack(each, samples) for each in within)
+
+
+def _reduces(node: Any, samples: int) -> bool:
     """Return whether a node is a mean or a sum over the samples of the micro-batch, and not of parameters alone."""
-    if node.name() in _LOSSES:
+    name = _function(node)
+    if node.name() in _LOSSES or TARGETS in node.metadata:
         return True
-    if node.name() not in _REDUCTIONS or not node.next_functions or node.next_functions[0][0] is None:
-        return False
-    shape = shape_of_node(node.next_functions[0][0])
-    return bool(shape) and shape is not None and shape[0] == micro_batch.samples and _of_several(node)
+    if name == "Mm":
+        return _contracts(node, samples)
+    return name in _REDUCTIONS and _over_samples(node, samples)
+
+
+def _over_samples(node: Any, samples: int) -> bool:
+    """Return whether an input of a node has the samples as its first dimension, and the output does not have them."""
+    shapes = [shape_of_node(each) for each, _ in node.next_functions if each is not None]
+    first = any(shape and shape[0] == samples for shape in shapes)
+    return first and samples not in (shape_of_node(node) or ()) and _of_several(node)
+
+
+def _contracts(node: Any, samples: int) -> bool:
+    """Return whether a product of two matrices sums over the samples, as that of a transposed output with an output."""
+    (first, _), (second, _) = node.next_functions
+    within = nodes_below(first, lambda each: samples in (shape_of_node(each) or ()))
+    transposed = first is None or any(
+        _function(each) in _TRANSPOSES and (shape_of_node(_only_input(each)) or ())[:1] == (samples,) for each in within
+    )
+    rows = second is None or (shape_of_node(second) or ())[:1] == (samples,)
+    outputs = all(_of_several(each) for each in (first, second) if each is not None)
+    return transposed and rows and samples not in (shape_of_node(node) or ()) and outputs
 
 
 def _of_several(node: Any) -> bool:
@@ -167,12 +313,11 @@ def _of_several(node: Any) -> bool:
     return False
 
 
-def _refused(what: str) -> UsageError:
+def _refused(what: str, remedy: str = _REMEDY) -> UsageError:
     return UsageError(
         what,
+        where=script_line(),
         why="a micro-batch has a part of the global batch, and the losses of the parts do not add up to that of the"
         " whole, so that the gradient would depend on workers and micro-batches",
-        remedy="return (sum, count), with what divides the sum as the count; or take one worker without micro_batch;"
-        " for the mean of the parts' losses, as gradient accumulation by hand gives it, return (loss * n, n) of n"
-        " samples",
+        remedy=remedy,
     )

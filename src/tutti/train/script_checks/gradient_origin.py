@@ -9,25 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from tutti.comm.communicator import Communicator
 from tutti.device import widest_float
-from tutti.errors import MismatchError, UsageError, script_line
+from tutti.errors import MismatchError, UsageError, counted, script_line
+from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient
+from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
 from tutti.torch_compat import local_tensor, tensor_version
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, CustomLoopSync
+from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
+
+
+_FIRST = 4
+"""Steps in which the losses of all plain ``loss.backward()`` calls are looked at."""
 
 
 class GradientOrigin:
@@ -54,6 +63,10 @@ class GradientOrigin:
         self._complete: dict[nn.Parameter, tuple[ReferenceType[Tensor], int]] = {}
         # Gradients of a plain loss.backward(): tensor and version.
         self._made: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        # Those of losses that are no mean over samples, with the error; and that of the loss whose backward runs. An
+        # error that has been raised would hold the script's frames.
+        self._unfit: dict[nn.Parameter, tuple[Tensor, Callable[[], UsageError]]] = {}
+        self._error: Callable[[], UsageError] | None = None
         # Complete gradients to which a plain loss.backward() added: the script's line that called it.
         self._mixed: dict[nn.Parameter, str] = {}
         # Norms of the parts of complete gradients, where version counters tell of no edit.
@@ -132,11 +145,45 @@ class GradientOrigin:
         finally:
             self._in_own_backward = False
 
+    @contextmanager
+    def watched_losses(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Return a context manager around a loop's body that looks at the losses of plain ``loss.backward()`` calls.
+
+        The gradient of a loss that is no mean over the micro-batch's samples cannot be averaged over micro-batches.
+        ``local`` refuses it, unless the script clears it before. The first four steps are watched, and those whose
+        number is a power of two; compiled models are not, nor losses of a plain ``torch.autograd.backward``.
+
+        Args:
+            micro_batch: the micro-batch of the body.
+        """
+        run, taken = self._run, self._run.taken
+        due = (taken < _FIRST or not taken & (taken - 1)) and micro_batch.samples and not micro_batch.whole
+        if (
+            not due
+            or self._sync.gradient_at in ("shards", *SPLIT_OVER_MODEL)
+            or has_compiled_code([run.model], run.context)
+        ):
+            yield
+            return
+        with _Backwards(partial(self._backward_of, micro_batch)):
+            yield
+
+    def _backward_of(self, micro_batch: MicroBatch, loss: Tensor, backward: Callable[[], None]) -> None:
+        if not self._in_own_backward and loss.numel() == 1:
+            self._error = _error_of(loss, micro_batch, f"step {self._run.clock + 1}, {script_line()}")
+        try:
+            backward()
+        finally:
+            self._error = None
+
     def _accumulated(self, parameter: Tensor) -> None:
         if self._in_own_backward or parameter.grad is None:
             return
         parameter = cast(nn.Parameter, parameter)
-        self._made[parameter] = cast(Tensor, parameter.grad), tensor_version(cast(Tensor, parameter.grad))
+        gradient = cast(Tensor, parameter.grad)
+        self._made[parameter] = gradient, tensor_version(gradient)
+        if self._error is not None:
+            self._unfit[parameter] = gradient, self._error
         complete = self._complete.get(parameter)
         if parameter not in self._mixed and complete is not None and parameter.grad is complete[0]():
             self._mixed[parameter] = script_line()
@@ -156,6 +203,7 @@ class GradientOrigin:
         self._norms = self._norms_here() if place == "sliced_rows" or is_due else {}
         self._mixed.clear()
         self._made.clear()
+        self._unfit.clear()
         if (edits := self._run.replica.edits) is not None:
             edits.forget(there.values())
 
@@ -171,6 +219,7 @@ class GradientOrigin:
         for parameter in members:
             self._mixed.pop(parameter, None)
             self._made.pop(parameter, None)
+            self._unfit.pop(parameter, None)
             if parameter.grad is not None:
                 # Zeros, which are the same on every rank.
                 self._complete[parameter] = ref(parameter.grad), tensor_version(parameter.grad)
@@ -198,6 +247,9 @@ class GradientOrigin:
             gradient, made = parameter.grad, self._made.get(parameter)
             if gradient is None or (made is None and means):
                 continue
+            unfit = self._unfit.get(parameter)
+            if unfit is not None and unfit[0] is gradient:
+                raise unfit[1]()
             if made is not None and gradient is made[0] and tensor_version(gradient) == made[1]:
                 continue
             if bool(gradient.detach().any()):
@@ -405,6 +457,40 @@ class GradientOrigin:
                 remedy="edit .grad alike on every rank, whatever the rank's number and its own samples, or put the term"
                 " into the loss",
             ) from error
+
+
+class _Backwards(TorchFunctionMode):
+    """Function mode that calls a function in place of ``loss.backward()``, with the loss and this backward."""
+
+    def __init__(self, instead: Callable[[Tensor, Callable[[], None]], None]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        # Dynamo traces this mode with the code that it compiles.
+        if func is not Tensor.backward or torch.compiler.is_compiling():
+            return call()
+        return self._instead(args[0], call)
+
+
+def _error_of(loss: Tensor, micro_batch: MicroBatch, where: str) -> Callable[[], UsageError] | None:
+    """Return why gradients of a loss cannot be averaged over micro-batches as those of means over samples; or None."""
+    try:
+        count = loss_count(loss, micro_batch)
+    except UsageError as error:
+        remedy = f"call run.backward, and give it what the loss function would return: {error.remedy}"
+        return partial(UsageError, error.what, where=where, why=error.why, remedy=remedy)
+    if count is None or not float(count) % micro_batch.samples:
+        return None
+    return partial(
+        UsageError,
+        f"the loss is a mean over {float(count):g} targets, of {counted(micro_batch.samples, 'sample')}",
+        where=where,
+        why="micro-batches have different numbers of targets, and the gradients of loss.backward() are averaged over"
+        " samples",
+        remedy="call run.backward(loss), which weights each micro-batch by its targets",
+    )
 
 
 def _own(gradient: Tensor) -> Tensor:

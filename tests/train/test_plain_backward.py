@@ -1,0 +1,119 @@
+"""Losses of a plain ``loss.backward()`` in a loop: means over samples, or refused before the first update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+import tutti
+from tests import worlds
+from tutti.errors import UsageError
+
+BATCH = 6
+Batch = tuple[Tensor, Tensor]
+
+
+def build() -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return model, torch.optim.Adam(model.parameters(), lr=0.03)
+
+
+def data() -> list[Batch]:
+    draw = torch.Generator().manual_seed(3)
+    inputs = torch.randn(18, 4, generator=draw, dtype=torch.float64)
+    return [(row, row[:3].argmax()) for row in inputs]
+
+
+def mean(model: Any, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[0][:, :3]).square().mean()
+
+
+def of_targets(model: Any, batch: Batch) -> Tensor:
+    weights = torch.tensor([0.3, 0.55, 1.7], dtype=torch.float64)
+    return functional.cross_entropy(model(batch[0]), batch[1], weights)
+
+
+def rooted(model: Any, batch: Batch) -> Tensor:
+    return mean(model, batch).sqrt()
+
+
+def summed(model: Any, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[0][:, :3]).square().sum()
+
+
+def largest(model: Any, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[0][:, :3]).abs().max()
+
+
+LOSSES = {each.__name__: each for each in (mean, of_targets, rooted, summed, largest)}
+
+
+def play(loss: str, attack: str, batches: Any, model: nn.Module, optimizer: Optimizer) -> None:
+    for batch in batches:
+        if attack:
+            inputs = batch[0].clone().requires_grad_()
+            LOSSES[attack](model, (inputs, batch[1])).backward()
+            optimizer.zero_grad()
+            batch = inputs.detach() + 0.1 * inputs.grad.sign(), batch[1]  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        LOSSES[loss](model, batch).backward()
+        optimizer.step()
+
+
+def train(loss: str, strategy: str, attack: str = "", **options: Any) -> Any:
+    model, optimizer = build()
+    run = tutti.prepare(model, optimizer, data(), strategy=strategy, batch_size=BATCH, shuffle=False, **options)
+    try:
+        play(loss, attack, run.microbatches(0), run.model, optimizer)
+    except UsageError as error:
+        assert run.updates == 0
+        return str(error), {}
+    return "", {name: tensor.numpy() for name, tensor in run.state().items()}
+
+
+def plain(loss: str, attack: str = "") -> dict[str, Any]:
+    model, optimizer = build()
+    rows = data()
+    batches = [
+        tuple(torch.stack(column) for column in zip(*rows[start : start + BATCH], strict=True))
+        for start in range(0, len(rows), BATCH)
+    ]
+    play(loss, attack, batches, model, optimizer)
+    return {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+
+
+RANKS = [
+    (2, "mirrored", {}),
+    (3, "sharded:stage=1", {}),
+    (2, "central_storage", {}),
+    (1, "mirrored", {"micro_batch": 2}),
+]
+SAID = {
+    "of_targets": "targets, of",
+    "rooted": "takes sqrt of a mean",
+    "summed": "a sum over",
+    "largest": "takes max over",
+}
+
+
+@pytest.mark.parametrize(("size", "strategy", "options"), RANKS)
+@pytest.mark.parametrize("loss", SAID)
+def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: str, size: int, strategy: str, options: Any) -> None:
+    found = worlds.run(size, train, loss=loss, strategy=strategy, **options)
+    refused = [text for text, _ in found]
+    assert any(SAID[loss] in text and "test_plain_backward.py:" in text for text in refused), refused
+
+
+@pytest.mark.parametrize(("size", "strategy", "options"), RANKS)
+@pytest.mark.parametrize("attack", ["", "summed"])
+def test_a_mean_is_taken_after_gradients_of_the_inputs(attack: str, size: int, strategy: str, options: Any) -> None:
+    want = worlds.alone(plain, loss="mean", attack=attack)
+    for refused, state in worlds.run(size, train, loss="mean", strategy=strategy, attack=attack, **options):
+        assert not refused
+        assert all(abs(state[name] - value).max() < 1e-10 for name, value in want.items())
