@@ -41,6 +41,14 @@ class Again(nn.Module):
         return out
 
 
+class NormedAgain(Again):
+    """Moves its batch norm's averages in the forward, and once more in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
+
+
 class Attending(nn.Module):
     """An attention, whose output layer is not called but read."""
 
@@ -132,6 +140,36 @@ def test_layers_that_are_not_simple_are_exact(kind: str) -> None:
     for schedule in ("1f1b", "zero_bubble", "interleaved"):
         got = worlds.run(2, train, kind=kind, strategy=f"pipeline:schedule={schedule},micro_batches=4")
         assert got == [want] * 2, schedule
+
+
+def train_normed(strategy: str, own_loop: bool, micro_batch: int | None = None) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), NormedAgain(), NormedAgain(), nn.Linear(4, 2)).double()
+    data = torch.randn(24, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = None if own_loop else mean
+    run = tutti.prepare(
+        model, optimizer, data, loss_fn, strategy=strategy, batch_size=12, micro_batch=micro_batch, reproducible=True
+    )
+    for batch in run.microbatches(0) if own_loop else run.epoch(0):
+        if own_loop:
+            optimizer.zero_grad()
+            run.backward(mean(run.model, batch))
+            optimizer.step()
+        else:
+            run.step(batch)
+    return int(run.state()["1.layers.1.num_batches_tracked"]), run.weights_sha256()
+
+
+def test_a_norm_that_is_computed_again_moves_its_averages_as_on_one_device() -> None:
+    want = worlds.alone(train_normed, strategy="single", own_loop=True, micro_batch=3)
+    assert want[0] == 16, "eight micro-batches, twice"
+    for schedule in ("1f1b", "zero_bubble"):
+        strategy = f"pipeline:schedule={schedule},micro_batches=4"
+        assert worlds.run(2, train_normed, strategy=strategy, own_loop=True) == [want] * 2
+    for own_loop in (False, True):
+        whole = worlds.alone(train_normed, strategy="single", own_loop=own_loop)
+        assert worlds.run(3, train_normed, strategy="model_parallel", own_loop=own_loop) == [whole] * 3
 
 
 def test_complex_numbers_cross_a_cut() -> None:

@@ -20,7 +20,7 @@ from tutti.errors import UsageError, script_line_of
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.swap import training_mode
 from tutti.nn.untraced import FUNCTION_MODE, Untraced, has_hooks, surroundings
-from tutti.torch_compat import FUNCTION_MODE_ENTRIES, module_buffers, module_parameters
+from tutti.torch_compat import FUNCTION_MODE_ENTRIES, NormBase, module_buffers, module_parameters, saved_tensor_hooks
 
 _RANDOM = {
     *(getattr(functional, name) for name in dir(functional) if "dropout" in name),
@@ -60,7 +60,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, opened: Collection[str] | None) -> None:
         super().__init__()
         self._opened = opened
-        self._around = surroundings()
+        self._around, self._saving = surroundings(), saved_tensor_hooks()
         self._own: dict[nn.Module, list[Any]] = {}
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
@@ -71,6 +71,8 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if m in self._own and _tensors(m) != self._own[m]:
             raise ValueError(f"it calls its {type(m).__name__} with other weights than its own")
+        if saved_tensor_hooks() != self._saving and any(map(_moves_averages, m.modules())):
+            raise ValueError("torch.utils.checkpoint moves a norm's averages again in backward, and stages would not")
         return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -87,6 +89,11 @@ class _Tracer(fx.Tracer):
             if now != before and name != FUNCTION_MODE:
                 raise ValueError(f"it computes within {name}, which the graph of its calls would leave out")
         return super().create_proxy(kind, target, args, *rest, **named)
+
+
+def _moves_averages(module: nn.Module) -> bool:
+    """Return whether a forward of a module moves running averages of its inputs, as a batch norm does in training."""
+    return isinstance(module, NormBase) and module.training and module.track_running_stats
 
 
 def _tensors(module: nn.Module) -> list[Any]:
