@@ -64,6 +64,7 @@ from tutti.torch_compat import (
     default_store,
     differentiable_once,
     dispatch_mode_depth,
+    divisor_of_cross_entropy,
     divisor_of_node,
     draws_samples,
     elastic_processes,
@@ -94,6 +95,7 @@ from tutti.torch_compat import (
     has_scaled,
     high_priority_options,
     hook_ids,
+    hooks_registered,
     in_backward,
     inductor_mode_options,
     is_compiled,
@@ -284,8 +286,9 @@ def ids_tell_of_registered_and_removed_hooks() -> None:
         lambda: module.register_full_backward_pre_hook(print),
     ]
     for register in registrations:
-        before = hook_ids([tensor], [module])
+        before, registered = hook_ids([tensor], [module]), hooks_registered()
         first = register()
+        assert hooks_registered() > registered
         with_first = hook_ids([tensor], [module])
         first.remove()
         assert hook_ids([tensor], [module]) == before
@@ -376,7 +379,9 @@ def losses_say_what_they_are_means_over() -> None:
         2.0,
         3,
     )
+    assert float(cast(torch.Tensor, divisor_of_cross_entropy(mean.grad_fn))) == 2.0
     total = nn.functional.cross_entropy(scores, targets, reduction="sum")
+    assert divisor_of_cross_entropy(total.grad_fn) is divisor_of_cross_entropy((mean * 2).grad_fn) is None
     assert (cross_entropy_of(total.grad_fn) or found).reduction == "sum"
     assert cross_entropy_of(nn.functional.cross_entropy(scores, targets, reduction="none").grad_fn) is None
     targets_term, smoothing = nn.functional.cross_entropy(scores, targets, label_smoothing=0.1).grad_fn.next_functions  # type: ignore[union-attr]
@@ -847,15 +852,15 @@ TOUCHED: dict[Callable[[], None], str] = {
     indices_need_no_coalescing: "sparse_indices sparse_values",
     subclasses_have_no_memory: "FunctionModesDisabled make_wrapper_subclass TorchFunctionDisabled",
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
-    ids_tell_of_registered_and_removed_hooks: "hook_ids",
+    ids_tell_of_registered_and_removed_hooks: "hook_ids hooks_registered",
     fused_optimizers_have_devices: "fused_optimizer_devices",
     backward_is_noticed: "in_backward",
     backwards_tell_what_they_accumulate_and_keep: "is_reached keeps_graph",
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
     losses_say_what_they_are_means_over: """
-        CrossEntropyNode cross_entropy_of divisor_of_node is_scalar_node label_smoothing_of shape_of_node factor_of_node
-        count_of_nansum sums_losses
+        CrossEntropyNode cross_entropy_of divisor_of_cross_entropy divisor_of_node is_scalar_node label_smoothing_of
+        shape_of_node factor_of_node count_of_nansum sums_losses
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode

@@ -41,6 +41,7 @@ from torch.utils._pytree import (
 )
 from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "CONVERSION",
@@ -78,6 +79,7 @@ __all__ = [
     "default_store",
     "differentiable_once",
     "dispatch_mode_depth",
+    "divisor_of_cross_entropy",
     "divisor_of_node",
     "draws_samples",
     "elastic_processes",
@@ -108,6 +110,7 @@ __all__ = [
     "has_scaled",
     "high_priority_options",
     "hook_ids",
+    "hooks_registered",
     "in_backward",
     "inductor_lacks",
     "inductor_mode_options",
@@ -361,6 +364,14 @@ def hook_ids(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[tu
     return [tuple(table) if table else () for table in tables]
 
 
+def hooks_registered() -> int:
+    """Return a number that each registration of a hook on a tensor or module in this process increases.
+
+    As long as it stays, no hook has been added, and hooks need not be looked for. PyTorch documents no such number.
+    """
+    return RemovableHandle.next_id
+
+
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Any] | None) -> None:
     """Replace a tensor's table of ``register_hook`` hooks; two tensors with one table share later changes to it.
 
@@ -496,6 +507,9 @@ def version_counting_view(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+_CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
+
+
 class CrossEntropyNode(NamedTuple):
     """Facts of a cross-entropy loss, read from the autograd node that computed it.
 
@@ -528,12 +542,26 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
     Raises:
         RuntimeError: a backward has freed the tensors that the node has saved.
     """
-    if node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or not node._saved_reduction:
+    if node.name() not in _CROSS_ENTROPIES or not node._saved_reduction:
         return None
     reduction = "mean" if node._saved_reduction == 1 else "sum"
     scores = _below(node, "ViewBackward0")
     found = scores if _is(scores, "LogSoftmaxBackward0") else None
     return CrossEntropyNode(reduction, node._saved_total_weight, node._saved_target.numel(), found)
+
+
+def divisor_of_cross_entropy(node: Any) -> Tensor | None:
+    """Return the divisor of the mean cross-entropy that an autograd node computed: attribute ``total`` of its facts.
+
+    Costs a fraction of ``cross_entropy_of``. None for other nodes, and for a sum or no reduction.
+
+    Args:
+        node: an autograd node, such as ``loss.grad_fn``.
+
+    Raises:
+        RuntimeError: a backward has freed the tensors that the node has saved.
+    """
+    return node._saved_total_weight if node.name() in _CROSS_ENTROPIES and node._saved_reduction == 1 else None
 
 
 def label_smoothing_of(node: Any) -> tuple[Any, Tensor] | None:

@@ -212,6 +212,29 @@ def test_other_hooks_are_refused(refused: tuple[str, str, int, int, str, str], l
         assert untouched
 
 
+def late_hooks() -> list[str]:
+    """For the first refused step, and the one after the hook was removed, what the refusal says."""
+    run = tutti.prepare(made(), "sgd:lr=0.5", DATA, counted, workers=2, batch_size=BATCH)
+    batches, said, handle = [*run.epoch(0)], list[str](), None
+    for step, batch in enumerate([*batches, *batches]):
+        if step == 3:
+            handle = run.model[2].weight.register_hook(lambda slope: slope * 0.5)  # type: ignore[index, operator]
+        if step == 4 and handle is not None:
+            handle.remove()
+        try:
+            run.step(batch)
+            said.append("")
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_hook_of_a_later_step_is_found_in_this_step_until_it_is_removed() -> None:
+    [said] = worlds.run(1, late_hooks)
+    assert len(said) == 8 and [bool(each) for each in said] == [step == 3 for step in range(8)], said
+    assert "the hook on the gradient of 2.weight" in said[3]
+
+
 def within_a_step() -> tuple[str, bool]:
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tutti.errors import MismatchError, PeerError, script_line
 from tutti.launcher import context, heartbeat
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 T = TypeVar("T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _PATIENCE = timedelta(seconds=2)
 _POLL = timedelta(seconds=0.5)
@@ -419,11 +421,32 @@ class TellFailures(contextlib.ContextDecorator):
     where the block raises; none before ``tutti.init``.
     """
 
+    def __call__(self, function: _F) -> _F:
+        """Return the function wrapped in this context manager; a call without an exception enters none.
+
+        Args:
+            function: a function or method, which may be called in each step.
+        """
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                self._tell(error)
+                raise
+
+        return cast(_F, call)
+
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception) and context.is_initialized():
+        if isinstance(error, Exception):
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        if context.is_initialized():
             world = context.current()
             StallInspector(world, world.timeout).tell_failure(error)
 

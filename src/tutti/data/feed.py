@@ -161,14 +161,15 @@ class Feed:
                 ``CollatedBatch`` of other micro-batches.
         """
         work = []
-        first, single = self._first_micro(samples, length(batch)), self.is_single(samples)
-        for worker, pieces in self._plan(samples, length(batch), over):
+        contract, have = self.contract, length(batch)
+        first, shared = self._first_micro(samples, have), contract.shared
+        for worker, pieces in self._plan(samples, have, over):
             micro_batches = []
-            alone = len(pieces) == 1 and (over == "worker" or self.contract.workers == 1)
-            whole = single if self.contract.shared else alone
+            alone = len(pieces) == 1 and (over == "worker" or contract.workers == 1)
+            whole = self.is_single(samples) if shared else alone
             for micro, (span, weight) in enumerate(pieces, first):
                 part = shown(batch) if span is None else slice_batch(batch, span.start, span.stop)
-                count = length(batch) if span is None else len(span)
+                count = have if span is None else len(span)
                 key = mix(self.seed, clock, worker, micro)
                 factor = scale if whole else weight * scale
                 last = micro == first + len(pieces) - 1

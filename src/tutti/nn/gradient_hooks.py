@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
-from weakref import WeakMethod
+from types import MethodType
+from typing import Any, cast
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -32,14 +32,15 @@ def add_accumulation_hook(parameter: Tensor, method: Callable[[Tensor], None]) -
     Returns:
         The handle of PyTorch, whose ``remove()`` takes the hook off the parameter.
     """
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(partial(_call, WeakMethod(method)))
+    bound = cast(MethodType, method)
+    owner, function = ref(bound.__self__), bound.__func__
+
+    def call(accumulated: Tensor) -> None:
+        if (present := owner()) is not None:
+            function(present, accumulated)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
     return handle
-
-
-def _call(method: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
-    target = method()
-    if target is not None:
-        target(parameter)
 
 
 def hook_package(hook: Any) -> str:

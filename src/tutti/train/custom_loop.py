@@ -549,7 +549,8 @@ class CustomLoop:
             self._show(kept.gradients)
         if kept.used:
             sync.mark_reached(kept.used)
-        part = replace(work(kept.loss_sums.get(micro_batch.worker)), whole=micro_batch.whole)
+        part = work(kept.loss_sums.get(micro_batch.worker))
+        part.whole = micro_batch.whole
         if self._batch.alone:
             self._reduce_own(micro_batch, part, step_context)
             sync.add_gradients(held)

@@ -7,7 +7,6 @@ global      local    load its state · forward, backward · save its state     o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from tutti.train.noise_probe import NoiseProbe
 from tutti.train.script_checks.hook_watch import HookWatch
@@ -64,7 +63,8 @@ def train_step(
         sync.begin_worker(worker, step_context)
         part = None
         if micro_batches:
-            part = replace(run(micro_batches, loss, grad_hook), whole=micro_batches[0].whole)
+            part = run(micro_batches, loss, grad_hook)
+            part.whole = micro_batches[0].whole
             if sync.loss_normalisation == "worker":
                 hooks.check_part(part)
         sync.end_worker(worker, part)

@@ -124,8 +124,8 @@ class StepLifecycle:
         micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         single = self._are_single(micro_batches)
         run.hooks.check_hooks(single)
-        whole = single and (run.feed.contract.shared or bool(micro_batches)) and normalisation == "step"
-        self.context = replace(self.context, whole=whole)
+        if single and (run.feed.contract.shared or micro_batches) and normalisation == "step":
+            self.context = replace(self.context, whole=True)
         if run.checks.looking:
             run.checks.look(batch, work, loss, given=self.drawn is None)
         return work

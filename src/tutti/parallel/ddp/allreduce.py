@@ -493,7 +493,7 @@ class AllReduceSync(UnshardedGradients):
             it, are left out.
         """
         self._concealed.reveal()
-        held = {p: p.grad for p in self._parameters if p.grad is not None}
+        held = {p: gradient for p in self._parameters if (gradient := p.grad) is not None}
         self.clear()
         return held
 
@@ -519,8 +519,8 @@ class AllReduceSync(UnshardedGradients):
         """Let the script keep each ``.grad``: in this rank's memory, and as another object than the bucket's view."""
         self._reducer.release()
         for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.detach()
+            if (gradient := parameter.grad) is not None:
+                parameter.grad = gradient.detach()
 
     def trained_tensors(self) -> list[Tensor]:
         """Return the ``.data`` of the trained parameters on this rank, in the model's order.

@@ -159,8 +159,9 @@ class Bucket:
             # ``Module.to`` has moved a gradient, and so a view, to other memory: ``model.cpu()`` to save, and back.
             self.use(self.flat)
         self.renew()
-        used = [p.grad is not None for p in self.parameters]
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        present = [p.grad for p in self.parameters]
+        used = [gradient is not None for gradient in present]
+        gradients = [gradient for gradient in present if gradient is not None]
         _check_dense(gradients)
         if len(gradients) == len(used):
             if gradients:

@@ -16,7 +16,14 @@ from torch import Tensor
 from tutti.errors import UsageError, script_line
 from tutti.parallel.ddp.loss_shape import TARGETS, check_adds_up, count_of_nanmean, rows_of_mean
 from tutti.parallel.ddp.output_graph import graph_within
-from tutti.torch_compat import CrossEntropyNode, cross_entropy_of, divisor_of_node, is_scalar_node, label_smoothing_of
+from tutti.torch_compat import (
+    CrossEntropyNode,
+    cross_entropy_of,
+    divisor_of_cross_entropy,
+    divisor_of_node,
+    is_scalar_node,
+    label_smoothing_of,
+)
 from tutti.types.micro_batch import MicroBatch
 
 _MOST = 64
@@ -81,6 +88,10 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
             targets; the loss is a nonlinear function of means over samples, such as a root or a ratio; or the loss is a
             mean over a number of elements, or a sum divided by a number, that is not a multiple of the samples.
     """
+    root = graph_within(objective.grad_fn)
+    if root is not None and TARGETS not in root.metadata and (total := divisor_of_cross_entropy(root)) is not None:
+        # Most losses: nothing but a mean over targets, which adds up.
+        return total
     if not micro_batch.whole:
         check_adds_up(objective.grad_fn, micro_batch)
     means, others = _terms(objective.grad_fn)

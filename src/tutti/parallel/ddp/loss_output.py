@@ -87,7 +87,7 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
 
 def _is_samples(count: Tensor, micro_batch: MicroBatch) -> bool:
     """Return whether ``count`` is the number of samples; False also on an accelerator, where a look would wait."""
-    return count.device.type == "cpu" and float(count) == micro_batch.samples
+    return count.is_cpu and count.item() == micro_batch.samples
 
 
 def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:

@@ -176,8 +176,9 @@ class OverlappedReducer:
         self._comm = run_context.comms.replica
         self._all_reduce = all_reduce
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
-        self._lent = {p for name, p in trainable if name in borrowed}
         self._order = [p for _, p in trainable]
+        self._owned = [p for name, p in trainable if name not in borrowed]
+        self._lends = len(self._owned) < len(self._order)
         self._tail = Tail(len(trainable), layout_key(trainable))
         self._buckets: list[Bucket] = []
         self._wires: list[Tensor | None] = []
@@ -328,16 +329,16 @@ class OverlappedReducer:
     def _read(self, numbers: Tensor, step_context: StepContext) -> list[float]:
         """Copy ``numbers`` to the host, and with them the squares of the gradients, where no scale is to come."""
         counted = self._counted()
-        if step_context.loss_scale != 1.0 or (self._comm.size > 1 and self._lent):
+        if step_context.loss_scale != 1.0 or (self._comm.size > 1 and self._lends):
             return list(numbers.tolist())
         read, squares = read_with_squares(numbers, counted)
         self._early = counted, squares
         return read
 
     def _counted(self) -> list[Tensor]:
-        if self._comm.size > 1 and not self._lent:
+        if self._comm.size > 1 and not self._lends:
             return [bucket.gradients for bucket in self._buckets]
-        return [p.grad for p in self._order if p.grad is not None and p not in self._lent]
+        return [gradient for p in self._owned if (gradient := p.grad) is not None]
 
     def release(self) -> None:
         """Do nothing: no other rank writes the memory of the sums."""

@@ -199,8 +199,8 @@ class SharedReducer:
         facts = (*steps, name_key(now.settings), now.written(), edits_key(now))
         self._digests[self._comm.rank][_DIGEST] = mix(self._key, *facts) >> 1
         totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
-        self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]
-        self._mine[_FLAGS : _FLAGS + len(used)] = used
+        unused = [0.0] * (_STOP - _TOTALS - len(totals))
+        self._mine[_TOTALS : _FLAGS + len(used)] = [*totals, *unused, step_context.stop, *used]
 
     def _add(self) -> None:
         """Sum this rank's slice of all slots in rank order, in chunks that fit the cache; write its sum of squares.

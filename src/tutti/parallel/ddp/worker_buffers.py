@@ -67,6 +67,7 @@ class WorkerBuffers:
         self._inside = run_context.mine[0] if len(run_context.mine) else -1
         self._learned, self._writer, self._custom = set[int](), _Writer.SCRIPT, False
         self._pending: _Copied | None = None
+        self._marks: list[tuple[Tensor, int]] = []
         self._look()
         self._handover: BufferHandover | None = None
         if run_context.sharers is not None:
@@ -257,6 +258,8 @@ class WorkerBuffers:
 
     def _follow_writes_in_step(self) -> None:
         """Call ``_follow_writes``, or on an accelerator its form that does not wait; there ``verify`` refuses."""
+        if len(self._own) < 2:
+            return
         if self._writer == _Writer.FORWARDS or not self._on_accelerator():
             self._follow_writes()
         else:
@@ -336,6 +339,8 @@ class WorkerBuffers:
 
     def _look(self) -> None:
         """Remember the buffers in the model as they are now, to see what the script writes."""
+        if len(self._own) < 2:
+            return
         self._marks = self._marked()
         self._norms = _norms([tensor for tensor, _ in self._marks])
 

@@ -221,6 +221,9 @@ class CarriedValues(LossWatch):
         """
         run = self._run
         self._batches += 1
+        if self._batches > _WATCHED + 1:
+            # The batch before has dropped all records.
+            return False
         self._moved.begin_batch()
         self._trace, self._eager = None, False
         self._left = sum(len(micro_batches) for _, micro_batches in work)

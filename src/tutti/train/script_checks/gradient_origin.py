@@ -195,8 +195,8 @@ class GradientOrigin:
         batch, such as by ``run.backward``, before the script gets control. ``edited`` later compares identity and
         version counter of the tensors with this record. Not collective.
         """
-        there = {p: p.grad for p in self.script_parameters() if p.grad is not None}
-        self._complete = {p: (ref(gradient), tensor_version(gradient)) for p, gradient in there.items()}
+        there = [(p, gradient) for p in self.script_parameters() if (gradient := p.grad) is not None]
+        self._complete = {p: (ref(gradient), tensor_version(gradient)) for p, gradient in there}
         taken, place = self._run.taken, self._sync.gradient_at
         # Edits through .grad.data change no version: scripts make them in each step, and are found in the first ones.
         is_due = place in ("rank", "slices") and not taken & (taken - 1)
@@ -205,7 +205,7 @@ class GradientOrigin:
         self._made.clear()
         self._unfit.clear()
         if (edits := self._run.replica.edits) is not None:
-            edits.forget(there.values())
+            edits.forget(gradient for _, gradient in there)
 
     def cleared(self, members: Sequence[nn.Parameter]) -> None:
         """Record that the script has cleared the ``.grad`` of these parameters, by setting them to None or to zeros.
@@ -361,7 +361,7 @@ class GradientOrigin:
                 gradient is None
                 or gradient is not complete[0]()
                 or tensor_version(gradient) != complete[1]
-                or parameter in moved
+                or (moved and parameter in moved)
             ):
                 found.append(parameter)
             elif edits is not None and edits.lines([("", gradient)]):

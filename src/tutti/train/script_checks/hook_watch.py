@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tutti.errors import UsageError
 from tutti.nn.gradient_hooks import has_accumulation_hook, has_gradient_hook, shares_gradient_hooks
 from tutti.nn.swap import parameters
-from tutti.torch_compat import has_backward_hook, hook_ids
+from tutti.torch_compat import has_backward_hook, hook_ids, hooks_registered
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.run_context import RunContext
@@ -50,9 +50,11 @@ class HookWatch:
         self._modules: list[tuple[str, nn.Module]] = []
         self._former: list[tuple[str, ref[nn.Parameter], nn.Parameter]] = []
         self._tree: dict[str, nn.Module] = {}
-        # The hooks at the last check. A hook that is given gradients of another scale if the loss counts something else
-        # than samples: on this rank at that check, on any stage before the model was cut, and either of them.
+        # The hooks at the last check, and how many were registered in this process by then. A hook that is given
+        # gradients of another scale if the loss counts something else than samples: on this rank at that check, on any
+        # stage before the model was cut, and either of them.
         self._seen: object = None
+        self._registered = -1
         self._found: str | None = None
         self._elsewhere: str | None = None
         self._hooked: str | None = None
@@ -84,7 +86,7 @@ class HookWatch:
         self._tree = self._tree_now()
         former = [(name, p, self._originals.get(name)) for name, p in self._parameters]
         self._former = [(name, each, p) for name, p, each in former if each is not None and each() is not p]
-        self._seen = None
+        self._seen, self._registered = None, -1
 
     def _tree_now(self) -> dict[str, nn.Module]:
         """Return the modules of the script's model by name where pipeline stages call them; otherwise nothing."""
@@ -125,6 +127,15 @@ class HookWatch:
 
     def _check_all(self) -> None:
         """Look at every hook, unless none was registered or removed since the last look."""
+        registered = hooks_registered()
+        # Of a script without hooks none can have been removed.
+        if self._found is not None or registered != self._registered:
+            self._check_changed()
+            self._registered = registered
+        self._hooked = self._found or self._elsewhere
+
+    def _check_changed(self) -> None:
+        """Look at every hook, unless the ids of all hooks are those of the last look."""
         former = [(name, original, p) for name, each, p in self._former if (original := each()) is not None]
         modules = list(self._modules)
         if self._stages:
@@ -141,7 +152,6 @@ class HookWatch:
                 if has_backward_hook(module):
                     self._check_module(name or type(module).__name__, module)
             self._seen = seen
-        self._hooked = self._found or self._elsewhere
 
     def _check_parameter(self, name: str, parameter: Tensor) -> None:
         before, after = has_gradient_hook(parameter), has_accumulation_hook(parameter)

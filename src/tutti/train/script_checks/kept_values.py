@@ -135,6 +135,8 @@ class KeptValues(LossWatch):
         self._reached: dict[str, set[int]] = {}
         self._trained: dict[str, set[int]] = {}
         self._plain = PlainNumbers()
+        # Whether the steps before have left no records.
+        self._empty = False
         self._others = OtherSteps(run, self._note_step)
         self._hooks: list[Any] = []
 
@@ -146,18 +148,22 @@ class KeptValues(LossWatch):
         """
         run = self._run
         self._steps += 1
+        self._alone = self._why_alone()
+        due = _is_due(self._steps)
+        self._plain.begin_batch()
+        if self._empty and not due:
+            return False
         made = {memory: None for memory, origin in self._origins.items() if origin.samples}
         before = {**self._before, **made, **self._digests}
         self._before = {memory: digest for memory, digest in before.items() if not memory.expired()}
         self._origins, self._digests, self._read_here = {}, {}, {}
         self._kept, self._by_sample, self._states = {}, set(), set()
         self._reached, self._trained = self._trained, {}
-        self._plain.begin_batch()
-        self._alone = self._why_alone()
+        self._empty = not due and not self._reached
         several = run.context.comms.replica.size > 1 or bool(self._alone)
         if several and (self._steps == 1 or (self._steps > _FIRST and not self._steps & (self._steps - 1))):
             self._others.look()
-        if watched or not several or not _is_due(self._steps):
+        if watched or not several or not due:
             self._before = {}
             self._numbers.make_plain()
             return False
@@ -185,13 +191,10 @@ class KeptValues(LossWatch):
         self._hooks = []
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """See the base class."""
-        active = self._active
-        with super().updating():
+    def _inactive(self) -> Iterator[None]:
+        with super()._inactive():
             yield
-            if active:
-                self._note_own()
+            self._note_own()
 
     def _note_own(self) -> None:
         """Record the memory of the model's parameters, their gradients, and buffers."""

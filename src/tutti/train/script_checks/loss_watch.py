@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -143,18 +143,21 @@ class LossWatch(TorchFunctionMode):
     def ended(self) -> None:
         """Do what is due after the code for a micro-batch; called by ``end``."""
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> AbstractContextManager[None]:
         """Return a context manager for a backward or an update of parameters, in which this mode follows no tensors.
 
         Updated parameters depend on the samples of all workers, and so may what the script computes from them. The
         gradients of sharded parameters of all micro-batches pass through the same memory.
         """
-        self._active, active = False, self._active
+        return self._inactive() if self._active else nullcontext()
+
+    @contextmanager
+    def _inactive(self) -> Iterator[None]:
+        self._active = False
         try:
             yield
         finally:
-            self._active = active
+            self._active = True
 
 
 class WatchHook:

@@ -38,7 +38,7 @@ class SharedSettings:
         """
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         values = [
-            (name, value if type(value := group[name]) is float else _plain(value))
+            (name, value if type(value := group[name]) in (float, int) else _plain(value))
             for group in groups
             for name in _NAMES
             if name in group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -79,7 +78,14 @@ class WrittenParameters:
         To be called before a step; the function after the step's forwards, which may write parameters, too: a layer
         that is initialised from its first batch (ActNorm, arXiv 1807.03039) has other values on each data rank.
         """
-        return cache(self.digest)
+        found: list[int] = []
+
+        def once() -> int:
+            if not found:
+                found.append(self.digest())
+            return found[0]
+
+        return once
 
     def digest(self) -> int:
         """Return a positive hash of the bytes of all parameters in steps that compare them over ranks, else 0.
