@@ -42,6 +42,8 @@ class ScriptEdits:
     Attributes:
         line: place in the script of the most recent edit on this rank, as ``FILE:LINE``; ``the script`` before the
             first.
+        ids: ``id`` of each tensor with a record, and of some that are gone: a look into weak references takes
+            microseconds. A function mode may add those of other tensors that it follows.
     """
 
     def __init__(self) -> None:
@@ -49,8 +51,7 @@ class ScriptEdits:
         self._covered: dict[str, _Record] = {}
         self._edited = False
         self._records: Any = WeakIdKeyDictionary()
-        # Of tensors with a record, and of some that are gone: a look into weak references takes microseconds.
-        self._ids: set[int] = set()
+        self.ids: set[int] = set()
 
     def cover(self, named: Mapping[str, Tensor]) -> None:
         """Record the script's edits of these tensors, and of tensors that it computes from them, from now on.
@@ -70,7 +71,7 @@ class ScriptEdits:
             source: the object whose record it gets; a new, empty record if it has none.
         """
         self._records[tensor] = self._record(source)
-        self._ids.add(id(tensor))
+        self.ids.add(id(tensor))
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record a call of PyTorch by the script after the call has returned. Not collective.
@@ -83,12 +84,12 @@ class ScriptEdits:
             args, kwargs: its arguments.
             result: what the call has returned.
         """
-        if not kwargs and not any(id(each) in self._ids or isinstance(each, list | tuple) for each in args):
+        if not kwargs and not any(id(each) in self.ids or isinstance(each, list | tuple) for each in args):
             # Most calls of a script.
             return
         known: dict[int, tuple[Tensor, _Record]] = {}
         for tensor in tensors_among(args, kwargs):
-            if id(tensor) in self._ids and (record := self._records.get(tensor)) is not None:
+            if id(tensor) in self.ids and (record := self._records.get(tensor)) is not None:
                 known[id(tensor)] = tensor, record
         if not known or (func in METADATA and func != _GRADIENT):
             return
@@ -116,7 +117,7 @@ class ScriptEdits:
         shared = {_memory(each): record for each, record in known.values()} if made else {}
         for place, tensor in enumerate(made):
             self._records[tensor] = shared.get(_memory(tensor)) or _Record(mix(number, place), last)
-            self._ids.add(id(tensor))
+            self.ids.add(id(tensor))
 
     def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Return a line of text for each of these tensors that the script has edited. Does not clear the records.
@@ -159,12 +160,12 @@ class ScriptEdits:
         return lines
 
     def _knows(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._ids and tensor in self._records
+        return id(tensor) in self.ids and tensor in self._records
 
     def _record(self, tensor: Tensor) -> _Record:
         if not self._knows(tensor):
             self._records[tensor] = _Record()
-            self._ids.add(id(tensor))
+            self.ids.add(id(tensor))
         record: _Record = self._records[tensor]
         return record
 

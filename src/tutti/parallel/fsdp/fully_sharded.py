@@ -599,6 +599,8 @@ class FullySharded:
                     self._also_seen({parameter: self._twins[name][0]})
                     self._twins[name].append(parameter)
                     self._versions[name] = parameter, tensor_version(parameter)
+                    if self.edits is not None:
+                        self.edits.ids.add(id(parameter))
                     trained = parameter.requires_grad
                     # PyTorch refuses a hook on a frozen parameter, but keeps the hook of one that is frozen later.
                     parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(_note, self._used, name))

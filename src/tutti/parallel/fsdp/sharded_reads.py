@@ -48,6 +48,13 @@ _ON_ROWS = (
     | {"new_ones", "new_tensor", "new_zeros", "data_ptr", "storage", "untyped_storage"}
 )
 """Names of functions that are called with rows of a parameter even where gradients are enabled."""
+_SIMPLE = frozenset(
+    (
+        *(Tensor, nn.Parameter, type(None), bool, int, float, str, slice, type(...)),
+        *(torch.Size, torch.dtype, torch.device, torch.memory_format, torch.layout),
+    )
+)
+"""Types of arguments that are no ``DTensor`` and hold no tensors."""
 _REMEDY = f"{WRITE_COPY}, or take strategy='sharded:stage=1' or 'mirrored'"
 
 
@@ -222,13 +229,42 @@ class _ShardMode(EditWatch):
         self._lost: Any = WeakIdKeyDictionary()  # gathered copies of rows of a DTensor, into which writes would be lost
         self._data: Any = WeakIdKeyDictionary()  # what the script has read as ``.data`` of an unsharded parameter
 
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """See the base class. Calls without a followed tensor, such as those of another run's model, are passed on."""
+        if self.quiet:
+            return func(*args, **kwargs)
+        # Most calls take this comparison alone.
+        simple = not kwargs and _SIMPLE.issuperset(map(type, args))
+        if self.written or (
+            not self.edits.ids.isdisjoint(map(id, args)) if simple else self._concerns((*args, *kwargs.values()))
+        ):
+            return super().see(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self._explain(func, args, kwargs, error)
+            raise
+
+    def _concerns(self, values: Any) -> bool:
+        """Return whether a value, or an element of a list or tuple among the values, is a tensor that is followed."""
+        ids = self.edits.ids
+        return any(
+            self._concerns(each) if isinstance(each, tuple | list) else id(each) in ids or isinstance(each, DTensor)
+            for each in values
+        )
+
+    def _follow(self, table: Any, tensor: Tensor, value: Any) -> None:
+        """Set a tensor's entry in one of this mode's tables, and follow the tensor."""
+        table[tensor] = value
+        self.edits.ids.add(id(tensor))
+
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a call, which is that with whole parameters, or refuse the call; see the class."""
         first = next(chain(args, kwargs.values()), None)
         if (written := self._written(func, first)) is not None:
             if func == DATA:
                 data = func(*args)
-                self._data[data] = written
+                self._follow(self._data, data, written)
                 return data
             refuse_gathered_write(written, getattr(func, "__name__", ""))
         if func == ASSIGN_DATA and any(isinstance(each, DTensor) for each in args) and _by_script():
@@ -296,17 +332,22 @@ class _ShardMode(EditWatch):
         except Exception as error:
             if self._is_view(name, first) or self._reads_shards(func, name, args, kwargs, error):
                 return self._of_wholes(func, args, kwargs)
-            if not self._distributed or not _is_about_shards(func, args, kwargs, error):
-                raise
-            raise UsageError(
-                "the script computes with sharded parameters as they are outside of the model's forward"
-                f" ({getattr(func, '__name__', 'a function')})",
-                where=script_line(),
-                why="each rank has some rows of them there, in a DTensor, which PyTorch cannot combine with plain"
-                f" tensors or views: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                remedy="call the model itself and no layer of it, take gradients by run.backward, shard plain tensors"
-                f" alike (torch.distributed.tensor.distribute_tensor), or {_REMEDY}",
-            ) from error
+            self._explain(func, args, kwargs, error)
+            raise
+
+    def _explain(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+        """Raise UsageError for an error of PyTorch about a ``DTensor``; return for other errors."""
+        if isinstance(error, TuttiError) or not self._distributed or not _is_about_shards(func, args, kwargs, error):
+            return
+        raise UsageError(
+            "the script computes with sharded parameters as they are outside of the model's forward"
+            f" ({getattr(func, '__name__', 'a function')})",
+            where=script_line(),
+            why="each rank has some rows of them there, in a DTensor, which PyTorch cannot combine with plain"
+            f" tensors or views: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            remedy="call the model itself and no layer of it, take gradients by run.backward, shard plain tensors"
+            f" alike (torch.distributed.tensor.distribute_tensor), or {_REMEDY}",
+        ) from error
 
     def _reads_whole(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
         """Return whether the script reads values of the model's parameters that a result of rows alone cannot have.
@@ -347,7 +388,7 @@ class _ShardMode(EditWatch):
                     refuse_shared_data(str(self._name_of(each)))
             self.asked = True
             engine.agree_on_call(f"a sharded tensor, which all ranks must read in {script_line()}")
-            self._lost[value] = True
+            self._follow(self._lost, value, True)
             value = value.full_tensor()
         ASSIGN_DATA(target, value)
 
@@ -424,7 +465,7 @@ class _ShardMode(EditWatch):
             if isinstance(each, DTensor) and (
                 source in self._lost or (sharded and not any(place.is_shard() for place in each.placements))
             ):
-                self._lost[each] = True
+                self._follow(self._lost, each, True)
 
     def _written(self, func: Any, first: Any) -> str | None:
         """Return the name of the unsharded parameter that a function writes, or whose ``.data`` the script reads."""
@@ -487,7 +528,7 @@ class _ShardMode(EditWatch):
         made = result if isinstance(result, tuple | list) else (result,)
         for old, new in zip(tensors, made, strict=False) if not single else ((rows, each) for each in made):
             if isinstance(new, Tensor) and old in self.wholes:
-                self.wholes[new] = self.wholes[old]
+                self._follow(self.wholes, new, self.wholes[old])
         return result
 
 
