@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from types import FrameType
@@ -52,6 +52,9 @@ _PASSED_BY = frozenset(("torch", "torch._tensor", "torch.overrides", "torch._dyn
 
 _ENTERED: list[ScriptMode] = []
 """``ScriptMode`` objects whose modes are on PyTorch's stack of this thread, from the outermost."""
+
+_ASIDE: list[list[ScriptMode]] = []
+"""For each open context of ``modes_aside`` the modes that it has turned off; [] for one of ``modes_resumed``."""
 
 
 class QuietMode(TorchFunctionMode, ABC):
@@ -129,12 +132,12 @@ class ScriptMode:
             return
         before = self._watching, self._paused
         self._watching, self._paused = True, 0
-        self._push()
+        self.turn_on()
         try:
             yield
         finally:
             self._watching, self._paused = before
-            self._pop()
+            self.turn_off()
 
     @contextmanager
     def model_code(self) -> Iterator[None]:
@@ -144,12 +147,12 @@ class ScriptMode:
         tensors correctly: the model's forward, a backward, an optimizer's update.
         """
         self._paused += 1
-        self._pop()
+        self.turn_off()
         try:
             yield
         finally:
             self._paused -= 1
-            self._push()
+            self.turn_on()
 
     def leave_forwards(self, roots: Iterable[nn.Module]) -> None:
         """Turn the mode off in each forward of these modules from now on.
@@ -170,7 +173,13 @@ class ScriptMode:
     def _end_forward(self, *_: Any) -> None:
         self._in_forward.close()
 
-    def _push(self) -> None:
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the mode passes every call on, as it does while it is turned off."""
+        return self._mode.quiet
+
+    def turn_on(self) -> None:
+        """Put the mode on PyTorch's stack, if a context of ``script_code`` is the innermost one of this object."""
         if not self._watching or self._paused:
             return
         self._mode.quiet = False
@@ -179,13 +188,61 @@ class ScriptMode:
             self._depth = function_mode_depth()
             _ENTERED.append(self)
 
-    def _pop(self) -> None:
+    def turn_off(self) -> None:
+        """Let the mode pass calls on, and take it off PyTorch's stack, or later where another mode lies above it."""
         # A mode of the script, or of a later run, may lie above this mode, which then stays on the stack.
         self._mode.quiet = True
         while _ENTERED and _ENTERED[-1]._mode.quiet and function_mode_depth() == _ENTERED[-1]._depth:
             last = _ENTERED.pop()
             last._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             last._depth = 0
+
+
+def modes_aside() -> AbstractContextManager[None]:
+    """Return a context in which the mode of every ``ScriptMode`` is off, around code of tutti for a run without one.
+
+    A mode of another run would see each call of PyTorch in the steps of this one, whose model it does not watch.
+    """
+    return _turned_off(active) if (active := [each for each in _ENTERED if not each.is_quiet]) else nullcontext()
+
+
+def modes_resumed() -> AbstractContextManager[None]:
+    """Return a context in which the modes that the innermost ``modes_aside`` has turned off are active again.
+
+    Used around the script's own code, such as a loss function, inside of such a context; elsewhere it does nothing.
+    """
+    return _turned_on(_ASIDE[-1]) if _ASIDE and _ASIDE[-1] else nullcontext()
+
+
+def modes_entered() -> bool:
+    """Return whether the mode of any ``ScriptMode`` is on PyTorch's stack, so that calls of PyTorch cost more."""
+    return bool(_ENTERED)
+
+
+@contextmanager
+def _turned_off(active: list[ScriptMode]) -> Iterator[None]:
+    for each in reversed(active):
+        each.turn_off()
+    _ASIDE.append(active)
+    try:
+        yield
+    finally:
+        _ASIDE.pop()
+        for each in active:
+            each.turn_on()
+
+
+@contextmanager
+def _turned_on(active: list[ScriptMode]) -> Iterator[None]:
+    for each in active:
+        each.turn_on()
+    _ASIDE.append([])
+    try:
+        yield
+    finally:
+        _ASIDE.pop()
+        for each in reversed(active):
+            each.turn_off()
 
 
 def asked_by_script(mode: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +28,14 @@ from tutti.device import release_graph_results
 from tutti.errors import UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
+from tutti.nn.script_mode import modes_aside, modes_entered
 from tutti.optim.adascale import AdaScale
+from tutti.optim.factory import is_known
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.mixing import needs_closure
-from tutti.optim.several import SeveralOptimizers
+from tutti.optim.several import SeveralOptimizers, members_of
 from tutti.parallel import Choice
+from tutti.torch_compat import step_hooks
 from tutti.train import run_state
 from tutti.train.argument_words import argument_words
 from tutti.train.callbacks import Callbacks
@@ -203,6 +206,8 @@ class Run:
         self.checks = Checks(self, settings.warn)
         tracks = settings.fault_tolerant and run_context.grid.rank == 0
         self.lost_ranks = LostRanks(self, not choice.row.synchronous, settings.warn) if tracks else None
+        if replica.model_code is modes_aside:
+            replica.model_code = self._model_code
         self._script_code = ExitStack()
         self.lifecycle = StepLifecycle(self, settings.max_nonfinite)
         self.custom = CustomLoop(self, optimizers, choice)
@@ -215,6 +220,18 @@ class Run:
         that leave each rank whole parameters of its own.
         """
         self._script_code.enter_context(self.replica.script_code())
+
+    def _model_code(self) -> AbstractContextManager[None]:
+        """Return a context for code of a run that splits no parameters, which other runs' function modes need not see.
+
+        They stay active where the script's optimizer or step hooks may read other runs' parameters. A backward has no
+        function modes in any case.
+        """
+        if not modes_entered():
+            return nullcontext()
+        members = [member for optimizer in self.gradient_sync.optimizers for member in members_of(optimizer)]
+        plain = all(is_known(type(member)) and not any(step_hooks(member)) for member in members)
+        return modes_aside() if plain else nullcontext()
 
     @property
     def steps_per_epoch(self) -> int:

@@ -14,6 +14,7 @@ from tutti.nn.ac_and_compile import apply_ac_and_compile, restore_forwards
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.init_on_disk import load_spilled
 from tutti.nn.rng_streams import RngStreams, keyed_modules
+from tutti.nn.script_mode import modes_aside, modes_resumed
 from tutti.nn.swap import BufferRef, buffers, other_names, parameters, swapped, training_mode
 from tutti.nn.sync import SyncBatchNorm, peers_of
 from tutti.parallel.ddp import loss_output
@@ -110,8 +111,8 @@ class ReplicaPart:
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}
         self.draws = RngStreams(module, device, run_context.draws, chosen)
         self.peers = next((found for part in self.parts if (found := peers_of(part)) is not None), None)
-        self.script_code: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.model_code: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.script_code: Callable[[], AbstractContextManager[None]] = modes_resumed
+        self.model_code: Callable[[], AbstractContextManager[None]] = modes_aside
         self.edits: EditRecords | None = None
         self.summary: Mapping[str, str] = {}
         self.is_dummy = False
