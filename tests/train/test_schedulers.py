@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,24 @@ def test_rates_are_those_of_plain_pytorch(kind: str) -> None:
 @pytest.mark.parametrize("strategy", ["sharded", "local_sgd:period=2", "parameter_server"])
 def test_strategies_step_it_once_an_update(strategy: str) -> None:
     assert worlds.run(2, rates, kind="steps", strategy=strategy, workers=2) == [plain("steps")] * 2
+
+
+def warned(strategy: str) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"scheduler": MAKE["steps"](optimizer), "workers": 2, "batch_size": BATCH}
+    run = tutti.prepare(model, optimizer, (INPUTS, TARGETS), loss, strategy=strategy, **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for batch in run.epoch(0):
+            run.step(batch)
+    return [str(each.message) for each in seen]
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "sharded", "local_sgd:period=2", "parameter_server"])
+def test_pytorch_does_not_warn_of_the_order_of_steps(strategy: str) -> None:
+    assert worlds.run(2, warned, strategy=strategy) == [[], []]
 
 
 def test_accumulated_batches_are_one_update() -> None:

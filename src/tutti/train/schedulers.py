@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
 from tutti.errors import CheckpointError, UsageError, counted, kind_of, script_line
+from tutti.torch_compat import mark_stepped
 
 Given: TypeAlias = "LRScheduler | Sequence[LRScheduler] | None"
 
@@ -99,6 +100,8 @@ class Schedulers:
 
     def _step(self, schedulers: Sequence[LRScheduler]) -> None:
         for scheduler in schedulers:
+            # Where each rank's optimizer has a part of the parameters, the script's own is not called.
+            mark_stepped(scheduler.optimizer)
             with self._open():
                 scheduler.step()
 
