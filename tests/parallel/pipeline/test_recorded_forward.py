@@ -596,3 +596,58 @@ def test_a_forward_that_reads_values_is_refused_by_the_error_of_its_recording() 
     said = str(caught.value)
     assert "cannot be recorded without the values of its tensors" in said and "aten.nonzero" in said, said
     assert f"{__file__}:" in said and "torch.fx" not in said and "take strategy='mirrored'" in said, said
+
+
+class Optional(nn.Module):
+    """torch.fx can follow its forward, and would leave the loss out: targets are optional."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, words: Any, targets: Any = None) -> Any:
+        hidden = self.words(words)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        scores = self.head(hidden)
+        if targets is None:
+            return scores, None
+        return scores, nn.functional.cross_entropy(scores.view(-1, 9), targets.view(-1))
+
+
+def with_targets(strategy: str, loop: bool, given: bool = True) -> Any:
+    torch.manual_seed(0)
+    model = Optional().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    words = torch.randint(0, 9, (24, 5))
+
+    def loss(net: Any, batch: Any) -> Any:
+        return net(batch[0], batch[1])[1]
+
+    options: dict[str, Any] = {"strategy": strategy, "workers": 2, "batch_size": 8, "precision": "fp64"}
+    run = tutti.prepare(model, optimizer, (words, (words + 1) % 9), loss if given else None, **options)
+    try:
+        for batch in run.microbatches(0) if loop else run.epoch(0):
+            if not loop:
+                run.step(batch)
+                continue
+            run.backward(loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_an_optional_argument_that_the_loss_function_gives(loop: bool) -> None:
+    [want] = worlds.run(1, with_targets, strategy="mirrored", loop=loop)
+    for got in worlds.run(2, with_targets, strategy="pipeline", loop=loop):
+        assert largest_difference(got, want) <= 1e-10
+
+
+def test_an_optional_argument_that_a_loop_alone_gives_is_refused_with_the_way_out() -> None:
+    for said in worlds.run(2, with_targets, strategy="pipeline", loop=True, given=False):
+        assert "'targets', whose default" in said and "give tutti.prepare a loss_fn" in said.lower()

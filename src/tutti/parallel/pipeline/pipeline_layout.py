@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -147,6 +148,7 @@ class PipelineLayout:
             run_context.trial or run_context.forward_trial,
             written,
             config.modules,
+            optional=tuple(trial.optional) if run_context.trial else (),
         )
         # The output of the last stage may be split over tensor ranks.
         return replace(found, several_calls=trial.several_calls and run_context.grid.tensor == 1)
@@ -193,10 +195,12 @@ class _Trial:
 
     Attributes:
         several_calls: whether the loss function calls the model several times, or asks for a gradient of its inputs.
+        optional: names of the arguments that the loss function gives the model in place of their defaults.
     """
 
     def __init__(self, plain: nn.Module) -> None:
         self._plain, self._calls, self.several_calls = plain, 0, False
+        self._signature, self.optional = inspect.signature(plain.forward), dict[str, None]()
         self._written: dict[str, None] = {}
 
     def run(self, run_context: RunContext) -> list[str]:
@@ -219,6 +223,11 @@ class _Trial:
         asked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
         self.several_calls |= asked or self._calls > 0
         self._calls += 1
+        with suppress(TypeError):
+            for name, value in self._signature.bind(*args, **kwargs).arguments.items():
+                default = self._signature.parameters[name].default
+                if default is not inspect.Parameter.empty and default is not value:
+                    self.optional[name] = None
         before = Untraced(self._plain)
         try:
             return uncompiled_call(self._plain)(*args, **kwargs)

@@ -112,6 +112,7 @@ def find_stage_partition(
     written: Sequence[str] = (),
     members: Sequence[Sequence[str]] = (),
     traced: TracedForward | None = None,
+    optional: Sequence[str] = (),
 ) -> StagePartition:
     """Partition a model into pipeline stages, as evenly as possible, or before the modules that ``begins`` names.
 
@@ -132,6 +133,8 @@ def find_stage_partition(
             empty for no such check.
         traced: traces of the forward of ``plain`` that several calls share, with the attributes of ``written``; None
             for new ones.
+        optional: names of arguments of the forward that ``trial`` gives in place of their defaults, with which
+            ``torch.fx`` would trace it: the forward is recorded if there are any.
 
     Returns:
         A ``StagePartition``: the ``graph`` of the model's forward, the ``bounds`` of the virtual stages among its nodes
@@ -144,6 +147,13 @@ def find_stage_partition(
     check_cuts(begins, stages)
     _check_known(plain, [name for names in members for name in names])
     try:
+        if optional:
+            raise UntraceableError(
+                f"a {type(plain).__name__} cannot be cut into stages",
+                why=f"torch.fx follows its forward with the default of '{optional[0]}', and the loss function gives it"
+                " another value",
+                remedy="give the argument no default; or take strategy='mirrored'",
+            )
         found = _find(plain, stages, begins, seconds, closed, traced or TracedForward(plain, written))
         return _with_members(replace(found, written=tuple(written)), plain, members)
     except UntraceableError as error:

@@ -478,7 +478,8 @@ class StagePasses:
                     f"the script gives the model '{name}', whose default in its forward is different",
                     where=script_line(),
                     why="the stages were cut with the default",
-                    remedy="give the argument no default, or do not give it",
+                    remedy="give tutti.prepare a loss_fn that calls the model so, also beside a loop of your own; or"
+                    " leave the default out",
                 )
         return given
 
