@@ -8,6 +8,7 @@ with every parameter of its own, each strategy, mode and number of ranks in some
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ Told = tuple[Any, ...]
 # Parameters that tests of one row share; the others mean something in their own test alone.
 COMMON = {"strategy": "strategy", "member": "strategy", "mode": "mode"}
 COMMON |= dict.fromkeys(("devices", "ranks", "size"), "ranks")
+PERIOD = r":(period|post)=\d+"
+"""Tests of local SGD and DiLoCo choose a period that fits their steps."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,7 +72,9 @@ def told(item: pytest.Item) -> set[Told]:
     shown: set[Told] = {(function,)}
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return shown | {
-        (COMMON[name], str(value)) if name in COMMON else (function, name, str(value))
+        (COMMON[name], re.sub(PERIOD, "", str(getattr(value, "strategy", value))))
+        if name in COMMON
+        else (function, name, str(value))
         for name, value in parameters.items()
         if name != "seed"
     }

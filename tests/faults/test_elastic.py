@@ -102,9 +102,12 @@ CHAINS: dict[str, list[Place]] = {
 
 
 @pytest.mark.row(17)
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", CHAINS)
-def test_other_devices_and_strategies(name: str, tmp_path: Path, seed: int, record_property: Record) -> None:
-    places, draw = CHAINS[name], random.Random(f"{name} {seed}")
+def test_other_devices_and_strategies(
+    name: str, exact: bool, tmp_path: Path, seed: int, record_property: Record
+) -> None:
+    places, draw = CHAINS[name], random.Random(f"{name} {exact} {seed}")
     settings = {
         "optimizer": draw.choice(OPTIMIZERS),
         "micro_batch": draw.choice([None, 2]),
@@ -112,16 +115,14 @@ def test_other_devices_and_strategies(name: str, tmp_path: Path, seed: int, reco
     }
     alone = "single" if name != "local_sgd" else places[0][0]
     _, losses, want, _ = chain(tmp_path / "alone", [(alone, 1)], [STEPS], reproducible=True, **settings)
-    for exact in (True, False):
-        stops = drawn_stops(draw, len(places))
-        folder = tmp_path / f"exact-{exact}"
-        ids, own, state, warnings = chain(folder, places, stops, reproducible=exact, **settings)
-        record_property("batches with other samples", mismatches(ids))
-        assert mismatches(ids) == 0 and warnings == []
-        difference = largest_difference(state, want)
-        record_property(f"max|Δ| {'reproducible' if exact else 'by default, float64'}", difference)
-        assert difference <= (0 if exact else 1e-10)
-        assert own == losses if exact else own == pytest.approx(losses, rel=1e-9)
+    stops = drawn_stops(draw, len(places))
+    ids, own, state, warnings = chain(tmp_path / "chain", places, stops, reproducible=exact, **settings)
+    record_property("batches with other samples", mismatches(ids))
+    assert mismatches(ids) == 0 and warnings == []
+    difference = largest_difference(state, want)
+    record_property(f"max|Δ| {'reproducible' if exact else 'by default, float64'}", difference)
+    assert difference <= (0 if exact else 1e-10)
+    assert own == losses if exact else own == pytest.approx(losses, rel=1e-9)
 
 
 @pytest.mark.row(17)

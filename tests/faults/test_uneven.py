@@ -73,6 +73,7 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("items", [False, True])
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize(
     ("strategy", "reproducible", "custom_loop"),
@@ -89,20 +90,24 @@ CASES = [
     ],
 )
 def test_equals_one_device(
-    strategy: str, reproducible: bool, custom_loop: bool, ranks: int, record_property: Callable[[str, object], None]
+    strategy: str,
+    reproducible: bool,
+    custom_loop: bool,
+    ranks: int,
+    items: bool,
+    record_property: Callable[[str, object], None],
 ) -> None:
     for count, batch_size in CASES:
-        for items in (False, True):
-            settings = {"count": count, "batch_size": batch_size, "items": items, "reproducible": reproducible}
-            single = strategy if "local" in strategy else "single"
-            want, losses, steps = worlds.alone(train, strategy=single, custom_loop=custom_loop, **settings)
-            assert steps == 3 * -(-count // batch_size)
-            for state, own, clock in worlds.run(ranks, train, strategy=strategy, custom_loop=custom_loop, **settings):
-                assert clock == steps
-                assert own == pytest.approx(losses, rel=1e-9)
-                difference = largest_difference(state, want)
-                record_property(f"max|Δ| {'reproducible' if reproducible else 'by default, float64'}", difference)
-                assert difference <= (0 if reproducible else TOLERANCE)
+        settings = {"count": count, "batch_size": batch_size, "items": items, "reproducible": reproducible}
+        single = strategy if "local" in strategy else "single"
+        want, losses, steps = worlds.alone(train, strategy=single, custom_loop=custom_loop, **settings)
+        assert steps == 3 * -(-count // batch_size)
+        for state, own, clock in worlds.run(ranks, train, strategy=strategy, custom_loop=custom_loop, **settings):
+            assert clock == steps
+            assert own == pytest.approx(losses, rel=1e-9)
+            difference = largest_difference(state, want)
+            record_property(f"max|Δ| {'reproducible' if reproducible else 'by default, float64'}", difference)
+            assert difference <= (0 if reproducible else TOLERANCE)
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
