@@ -62,12 +62,14 @@ def blocks(page: str) -> list[str]:
 
 
 SNIPPETS = {f"{page} {number}": code for page in PAGES for number, code in enumerate(blocks(page), 1)}
-# The README's first stands for all under torchrun, whose every process imports torch anew, and alone.
+# The README's first stands for all alone. torchrun's processes each import torch anew: ordinary runs have it in
+# ``tests/launcher/test_joining.py`` and ``tests/faults/test_stuck.py``.
 CASES = [
     pytest.param(
         name,
         start,
-        marks=[pytest.mark.full] * (start != "tutti run" and "tutti" in code and name != "README.md 1"),
+        marks=[pytest.mark.full]
+        * (start == "torchrun" or (start == "alone" and "tutti" in code and name != "README.md 1")),
     )
     for name, code in SNIPPETS.items()
     for start in STARTS
