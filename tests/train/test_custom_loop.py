@@ -561,16 +561,15 @@ def two_players(strategy: str | None, workers: int, as_dict: bool = False) -> An
         return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-@pytest.mark.parametrize(
-    ("strategy", "devices"),
-    [
-        *(("single", 1), ("mirrored", 2), ("mirrored", 3), ("central_storage", 2), ("sharded:stage=1", 2)),
-        *(("parameter_server", 1), ("parameter_server:servers=2", 2), ("parameter_server:transport=tcp", 3)),
-    ],
-)
-def test_two_models_with_two_optimizers(strategy: str, devices: int, as_dict: bool) -> None:
-    want = two_players(None, 1)
+PLACES = [
+    *(("single", 1), ("mirrored", 2), ("mirrored", 3), ("central_storage", 2), ("sharded:stage=1", 2)),
+    *(("parameter_server", 1), ("parameter_server:servers=2", 2), ("parameter_server:transport=tcp", 3)),
+]
+
+
+@pytest.mark.parametrize(("place", "as_dict"), in_turn(PLACES, [False, True]), ids=str)
+def test_two_models_with_two_optimizers(place: tuple[str, int], as_dict: bool) -> None:
+    want, (strategy, devices) = two_players(None, 1), place
     for got in worlds.run(devices, two_players, strategy=strategy, workers=devices, as_dict=as_dict):
         assert isinstance(got, dict), got
         assert largest_difference(got, want) <= 1e-10
@@ -647,15 +646,16 @@ def frozen_after_prepare(strategy: str | None, workers: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    ["mirrored", "sharded:stage=1", "sharded", "central_storage", "parameter_server", "tensor:least=1"],
+    ("strategy", "devices"),
+    in_turn(
+        ["mirrored", "sharded:stage=1", "sharded", "central_storage", "parameter_server", "tensor:least=1"], [2, 3]
+    ),
 )
-def test_a_layer_that_is_frozen_after_prepare_and_trained_later(strategy: str) -> None:
+def test_a_layer_that_is_frozen_after_prepare_and_trained_later(strategy: str, devices: int) -> None:
     want = frozen_after_prepare(None, 1)
-    for devices in (2, 3):
-        workers = 1 if strategy.startswith("tensor") else devices
-        for got in worlds.run(devices, frozen_after_prepare, strategy=strategy, workers=workers):
-            assert largest_difference(got, want) <= 1e-10
+    workers = 1 if strategy.startswith("tensor") else devices
+    for got in worlds.run(devices, frozen_after_prepare, strategy=strategy, workers=workers):
+        assert largest_difference(got, want) <= 1e-10
 
 
 def scaled_gradients(strategy: str) -> str:
