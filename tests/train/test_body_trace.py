@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import in_turn
 from tests.train.test_custom_loop import BATCH, DATA, made
 
 WEIGHTS = torch.linspace(1, 2, 40, dtype=torch.float64)
@@ -134,8 +135,7 @@ def trained(strategy: str, how: str, workers: int) -> Any:
     return {name: tensor.numpy() for name, tensor in run.state().items()}
 
 
-@pytest.mark.parametrize("strategy", ["single", "mirrored", "sharded:stage=1"])
-@pytest.mark.parametrize("how", REFUSED)
+@pytest.mark.parametrize(("how", "strategy"), in_turn(list(REFUSED), ["single", "mirrored", "sharded:stage=1"], each=2))
 def test_what_each_body_moves_is_refused_before_the_first_one_that_is_wrong(how: str, strategy: str) -> None:
     for said, updates in worlds.run(1 if strategy == "single" else 2, trained, strategy=strategy, how=how, workers=4):
         # Before the first update the average of the weights is the weights.
@@ -144,8 +144,10 @@ def test_what_each_body_moves_is_refused_before_the_first_one_that_is_wrong(how:
     worlds.forget(2)
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "tensor:least=1", "central_storage"])
-@pytest.mark.parametrize("how", RIGHT)
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    in_turn(list(RIGHT), ["mirrored", "sharded:stage=1", "tensor:least=1", "central_storage"], each=2),
+)
 def test_numbers_and_branches_with_a_reason_are_right(how: str, strategy: str) -> None:
     want = worlds.alone(trained, strategy="single", how=how, workers=4)
     assert isinstance(want, dict), want

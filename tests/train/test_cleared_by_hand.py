@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import table
 from tests.parity.loops import numbers
 from tests.train.test_custom_loop import BATCH, DATA, batches, made
 
@@ -38,8 +39,8 @@ def generator_and_critic(
     optimizers[1].step()
 
 
-def trained(strategy: str, way: str) -> dict[str, Any] | str:
-    """Weights after two epochs; ``way``: how gradients are cleared."""
+def trained(strategy: str, by: str, when: str) -> dict[str, Any] | str:
+    """Weights after an epoch; gradients are cleared ``by hand`` or by the optimizer, ``before`` or after a forward."""
     models = nn.ModuleList([made(), made()])
     optimizers = [optim.Adam(model.parameters(), lr=0.01) for model in models]
     run = None
@@ -55,23 +56,28 @@ def trained(strategy: str, way: str) -> dict[str, Any] | str:
     def nothing(index: int) -> None:
         """Gradients stay."""
 
-    before = {"before": by_hand, "optimizer before": by_optimizer}.get(way, nothing)
-    within = {"within": by_hand, "optimizer within": by_optimizer}.get(way, nothing)
+    clearing = by_hand if by == "hand" else by_optimizer
+    before, within = (clearing, nothing) if when == "before" else (nothing, clearing)
     try:
-        for epoch in range(2):
-            for batch in batches(epoch) if run is None else run.microbatches(epoch):
-                backward = Tensor.backward if run is None else run.backward
-                generator_and_critic(models, optimizers, batch, backward, before, within)
+        for batch in batches(0) if run is None else run.microbatches(0):
+            backward = Tensor.backward if run is None else run.backward
+            generator_and_critic(models, optimizers, batch, backward, before, within)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return numbers(models) if run is None else {n: t.numpy().copy() for n, t in run.state().items()}
 
 
-@pytest.mark.parametrize("way", ["before", "within", "optimizer before", "optimizer within"])
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded:stage=2", "sharded:stage=3"])
-def test_gradients_of_several_optimizers(strategy: str, way: str) -> None:
-    want = trained("plain", way)
-    for got in worlds.run(2, trained, strategy=strategy, way=way):
+@pytest.mark.parametrize(
+    ("strategy", "by", "when"),
+    table(
+        ["mirrored", "sharded:stage=1", "sharded:stage=2", "sharded:stage=3"],
+        ["hand", "optimizer"],
+        ["before", "within"],
+    ),
+)
+def test_gradients_of_several_optimizers(strategy: str, by: str, when: str) -> None:
+    want = trained("plain", by, when)
+    for got in worlds.run(2, trained, strategy=strategy, by=by, when=when):
         assert isinstance(got, dict) and isinstance(want, dict), got
         assert largest_difference(got, want) <= 1e-10
 

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import UsageError
 
 DATA = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0)))
@@ -83,12 +84,11 @@ def test_a_model_may_be_converted_back_and_its_copy_converted(convert: Callable[
     assert worlds.run(2, trained, strategy="mirrored", convert=convert) == [(4, "")] * 2
 
 
-@pytest.mark.parametrize("strategy", [*PARTS, *WHOLE])
-def test_another_dtype_is_refused_before_the_next_update(strategy: str) -> None:
-    for convert in (double, half_of_a_layer):
-        for updates, said in worlds.run(2, trained, strategy=strategy, convert=convert):
-            assert updates == 2 and "after tutti.prepare" in said and "test_conversions.py:" in said, said
-            assert "float32 on cpu" in said and "run.state()" in said
+@pytest.mark.parametrize(("strategy", "convert"), in_turn([*PARTS, *WHOLE], [double, half_of_a_layer]))
+def test_another_dtype_is_refused_before_the_next_update(strategy: str, convert: Callable[[Any], None]) -> None:
+    for updates, said in worlds.run(2, trained, strategy=strategy, convert=convert):
+        assert updates == 2 and "after tutti.prepare" in said and "test_conversions.py:" in said, said
+        assert "float32 on cpu" in said and "run.state()" in said
     worlds.forget(2)
 
 

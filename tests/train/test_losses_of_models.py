@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import UsageError
 
 BATCH, EPOCHS = 6, 2
@@ -154,14 +155,18 @@ def check_equal(loss: str, size: int, **options: Any) -> None:
 STAGES = [(2, "pipeline"), (3, "model_parallel"), (2, "hybrid:stages=2")]
 
 
-@pytest.mark.parametrize("loss", ["of_mean", "scaled", "in_place", "of_chosen", "of_known"])
-@pytest.mark.parametrize(("size", "strategy"), STAGES)
-def test_loops_of_stages_divide_by_the_tokens_of_the_global_batch(size: int, strategy: str, loss: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "place"), in_turn(["of_mean", "scaled", "in_place", "of_chosen", "of_known"], STAGES, each=2), ids=str
+)
+def test_loops_of_stages_divide_by_the_tokens_of_the_global_batch(loss: str, place: tuple[int, str]) -> None:
+    size, strategy = place
     check_equal(loss, size, strategy=strategy, micro_batch=2, own_loop=True)
 
 
-@pytest.mark.parametrize("own_loop", [False, True])
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=2", "sharded", "central_storage", "tensor:least=1"])
+@pytest.mark.parametrize(
+    ("strategy", "own_loop"),
+    in_turn(["mirrored", "sharded:stage=2", "sharded", "central_storage", "tensor:least=1"], [False, True]),
+)
 def test_a_count_that_the_script_gives_the_model_is_that_of_its_loss(strategy: str, own_loop: bool) -> None:
     check_equal("of_count", 3, strategy=strategy, micro_batch=None, own_loop=own_loop)
 

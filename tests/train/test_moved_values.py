@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
-from tests.covering import table
+from tests.covering import in_turn, table
 from tutti.errors import TuttiError
 
 DRAW = torch.Generator().manual_seed(1)
@@ -130,14 +130,16 @@ def test_what_a_body_replaces_after_its_loss_is_refused_where_the_next_one_reads
         assert "depends on values that the code for another one has moved (step 1" in said, said
 
 
-@pytest.mark.parametrize("kind", [*MOVING, *STAYING])
-def test_what_moves_once_a_step_or_is_replaced_is_right(kind: str) -> None:
-    want = worlds.alone(train, strategy="single", kind=kind, form="after", workers=1)
-    cases = [(2, "mirrored", "stepped", 4), (3, "mirrored", "stepped", 3), (2, "sharded:stage=1", "stepped", 4)]
-    if kind in STAYING:
-        want = worlds.alone(train, strategy="single", kind=kind, form="before", workers=1)
-        cases = [(2, "mirrored", "before", 4), (3, "mirrored", "before", 3), (2, "tensor:least=1", "before", 4)]
-    for size, strategy, form, workers in cases:
-        for got in worlds.run(size, train, strategy=strategy, kind=kind, form=form, workers=workers):
-            assert not isinstance(got, str), got
-            assert all(abs(got[name] - value).max() <= 1e-10 for name, value in want.items())
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    in_turn(MOVING, [(2, "mirrored", 4), (3, "mirrored", 3), (2, "sharded:stage=1", 4)], each=2)
+    + in_turn(STAYING, [(2, "mirrored", 4), (3, "mirrored", 3), (2, "tensor:least=1", 4)], each=2),
+    ids=str,
+)
+def test_what_moves_once_a_step_or_is_replaced_is_right(kind: str, place: tuple[int, str, int]) -> None:
+    size, strategy, workers = place
+    alone, form = ("before", "before") if kind in STAYING else ("after", "stepped")
+    want = worlds.alone(train, strategy="single", kind=kind, form=alone, workers=1)
+    for got in worlds.run(size, train, strategy=strategy, kind=kind, form=form, workers=workers):
+        assert not isinstance(got, str), got
+        assert all(abs(got[name] - value).max() <= 1e-10 for name, value in want.items())

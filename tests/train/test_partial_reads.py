@@ -115,11 +115,12 @@ def averaged_rows(strategy: str, average: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("sharded:stage=2", 2), ("sharded:stage=3", 3), ("model_parallel", 2)]
+    ("average", "place"),
+    in_turn(list(AVERAGES), [("sharded:stage=2", 2), ("sharded:stage=3", 3), ("model_parallel", 2)], each=2),
+    ids=str,
 )
-@pytest.mark.parametrize("average", AVERAGES)
-def test_an_average_of_rows_equals_one_device(average: str, strategy: str, devices: int) -> None:
-    want = worlds.alone(averaged_rows, strategy="single", average=average)
+def test_an_average_of_rows_equals_one_device(average: str, place: tuple[str, int]) -> None:
+    want, (strategy, devices) = worlds.alone(averaged_rows, strategy="single", average=average), place
     for got in worlds.run(devices, averaged_rows, strategy=strategy, average=average):
         assert largest_difference(got, want) <= 1e-10
 

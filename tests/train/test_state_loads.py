@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import in_turn
 from tests.parity.loops import numbers
 from tests.train.test_custom_loop import BATCH, DATA, batches, error_of, made
 
@@ -83,8 +84,7 @@ def some_of_it(model: Any, run: Any) -> None:
     assert told.unexpected_keys == ["head"] and "2.weight" in told.missing_keys
 
 
-@pytest.mark.parametrize("when", [0, 4, 10])
-@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize(("strategy", "when"), in_turn(EVERY, [0, 4, 10], each=2))
 def test_weights_reach_every_part(strategy: str, when: int) -> None:
     options = {"strategy": strategy, "workers": WORKERS.get(strategy, 2), "when": when}
     for got in worlds.run(2, trained, give=all_of_it, loop=strategy in LOOPS, **options):
@@ -255,12 +255,13 @@ def early_stopping(strategy: str, workers: int, best_of: str) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("best_of", ["model", "run"])
 @pytest.mark.parametrize(
-    ("strategy", "workers"), [*((name, WORKERS.get(name, 2)) for name in LOOPS), ("mirrored", 4), ("sharded", 4)]
+    ("place", "best_of"),
+    in_turn([*((name, WORKERS.get(name, 2)) for name in LOOPS), ("mirrored", 4), ("sharded", 4)], ["model", "run"]),
+    ids=str,
 )
-def test_early_stopping(strategy: str, workers: int, best_of: str) -> None:
-    want = early_stopping("plain", 1, "model")
+def test_early_stopping(place: tuple[str, int], best_of: str) -> None:
+    want, (strategy, workers) = early_stopping("plain", 1, "model"), place
     for got in worlds.run(2, early_stopping, strategy=strategy, workers=workers, best_of=best_of):
         assert isinstance(got, dict), got
         assert largest_difference(got, want) <= 1e-10
