@@ -210,7 +210,9 @@ def test_a_schedule_that_steps_once_a_micro_batch(
     assert names(ranks, partial(scheduled, make, **options)) == told
 
 
-@pytest.mark.parametrize("make", SCHEDULES)
+@pytest.mark.parametrize(
+    "make", [make if make in (cosine, sequence) else pytest.param(make, marks=pytest.mark.full) for make in SCHEDULES]
+)
 def test_a_schedule_that_steps_more_often_on_one_rank(make: Callable[[Any], LRScheduler]) -> None:
     """One rank has two of the four workers, so that its rate is another one."""
     if make is sequence:
@@ -341,16 +343,17 @@ def by_hand(loss: Any, **options: Any) -> None:
         run.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded", "sharded:stage=1", "central_storage"])
+MIXING = {mean: False, counted: False, ignored: False, in_batch_negatives: True, variance: True, two_views: True}
+
+
 @pytest.mark.parametrize(
-    ("loss", "fires"), [(mean, 0), (counted, 0), (ignored, 0), (in_batch_negatives, 1), (variance, 1), (two_views, 1)]
+    ("loss", "strategy"),
+    in_turn(list(MIXING), ["mirrored", "sharded", "sharded:stage=1", "central_storage"], each=2),
 )
-def test_the_loss_of_a_body_that_mixes_samples(loss: Any, fires: int, strategy: str) -> None:
-    assert names(2, partial(by_hand, loss, strategy=strategy)) == ["mixed-samples"] * fires
+def test_the_loss_of_a_body_that_mixes_samples(loss: Any, strategy: str) -> None:
+    assert names(2, partial(by_hand, loss, strategy=strategy)) == ["mixed-samples"] * MIXING[loss]
     if strategy.startswith("sharded"):
-        assert names(2, partial(trained, loss, strategy=strategy)) == ["mixed-samples"] * fires
-    if strategy == "mirrored":
-        assert names(1, partial(by_hand, loss, workers=1)) == []
+        assert names(2, partial(trained, loss, strategy=strategy)) == ["mixed-samples"] * MIXING[loss]
 
 
 def advantages(net: Any, batch: Any) -> Any:
@@ -402,17 +405,24 @@ def with_average(net: Any, batch: Any) -> Any:
     return (net(batch) - AVERAGE).square().mean()
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded", "sharded:stage=1"])
-@pytest.mark.parametrize(
-    "loss", [advantages, by_frequency, hardest, trimmed, middle, standardised, with_average, drawn, clipped]
-)
+BY_TARGETS = [advantages, by_frequency, hardest, trimmed, middle, standardised, with_average, drawn, clipped]
+
+
+@pytest.mark.parametrize(("loss", "strategy"), in_turn(BY_TARGETS, ["mirrored", "sharded", "sharded:stage=1"]))
 def test_the_loss_of_a_body_that_mixes_samples_by_its_targets(loss: Any, strategy: str) -> None:
     fires = loss in (advantages, by_frequency, hardest, trimmed, middle)
     # Of an average that several workers of a rank share, each would get the values of the one before.
     options: dict[str, Any] = {"workers": 2} if loss is with_average else {}
     assert names(2, partial(by_hand, loss, strategy=strategy, **options)) == ["mixed-samples"] * fires
-    if strategy == "mirrored":
-        assert names(1, partial(by_hand, loss, workers=1)) == []
+
+
+def each_alone(losses: Sequence[Any]) -> None:
+    for loss in losses:
+        by_hand(loss, workers=1)
+
+
+def test_one_worker_mixes_as_one_device_does() -> None:
+    assert names(1, partial(each_alone, [*MIXING, *BY_TARGETS])) == []
 
 
 def averages(diagnostics: str) -> float:
@@ -513,8 +523,7 @@ def normalised(then: Any, own: bool, norm: bool = True, frozen: bool = False, wo
     then(run)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("what", [alone, saved])
+@pytest.mark.parametrize(("ranks", "what"), in_turn([1, 2, 3, 4], [alone, saved]))
 def test_the_statistics_of_one_worker(ranks: int, what: Any) -> None:
     assert names(ranks, partial(normalised, what, True)) == ["one-rank-statistics"]
     assert names(ranks, partial(normalised, what, False)) == ["one-rank-statistics"]

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
-from tests.covering import marked
+from tests.covering import marked, thinned
 
 BATCH = 6
 DRAW = torch.Generator().manual_seed(5)
@@ -246,7 +246,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "strategy", "devices"), marked([(name, *case) for name in EDITS for case in CASES]))
+HYBRID = ("hybrid:tensor=2,least=1", 4)
+"""Its gradients are cut as those of the second strategy are: with every third edit."""
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "devices"),
+    [
+        *marked([(name, *case) for name in EDITS for case in CASES if case != HYBRID]),
+        *thinned([(name, *HYBRID) for name in EDITS], 3),
+    ],
+)
 def test_edits_equal_one_device(name: str, strategy: str, devices: int) -> None:
     for got in worlds.run(devices, train, name=name, strategy=strategy, workers=CASES[strategy, devices]):
         assert isinstance(got, dict), got[0]

@@ -18,6 +18,7 @@ from tutti.errors import UsageError
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from tests.covering import in_turn
 from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData, device_plans
 from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.plan_file import plan_json
@@ -148,19 +149,22 @@ def test_a_landscape_is_shown_where_there_is_one(tmp_path: Path) -> None:
     assert "A: the checkpoint is of step 8" in page.text and "the loss landscape" not in page.text
 
 
-@pytest.mark.parametrize(
-    "cut", ["training", "eigenvalues", "trace", "sharpness", "density", "line", "plane", "between"]
-)
-def test_a_landscape_without_a_part_or_with_a_damaged_one_is_shown_as_far_as_it_goes(tmp_path: Path, cut: str) -> None:
+PARTS_OF_IT = ["training", "eigenvalues", "trace", "sharpness", "density", "line", "between", "plane"]
+
+
+@pytest.mark.parametrize(("cut", "damaged"), in_turn(PARTS_OF_IT, [False, True]))
+def test_a_landscape_without_a_part_or_with_a_damaged_one_is_shown_as_far_as_it_goes(
+    tmp_path: Path, cut: str, damaged: bool
+) -> None:
     run = write_run(tmp_path / "one")
-    # A part is missing, and damaged in one way: each part in another.
+    # A part is missing, or damaged in one way: each part in another.
     ways: tuple[Any, ...] = (None, ["x"], {"offsets": 3})
-    for damage in ({}, {cut: ways[len(cut) % 3]}):
-        found = {name: value for name, value in landscape_of().items() if name != cut} | damage
-        (run / "landscape.json").write_text(json.dumps(found))
-        section = landscape_section([read_run(run)])
-        assert section is not None and section.tables
-        assert len(section.charts) == 4 - (cut in ("density", "line", "plane", "between"))
+    damage = {cut: ways[len(cut) % 3]} if damaged else {}
+    found = {name: value for name, value in landscape_of().items() if name != cut} | damage
+    (run / "landscape.json").write_text(json.dumps(found))
+    section = landscape_section([read_run(run)])
+    assert section is not None and section.tables
+    assert len(section.charts) == 4 - (cut in ("density", "line", "plane", "between"))
 
 
 def test_the_devices_over_time(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import table
 
 DATA = TensorDataset(torch.randn(20, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
 Edit = Callable[[nn.Module, torch.optim.Optimizer, int], None]
@@ -113,17 +114,14 @@ def trained(name: str, strategy: str, **options: Any) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", "parameter_server:servers=2,transport=tcp"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("untouched", "clipped", "logged_on_one_rank", "edited_through_data", "edited_through_views"),
-        *("zeroed_and_set", "applied_twice"),
-    ],
-)
+ALLOWED = ["untouched", "clipped", "logged_on_one_rank", "edited_through_data", "edited_through_views"]
+ALLOWED += ["zeroed_and_set", "applied_twice"]
+SERVERS = ["parameter_server", "parameter_server:servers=2,transport=tcp"]
+
+
+@pytest.mark.parametrize(("name", "ranks", "strategy"), table(ALLOWED, [1, 2, 3], SERVERS))
 def test_loops_equal_those_of_all_reduce(name: str, ranks: int, strategy: str) -> None:
-    [(want, _)] = worlds.run(1, trained, name=name, strategy="single")
+    want, _ = worlds.alone(trained, name=name, strategy="single")
     for got, _ in worlds.run(ranks, trained, name=name, strategy=strategy):
         assert largest_difference(got, want) <= 1e-10
 
@@ -181,7 +179,7 @@ def stepped_first(strategy: str) -> dict[str, Any]:
 
 
 def test_an_update_before_the_first_gradient_changes_nothing() -> None:
-    [want] = worlds.run(1, stepped_first, strategy="single")
+    want = worlds.alone(stepped_first, strategy="single")
     for got in worlds.run(2, stepped_first, strategy="parameter_server"):
         assert largest_difference(got, want) <= 1e-10
 
