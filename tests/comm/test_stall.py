@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tutti
 from tests import worlds
+from tutti.comm import stall
 from tutti.comm.communicator import Communicator
 from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
@@ -26,7 +27,7 @@ from tutti.process_context import Identity
 
 @pytest.fixture
 def pool() -> Iterator[worlds.Pool]:
-    pool = worlds.Pool(3, timeout=4)
+    pool = worlds.Pool(3, timeout=3)
     yield pool
     pool.close()
 
@@ -53,7 +54,7 @@ def different_calls(odd: int) -> str:
 
 
 def test_a_slow_rank_is_waited_for_and_a_deadlock_is_found(pool: worlds.Pool) -> None:
-    assert pool.run(late, seconds=2.2) == [3.0] * 3
+    assert pool.run(late, seconds=1.2) == [3.0] * 3
     for rank, text in enumerate(pool.run(different_calls, odd=2)):
         for word in ("MismatchError", "gradient bucket 0 in step 7", "totals of the evaluation", f"(rank {rank}, "):
             assert word in text
@@ -98,7 +99,7 @@ def test_missing_ranks_are_named(pool: worlds.Pool) -> None:
     said = pool.run(without, missing=[2])
     assert said[2] == ""
     for rank in (0, 1):
-        assert said[rank].startswith("PeerError gradient bucket 2 did not finish within 4 s; missing: rank 2 (")
+        assert said[rank].startswith("PeerError gradient bucket 2 did not finish within 3 s; missing: rank 2 (")
         assert f"(rank {rank})" in said[rank]
 
 
@@ -126,7 +127,7 @@ def ranks_in(calls: list[list[tuple[Call, float]]]) -> list[str]:
     store, said = dist.HashStore(), [""] * len(calls)
 
     def wait(rank: int) -> None:
-        stall = inspector(store, rank, len(calls))
+        waiting = inspector(store, rank, len(calls))
         for call, seconds in calls[rank]:
             end = time.monotonic() + seconds
 
@@ -135,7 +136,7 @@ def ranks_in(calls: list[list[tuple[Call, float]]]) -> list[str]:
                 return time.monotonic() >= end
 
             try:
-                stall.poll(done, call)
+                waiting.poll(done, call)
             except PeerError as error:
                 said[rank] = f"{type(error).__name__} {error}"
                 return
@@ -148,18 +149,27 @@ def ranks_in(calls: list[list[tuple[Call, float]]]) -> list[str]:
     return said
 
 
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads read each other's notes as early as the ranks of a pool do."""
+    monkeypatch.setattr(stall, "_PATIENCE", timedelta(seconds=0.5))
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_a_source_that_has_sent_its_broadcast_and_waits_in_the_next_call_is_no_deadlock() -> None:
     first, then = Call("broadcast 1", (0, 1, 2)), Call("sum 1", (0, 1, 2))
-    assert ranks_in([[(first, 0.1), (then, 7)], [(first, 6), (then, 1)], [(first, 6), (then, 1)]]) == [""] * 3
+    assert ranks_in([[(first, 0.1), (then, 4.5)], [(first, 4), (then, 0.5)], [(first, 4), (then, 0.5)]]) == [""] * 3
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_call_that_was_completed_before_is_a_deadlock_the_second_time() -> None:
     again, other = Call("totals", (0, 1)), Call("sum 1", (0, 1))
     said = ranks_in([[(again, 0.1), (again, 15)], [(again, 0.1), (other, 15)]])
     assert [text.split()[0] for text in said] == ["MismatchError"] * 2
 
 
-@pytest.mark.parametrize("seconds", [0.0, 3.0])
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
 def test_a_call_that_failed_on_one_rank_fails_on_ranks_that_would_wait_for_it(seconds: float) -> None:
     """Rank 1 notices that rank 2 has ended, lives on, and sends rank 0 nothing more."""
     store, call, said = dist.HashStore(), Call("sum 1", (0, 1, 2)), ["", ""]
@@ -236,10 +246,10 @@ def errors_of_all_ranks() -> float:
         with pytest.raises(DataError):
             reads_and_sums(comm, range(3))
         if comm.rank == 0:
-            time.sleep(3)
+            time.sleep(1.5)
         total = reads_and_sums(comm, [])
     if comm.rank == 0:
-        time.sleep(3)
+        time.sleep(1.5)
     return total + reads_and_sums(comm, [])
 
 
