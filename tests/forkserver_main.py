@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
 import random
@@ -83,8 +84,16 @@ def become(request: dict[str, Any], streams: list[int]) -> list[str]:
     os.environ.update(request["environ"])
     tempfile.tempdir = None
     random.seed()
+    if "SIMGPU_DEVICES" in os.environ and "torch" in sys.modules:
+        load_simulated_accelerator()
     words: list[str] = request["words"]
     return words
+
+
+def load_simulated_accelerator() -> None:
+    """As ``import torch`` does where its folder is on the path."""
+    sys.path[1:1] = os.environ["PYTHONPATH"].split(os.pathsep)
+    importlib.import_module("simgpu").install()
 
 
 def run(words: list[str]) -> None:

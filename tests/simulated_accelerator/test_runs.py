@@ -20,10 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def command(folder: Path, *words: str, code: int = 0) -> str:
     """Run ``tutti`` with two simulated devices; return its stderr. Fails where it does not exit with ``code``."""
-    environ = {**os.environ, **build.environment(2)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tutti", *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
-    )
+    done = run(["-m", "tutti", *words], folder, {**os.environ, **build.environment(2)}, 240)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr
 
@@ -102,6 +99,7 @@ print(tutti.launch(train, devices=2))
     ],
 )
 def test_ranks_are_forked_from_a_process_that_has_not_computed(done: list[str], words: str, tmp_path: Path) -> None:
+    """By a Python of its own, which finds the device as it imports torch."""
     build.require()
     (tmp_path / "script.py").write_text(LAUNCHED, encoding="utf-8")
     environ = {**os.environ, **build.environment(2)}
