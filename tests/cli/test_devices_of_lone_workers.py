@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.cli.test_rerun import tutti
+from tutti.cli.app import main
 
 
 def summaries(folder: Path, strategy: str, devices: str, *words: str) -> list[dict[str, Any]]:
@@ -25,7 +26,7 @@ def summaries(folder: Path, strategy: str, devices: str, *words: str) -> list[di
 
 
 def weights(folder: Path, run: str) -> dict[str, Any]:
-    assert tutti("export", run, "-o", f"{run}.safetensors", cwd=folder).returncode == 0
+    assert main(["export", str(folder / run), "-o", str(folder / f"{run}.safetensors")]) == 0
     return load_file(folder / f"{run}.safetensors")
 
 

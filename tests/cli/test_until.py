@@ -22,20 +22,20 @@ def summary(folder: Path, run: str) -> dict[str, Any]:
 def test_the_same_step_on_one_two_and_three_devices(tmp_path: Path) -> None:
     found = []
     for devices in ("1", "2", "3"):
-        result = tutti(tmp_path, *DIGITS, "--until", "accuracy=0.6", "--devices", devices, "--out", devices)
+        result = tutti(tmp_path, *DIGITS, "--until", "accuracy=0.4", "--devices", devices, "--out", devices)
         assert result.code == 0, result.err
-        assert "ends early at" in result.err and "accuracy >= 0.6 at step" in result.out
+        assert "ends early at" in result.err and "accuracy >= 0.4 at step" in result.out
         found.append(summary(tmp_path, devices))
     targets = [{k: v for k, v in run["target"].items() if "seconds" not in k} for run in found]
     assert targets[0] == targets[1] == targets[2] and targets[0]["reached"]
-    assert targets[0]["steps"] == found[0]["steps"] < 72 and found[0]["eval"]["accuracy"] >= 0.6
+    assert targets[0]["steps"] == found[0]["steps"] < 72 and found[0]["eval"]["accuracy"] >= 0.4
     assert len({run["weights_sha256"] for run in found}) == 1
     evaluations = [
         line
         for line in map(json.loads, (tmp_path / "1" / "metrics.jsonl").read_text().splitlines())
         if line["group"] == "eval"
     ]
-    assert [line["step"] for line in evaluations if line["accuracy"] >= 0.6] == [targets[0]["steps"]]
+    assert [line["step"] for line in evaluations if line["accuracy"] >= 0.4] == [targets[0]["steps"]]
 
 
 def test_a_target_that_is_missed_ends_with_exit_code_9(tmp_path: Path) -> None:

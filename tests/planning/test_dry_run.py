@@ -96,7 +96,7 @@ def test_recomputation_and_smaller_batches_take_less() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("cuts=fc1", "stages: 2, cut before fc1 (30% | 70% of the parameters;"),
+        pytest.param("cuts=fc1", "stages: 2, cut before fc1 (30% | 70% of the parameters;", marks=pytest.mark.full),
         (
             "schedule=interleaved,stages=conv1+conv2/conv3/fc1/fc2",
             "stages: 4, cut before conv3, fc1, fc2 (10% | 19% | 69% | 1%",
