@@ -123,6 +123,7 @@ from tutti.torch_compat import (
     order_members,
     reduce_scatter_single,
     reduce_unused_parameters,
+    reduces_first_dimension,
     replace_call,
     saved_tensor_hooks,
     set_elastic_restarts,
@@ -397,6 +398,9 @@ def losses_say_what_they_are_means_over() -> None:
     assert factor_of_node(total.grad_fn) is count_of_nansum(total.grad_fn) is None
     assert count_of_nansum(torch.tensor([1.0, math.nan], requires_grad=True).nansum().grad_fn) == 1
     assert sums_losses(total.grad_fn) and not sums_losses(mean.grad_fn) and not sums_losses(fifth.grad_fn)
+    assert [reduces_first_dimension(scores.mean(dim).grad_fn) for dim in (0, -2, (0, 1), 1, -1)] == [True] * 3 + [
+        False
+    ] * 2
     assert divisor_of_node(total.grad_fn) is cross_entropy_of(fifth.grad_fn) is None
     assert is_scalar_node(fifth.grad_fn) and not is_scalar_node((scores * 2).grad_fn)
     assert shape_of_node((scores * 2).grad_fn) == tuple(scores.shape) and shape_of_node(fifth.grad_fn) == ()
@@ -860,7 +864,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
     losses_say_what_they_are_means_over: """
         CrossEntropyNode cross_entropy_of divisor_of_cross_entropy divisor_of_node is_scalar_node label_smoothing_of
-        shape_of_node factor_of_node count_of_nansum sums_losses
+        shape_of_node factor_of_node count_of_nansum sums_losses reduces_first_dimension
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode

@@ -140,6 +140,7 @@ __all__ = [
     "order_members",
     "reduce_scatter_single",
     "reduce_unused_parameters",
+    "reduces_first_dimension",
     "replace_call",
     "saved_tensor_hooks",
     "set_elastic_restarts",
@@ -666,6 +667,22 @@ def sums_losses(node: Any) -> bool:
         node: an autograd node; False for one of another function.
     """
     return getattr(node, "_saved_reduction", 0) == 2
+
+
+def reduces_first_dimension(node: Any) -> bool:
+    """Return whether the first dimension is among those over which an autograd node's operator took a mean or the like.
+
+    Reductions of all dimensions at once count, too.
+
+    Args:
+        node: an autograd node of an operator that reduces one tensor.
+    """
+    found = getattr(node, "_saved_dim", None)
+    dims = (found,) if isinstance(found, int) else found or ()
+    inputs = node.next_functions[0][0]
+    rank = 0 if inputs is None else len(shape_of_node(inputs) or ())
+    # Negative dimensions are kept as numbers without a sign.
+    return not dims or 0 in dims or 2**64 - rank in dims
 
 
 def is_scalar_node(node: Any) -> bool:

@@ -61,6 +61,7 @@ REFUSED: dict[str, Loss] = {
     "moment of features": lambda net, out, want, mask: out.mean(0).square().sum(),
     "entropy of the mean": lambda net, out, want, mask: (out.softmax(1).mean(0) * out.softmax(1).mean(0).log()).sum(),
     "sum": lambda net, out, want, mask: (out - want).square().sum(),
+    "sum of as many columns": lambda net, out, want, mask: net[0](want).square().mean(-1).sum(),
     "sum of a loss": lambda net, out, want, mask: mse(out, want, reduction="sum"),
     "two sums": lambda net, out, want, mask: bce(out, want.sigmoid(), reduction="sum") - 0.5 * out.square().sum(),
     "sum of a cross-entropy beside": lambda net, out, want, mask: (
@@ -87,6 +88,13 @@ TAKEN: dict[str, Loss] = {
     "means of columns": lambda net, out, want, mask: (out - want).square().mean(0).mean(),
     "largest of each": lambda net, out, want, mask: (out - want).abs().amax(1).mean() + out.var(1).mean(),
     "norm of a product": lambda net, out, want, mask: mse(out, want) + 0.1 * (net[0].weight.T @ net[2].weight.T).norm(),
+    "norm of a product of as many rows": lambda net, out, want, mask: (
+        mse(out, want) + (net[0].weight @ net[2].weight).norm() + (net[0].weight @ net[2].weight).square().sum().sqrt()
+    ),
+    "distance of as many weights": lambda net, out, want, mask: (
+        mse(out, want) + (net[0].weight - net[2].weight.T).norm() + (net[0].weight - net[2].weight.T).abs().max()
+    ),
+    "sum of as many columns' means": lambda net, out, want, mask: net[0](want).square().mean(0).sum(),
     "two terms": lambda net, out, want, mask: 0.3 * mse(out, want) + out.abs().mean() / 4,
     "learned weights": lambda net, out, want, mask: mse(out, want) * (-net[0].bias[0]).exp() + net[0].bias[0],
     "penalty": lambda net, out, want, mask: mse(out, want) + sum(p.square().sum().sqrt() for p in net.parameters()),

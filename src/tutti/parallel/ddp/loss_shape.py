@@ -18,6 +18,7 @@ from tutti.torch_compat import (
     divisor_of_node,
     factor_of_node,
     is_scalar_node,
+    reduces_first_dimension,
     shape_of_node,
     sums_losses,
 )
@@ -54,6 +55,13 @@ _PASSING = frozenset(("Add", "Sub", "Neg", "View", "Clone", "ToCopy", "Squeeze",
 _PRODUCTS = frozenset(("Mul", "Dot", "Vdot", "Mm", "Mv"))
 _LAYERS = frozenset(("Addmm", "Mm", "Bmm", "Convolution", "Embedding"))
 _TRANSPOSES = frozenset(("T", "Transpose", "Permute"))
+_ELEMENTWISE = frozenset(
+    ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Addcmul", "Addcdiv", "Lerp", "Maximum", "Minimum")
+)
+"""Functions whose second input may be a number."""
+_BY_INDICES = frozenset(
+    ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "MaskedSelect", "Take", "Where")
+)
 _FACTORS = frozenset(("NegBackward0", "MulBackward0", "DivBackward0", "ViewBackward0", "CloneBackward0"))
 """Nodes that multiply a number by a constant, or pass it on."""
 _CHOICES = frozenset(("IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0"))
@@ -112,9 +120,9 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
 
 def _check_elements(node: Any, micro_batch: MicroBatch) -> None:
     """Raise UsageError if a loss of PyTorch is a mean over elements that are not equally many for each sample."""
-    inputs = node.next_functions[0][0] if node.name() in _LOSSES - _COUNTED else None
+    samples, inputs = micro_batch.samples, node.next_functions[0][0] if node.name() in _LOSSES - _COUNTED else None
     shape = None if inputs is None else shape_of_node(inputs)
-    if shape is not None and micro_batch.samples and math.prod(shape) % micro_batch.samples and _of_several(node):
+    if shape is not None and samples and math.prod(shape) % samples and _of_outputs(node, samples):
         raise _refused(
             f"the loss is a mean over {math.prod(shape)} elements, of {counted(micro_batch.samples, 'sample')}"
         )
@@ -214,7 +222,7 @@ def rows_of_mean(root: Any, samples: int) -> int | None:
     node = _below_factors(root)
     inputs = None if node is None or node.name() != "MeanBackward0" else node.next_functions[0][0]
     shape = None if inputs is None else shape_of_node(inputs)
-    if not shape or not _of_several(node) or _holds(inputs, samples):
+    if not shape or not _of_outputs(node, samples) or _holds(inputs, samples):
         return None
     alike = nodes_below(inputs, lambda each: shape_of_node(each) == shape)
     return None if samples in shape[1:] and all(each.name() not in _CHOICES for each in alike) else shape[0]
@@ -280,9 +288,23 @@ def _reduces(node: Any, samples: int) -> bool:
 
 def _over_samples(node: Any, samples: int) -> bool:
     """Return whether an input of a node has the samples as its first dimension, and the output does not have them."""
-    shapes = [shape_of_node(each) for each, _ in node.next_functions if each is not None]
-    first = any(shape and shape[0] == samples for shape in shapes)
-    return first and samples not in (shape_of_node(node) or ()) and _of_several(node)
+    first = any(_has_samples_first(each, samples) for each, _ in node.next_functions if each is not None)
+    return first and samples not in (shape_of_node(node) or ()) and _of_outputs(node, samples)
+
+
+def _has_samples_first(node: Any, samples: int) -> bool:
+    """Return whether the first dimension is that of the samples: not features, as many, of a mean over the samples."""
+    shape = shape_of_node(node)
+    if not shape or shape[0] != samples:
+        return False
+    alike = (graph_within(each) for each in nodes_below(node, lambda each: shape_of_node(each) == shape))
+    return not any(
+        _function(each) in _REDUCTIONS | _MIXING
+        and reduces_first_dimension(each)
+        and (shape_of_node(_only_input(each)) or ())[:1] == (samples,)
+        for each in alike
+        if _only_input(each) is not None
+    )
 
 
 def _contracts(node: Any, samples: int) -> bool:
@@ -293,24 +315,33 @@ def _contracts(node: Any, samples: int) -> bool:
         _function(each) in _TRANSPOSES and (shape_of_node(_only_input(each)) or ())[:1] == (samples,) for each in within
     )
     rows = second is None or (shape_of_node(second) or ())[:1] == (samples,)
-    outputs = all(_of_several(each) for each in (first, second) if each is not None)
+    outputs = all(_of_outputs(each, samples) for each in (first, second) if each is not None)
     return transposed and rows and samples not in (shape_of_node(node) or ()) and outputs
 
 
-def _of_several(node: Any) -> bool:
-    """Return whether a value was computed from several parameters, a model in stages, or outputs that are leaves.
+def _of_outputs(node: Any, samples: int) -> bool:
+    """Return whether a node depends on the model's outputs, and is no penalty on weights.
 
-    A penalty on weights has one parameter in each term, or a number as a leaf where the weight is sharded.
+    A penalty has one parameter in each term, or a number as a leaf where the weight is sharded. A term of several
+    parameters is one if a parameter has a dimension of as many elements as samples, and no layer is given data.
     """
-    leaves = 0
+    leaves, as_many = 0, False
     for each in nodes_below(node, lambda _: True, _DEEP):
         if each.name() == "torch::autograd::AccumulateGrad":
             leaves += 1
-            if leaves > 1 or (each.variable.dim() and not isinstance(each.variable, nn.Parameter)):
+            if each.variable.dim() and not isinstance(each.variable, nn.Parameter):
                 return True
-        if each.name() == _STAGED:
+            as_many |= samples in each.variable.shape
+        if each.name() == _STAGED or _takes_data(each):
             return True
-    return False
+    return leaves > 1 and not as_many
+
+
+def _takes_data(node: Any) -> bool:
+    """Return whether a node is that of a layer or of a choice of rows, whose inputs or indices have no gradient."""
+    name = _function(node)
+    has_constant = any(each is None for each, _ in node.next_functions)
+    return name in _BY_INDICES or (has_constant and name not in _ELEMENTWISE and node.name() not in _LOSSES)
 
 
 def _refused(what: str, remedy: str = _REMEDY) -> UsageError:
