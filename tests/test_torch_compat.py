@@ -69,6 +69,7 @@ from tutti.torch_compat import (
     draws_samples,
     elastic_processes,
     end_traced_graph,
+    engine_backward,
     enter_loader_process,
     factor_of_node,
     flight_recorder,
@@ -356,6 +357,14 @@ def functions_of_one_backward_are_known() -> None:
     assert differentiable_once(_BackwardOnce.apply(x).grad_fn) == "_BackwardOnce"  # type: ignore[no-untyped-call]
     assert differentiable_once(_BackwardTwice.apply(x).grad_fn) is None  # type: ignore[no-untyped-call]
     assert differentiable_once(x.exp().grad_fn) is None
+
+
+def backward_runs_without_checks() -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    total = (weight * weight).sum()
+    engine_backward(total, torch.tensor(0.5), True)
+    engine_backward(total, torch.tensor(0.5), False)
+    assert weight.grad is not None and weight.grad.tolist() == [2.0, 4.0]
 
 
 def nodes_are_numbered_in_the_order_of_the_forward() -> None:
@@ -859,6 +868,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     ids_tell_of_registered_and_removed_hooks: "hook_ids hooks_registered",
     fused_optimizers_have_devices: "fused_optimizer_devices",
     backward_is_noticed: "in_backward",
+    backward_runs_without_checks: "engine_backward",
     backwards_tell_what_they_accumulate_and_keep: "is_reached keeps_graph",
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",

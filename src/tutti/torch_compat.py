@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvBase
@@ -84,6 +85,7 @@ __all__ = [
     "draws_samples",
     "elastic_processes",
     "end_traced_graph",
+    "engine_backward",
     "enter_loader_process",
     "factor_of_node",
     "flight_recorder",
@@ -721,6 +723,20 @@ FUNCTION_MODE_ENTRIES = ((TorchFunctionMode, "__enter__"), (DeviceContext, "__in
 
 ``with torch.device("cpu"):`` makes a ``DeviceContext``, which PyTorch puts on its stack without ``__enter__``.
 """
+
+
+def engine_backward(tensor: Tensor, gradient: Tensor, retain_graph: bool) -> None:
+    """Run the backward of a plain tensor, as ``tensor.backward(gradient, retain_graph=…)`` does, without its checks.
+
+    They compare shapes and dtypes, and take longer than the backward of a small layer.
+
+    Args:
+        tensor: a tensor that autograd has computed; no subclass.
+        gradient: its gradient, of the tensor's shape, dtype and device.
+        retain_graph: whether to keep the graph for another backward.
+    """
+    _engine_run_backward((tensor,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+
 
 function_modes_active = torch._C._is_torch_function_mode_enabled
 """Return whether a ``TorchFunctionMode`` would see a call of PyTorch at this moment. No public function does."""

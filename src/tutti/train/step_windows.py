@@ -90,8 +90,9 @@ def phases(run: Run, region: Region = record_function) -> Iterator[None]:
     named: list[tuple[Any, str, str]] = [
         (run, "_draw", "data"),
         *((*forward, "forward") for forward in forwards),
-        # Every model layout and every custom training loop calls this function.
+        # Every model layout and every custom training loop calls one of these functions.
         (torch.autograd, "backward", "backward"),
+        (run.replica, "run_backward", "backward"),
         *((split, "inputs", "backward") for split in run.replica.split_backwards),
         *((split, "weights", "weight") for split in run.replica.split_backwards),
         *((run.gradient_sync, method, "exchange") for method in ("begin_worker", "end_worker", "reduce_gradients")),

@@ -57,9 +57,10 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         count = loss_count(objective, micro_batch) if micro_batch.samples else None
         if count is not None and not _is_samples(count, micro_batch):
             return _mean_over(objective, count, micro_batch)
+        dtype, value = _wide(objective), objective.detach()
         loss_sums = torch.addcmul(
-            *_mean_lanes(micro_batch.samples, _wide(objective), objective.device),
-            objective.detach().to(_wide(objective)),
+            *_mean_lanes(micro_batch.samples, dtype, objective.device),
+            value if value.dtype == dtype else value.to(dtype),
         )
         return objective, _start(micro_batch.share, objective), _totals(loss_sums, (), micro_batch)
     if isinstance(outcome, Tensor):

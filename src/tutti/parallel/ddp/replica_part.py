@@ -18,6 +18,7 @@ from tutti.nn.script_mode import modes_aside, modes_resumed
 from tutti.nn.swap import BufferRef, buffers, other_names, parameters, swapped, training_mode
 from tutti.nn.sync import SyncBatchNorm, peers_of
 from tutti.parallel.ddp import loss_output
+from tutti.torch_compat import engine_backward, function_modes_active
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
 from tutti.types.replica_runner import EditRecords, GradientReadyHook
 from tutti.types.run_context import RunContext
@@ -57,6 +58,7 @@ class ReplicaPart:
         peers: state shared by the ``SyncBatchNorm`` modules; None without such modules or on a single device.
         script_code: context manager around code of the script, which may refuse what that code reads.
         model_code: context manager within ``script_code``, around code of the model, which may read everything.
+        run_backward: runs autograd from a plain loss, given its start gradient and whether to keep the graph.
         edits: records of the script's edits of parameters and gradients of which each rank has a part, or None.
         summary: entries for the run's header about this replica's layout.
     """
@@ -113,6 +115,7 @@ class ReplicaPart:
         self.peers = next((found for part in self.parts if (found := peers_of(part)) is not None), None)
         self.script_code: Callable[[], AbstractContextManager[None]] = modes_resumed
         self.model_code: Callable[[], AbstractContextManager[None]] = modes_aside
+        self.run_backward = engine_backward
         self.edits: EditRecords | None = None
         self.summary: Mapping[str, str] = {}
         self.is_dummy = False
@@ -256,7 +259,10 @@ class ReplicaPart:
         if micro_batch.samples and micro_batch.last:
             grad_hook.prepare_for_backward(total)
         if micro_batch.samples or self.peers is not None or self.sharded:
-            objective.backward(start, retain_graph=retain_graph)
+            if type(objective) is Tensor and not function_modes_active():
+                self.run_backward(objective, start, retain_graph)
+            else:
+                objective.backward(start, retain_graph=retain_graph)
         if not micro_batch.samples:
             self.forget()
         return total

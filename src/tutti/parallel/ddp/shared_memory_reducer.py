@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.partition import even_share
-from tutti.comm.random_keys import mix, name_key
+from tutti.comm.random_keys import name_key
 from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.device import is_accelerator
 from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
@@ -197,7 +197,8 @@ class SharedReducer:
         now = step_context
         steps = (now.taken, now.samples, now.call, *now.place)
         facts = (*steps, name_key(now.settings), now.written(), edits_key(now))
-        self._digests[self._comm.rank][_DIGEST] = mix(self._key, *facts) >> 1
+        # Of integers Python's hash is the same in every process.
+        self._digests[self._comm.rank][_DIGEST] = hash((self._key, *facts))
         totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
         unused = [0.0] * (_STOP - _TOTALS - len(totals))
         self._mine[_TOTALS : _FLAGS + len(used)] = [*totals, *unused, step_context.stop, *used]
