@@ -67,6 +67,7 @@ class Feed:
         # Autograd adds up the first micro-batches of a worker in order; later ones are added to the sum of others'.
         self._separate = in_order and rank != ranks.start
         self._plans: dict[tuple[int, int, str], Plan] = {}
+        self._most: dict[int, int] = {}
 
     def follow(self, earlier: Sequence[EarlierEpochs]) -> None:
         """Record the batch sizes of the epochs before a resume with another batch size or data set.
@@ -228,7 +229,10 @@ class Feed:
         Args:
             samples: number of samples in the step's global batch.
         """
-        return 1 if self.together else self.contract.most_micro_batches(samples)
+        most = self._most.get(samples)
+        if most is None:
+            most = self._most[samples] = 1 if self.together else self.contract.most_micro_batches(samples)
+        return most
 
     def _plan(self, samples: int, have: int, over: str) -> Plan:
         """Return each worker's micro-batches as ranges of this rank's batch; cached, because most steps are alike."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -163,8 +163,7 @@ def stepping(optimizer: Optimizer) -> list[Optimizer]:
     return [member for index, member in pairs if member is not None and optimizer.active in (None, index)]
 
 
-@contextmanager
-def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
+def acting(optimizer: Optimizer | None, index: int | None) -> AbstractContextManager[None]:
     """Return a context within which ``step`` of a ``SeveralOptimizers`` steps only one of its optimizers.
 
     Args:
@@ -172,9 +171,11 @@ def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
         index: index in ``members`` of the optimizer that ``step`` steps within the context; None for all. After the
             context ``step`` steps all members.
     """
-    if not isinstance(optimizer, SeveralOptimizers):
-        yield
-        return
+    return _acting(optimizer, index) if isinstance(optimizer, SeveralOptimizers) else nullcontext()
+
+
+@contextmanager
+def _acting(optimizer: SeveralOptimizers, index: int | None) -> Iterator[None]:
     optimizer.active = index
     try:
         yield

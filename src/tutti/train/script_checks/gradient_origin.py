@@ -216,13 +216,14 @@ class GradientOrigin:
         Args:
             members: the parameters, as the script's model has them.
         """
-        for parameter in members:
+        for parameter in members if self._mixed or self._made or self._unfit else ():
             self._mixed.pop(parameter, None)
             self._made.pop(parameter, None)
             self._unfit.pop(parameter, None)
-            if parameter.grad is not None:
-                # Zeros, which are the same on every rank.
-                self._complete[parameter] = ref(parameter.grad), tensor_version(parameter.grad)
+        for parameter in members:
+            if (zeros := parameter.grad) is not None:
+                # The same on every rank.
+                self._complete[parameter] = ref(zeros), tensor_version(zeros)
 
     # --- local gradients: of one micro-batch alone -----------------------------------------------------------------
 
@@ -288,7 +289,7 @@ class GradientOrigin:
             self._mixed.pop(parameter, None)
             # After a reduction a new tensor in place of a complete gradient is an edit of it.
             return complete is None or not self.exchanged
-        if parameter in self._mixed:
+        if self._mixed and parameter in self._mixed:
             self._refuse_mixed(self._mixed[parameter])
         return False
 
