@@ -324,15 +324,13 @@ class PlanFinder:
 
     def _agree_on_tied(self) -> None:
         """Drop the entries of layers that share a parameter and do not cut it alike."""
-        dropped = True
-        while dropped:
-            dropped = False
-            for places in self._tied:
-                cuts = [self._entries[n].cuts.get(key) if n in self._entries else None for n, key in places]
-                if any(cut != cuts[0] for cut in cuts):
-                    dropped = True
-                    for n, _ in places:
-                        self._entries.pop(n, None)
+        while unlike := {n for places in self._tied if not self._is_cut_alike(places) for n, _ in places}:
+            self._entries = {name: entry for name, entry in self._entries.items() if name not in unlike}
+
+    def _is_cut_alike(self, places: Sequence[tuple[str, str]]) -> bool:
+        """Return whether all layers that share a parameter cut it alike, or leave it whole."""
+        cuts = [self._entries[n].cuts.get(key) if n in self._entries else None for n, key in places]
+        return all(cut == cuts[0] for cut in cuts)
 
 
 def splittable(module: nn.Module) -> bool:

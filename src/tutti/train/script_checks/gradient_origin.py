@@ -346,29 +346,21 @@ class GradientOrigin:
         moved = {p for p, norm in now.items() if p not in self._norms or not torch.equal(self._norms[p], norm)}
         if self._sync.gradient_at == "sliced_rows":
             return [p for p in members if p in moved]
-        found, edits = [], self._run.replica.edits
-        for parameter in members:
-            gradient, complete = parameter.grad, self._complete.get(parameter)
-            if isinstance(gradient, IncompleteGradient):
-                if gradient.edited:
-                    found.append(parameter)
-                    if isinstance(gradient, PartGradient):
-                        gradient.check_source()
-                continue
-            if complete is None:
-                if gradient is not None:
-                    found.append(parameter)
-            elif (
-                gradient is None
-                or gradient is not complete[0]()
-                or tensor_version(gradient) != complete[1]
-                or (moved and parameter in moved)
-            ):
-                found.append(parameter)
-            elif edits is not None and edits.lines([("", gradient)]):
-                # Through .data, which has a version counter of its own.
-                found.append(parameter)
-        return found
+        return [p for p in members if self._is_edited(p, bool(moved) and p in moved)]
+
+    def _is_edited(self, parameter: nn.Parameter, moved: bool) -> bool:
+        """Return whether the script has written or replaced ``.grad``; ``moved``: whether its norm has changed."""
+        gradient, complete, edits = parameter.grad, self._complete.get(parameter), self._run.replica.edits
+        if isinstance(gradient, IncompleteGradient):
+            if gradient.edited and isinstance(gradient, PartGradient):
+                gradient.check_source()
+            return gradient.edited
+        if complete is None:
+            return gradient is not None
+        if gradient is None or gradient is not complete[0]() or tensor_version(gradient) != complete[1] or moved:
+            return True
+        # Through .data, which has a version counter of its own.
+        return edits is not None and bool(edits.lines([("", gradient)]))
 
     def _norms_here(self) -> dict[nn.Parameter, Tensor]:
         """Return the norm of each dense gradient's part on this rank, where no version counter tells of an edit."""
