@@ -150,6 +150,8 @@ class CustomLoop:
         # Where workers make updates of their own: the synchronisation, and the body of a worker without samples.
         self._local = cast(AloneLoopSync, run.gradient_sync) if choice.row.loops_alone else None
         self._void: VoidBody | None = None
+        # Their reductions of losses in this body, and in the last one that had any.
+        self._reductions = self._usual_reductions = 0
         # Closures: whether this evaluation is not the first of its step; by optimizer why closures are refused, if so.
         self._evaluated_again = False
         self._closures: dict[int, str | None] = {}
@@ -295,7 +297,7 @@ class CustomLoop:
 
     def _enter_body(self, micro_batch: MicroBatch, final: bool, carried: Gradients) -> None:
         self._micro_batch, self._is_last_body, self._in_body = micro_batch, final, True
-        self._calls, self._origin.exchanged = 0, False
+        self._calls, self._reductions, self._origin.exchanged = 0, 0, False
         if self._bodies.several:
             # Each body starts without gradients; the last one with those that the script carries over global batches.
             self._show({})
@@ -346,6 +348,8 @@ class CustomLoop:
             trained = self._calls > 0 or bool(self._shown())
             self._skipped.end_body(micro_batch, trained, self._lifecycle.values.size_lines)
         self._bodies.end_body()
+        if self._batch.alone and micro_batch is not None:
+            self._join_losses(micro_batch)
         if not self._bodies.several or self._is_last_body or micro_batch is None:
             return
         if micro_batch.last and self._calls == 1 and self._sync.by_worker:
@@ -580,9 +584,28 @@ class CustomLoop:
         local.end_own(micro_batch.worker, part if micro_batch.samples else None)
         self._lifecycle.enter(Phase.COMPUTE)
         if not self._evaluated_again or self._latest is None:
+            self._reductions += 1
             run.stats = self._latest = local.reduce_losses(step_context)
             self._check_counts(self._latest, step_context.samples)
         self._pending.append(self._latest)
+
+    def _join_losses(self, micro_batch: MicroBatch) -> None:
+        """Take part in the reductions of losses of a step whose body this rank has skipped, and others may not have.
+
+        A worker that makes updates of its own may leave out a batch by its content. Collective as ``run.backward`` in
+        the other ranks' bodies, if the loop has called it in an earlier step.
+        """
+        if self._reductions:
+            self._usual_reductions = self._reductions
+            return
+        local = cast(AloneLoopSync, self._local)
+        for call in range(self._usual_reductions):
+            step_context = replace(self._lifecycle.context, call=call)
+            self._sync.begin_worker(micro_batch.worker, step_context)
+            local.end_own(micro_batch.worker, None)
+            stats = local.reduce_losses(step_context)
+            if stats.count:
+                self._run.stats = stats
 
     def _check_pending(self) -> None:
         """Compare edits of gradients that wait for an update, before others are added to them. Collective if edited."""

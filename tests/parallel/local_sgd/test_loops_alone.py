@@ -82,6 +82,12 @@ def two_backwards(script: Script, backward: Callable[..., None], batch: Any) -> 
     script.optimizers[0].step()
 
 
+def skipped(script: Script, backward: Callable[..., None], batch: Any) -> None:
+    """A worker leaves out batches by their content."""
+    if not script.bodies or float(batch[0][0, 0]) < 0.4:
+        two_backwards(script, backward, batch)
+
+
 def two_optimizers(script: Script, backward: Callable[..., None], batch: Any) -> None:
     for optimizer, weight in zip(script.optimizers, (1.0, 0.5), strict=True):
         script.net.zero_grad()
@@ -152,7 +158,7 @@ def clamped(script: Script, backward: Callable[..., None], batch: Any) -> None:
         script.net[3].weight.clamp_(-0.2, 0.2)
 
 
-SEVERAL: Sequence[Body] = (two_backwards, two_optimizers, accumulated, closure)
+SEVERAL: Sequence[Body] = (two_backwards, skipped, two_optimizers, accumulated, closure)
 BODIES: dict[str, Body] = {f.__name__: f for f in (clipped, *SEVERAL, counted, scaled, by_hand, clamped)}
 
 
