@@ -64,6 +64,7 @@ def test_measured_steps_alone_and_a_file_that_train_takes(tmp_path: Path) -> Non
     found = planned(tmp_path, "--out", "plan.toml", "--deadline", "1h")
     chosen = found["plans"][found["chosen"]]
     assert {each["batch"] for each in found["plans"]} == {32, 64, 128} and chosen["batch"] == 32
+    assert any("without --machine" in note for note in found["notes"])
     assert chosen["seconds"] == pytest.approx(4.0, rel=0.02) and "measured in 1 run" in chosen["step_basis"]
     task, config = resolve_config({}, [tmp_path / "plan.toml"], None)
     assert (task, config.batch_size, config.devices) == ("digits", 32, "1")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from tutti.config.training_target import TrainingTarget
 from tutti.errors import UsageError
 from tutti.planning.conformal_band import CellScores, shipped_residuals
 from tutti.planning.device_plan import (
@@ -24,6 +25,7 @@ from tutti.planning.device_plan import (
     within_limits,
 )
 from tutti.planning.monte_carlo import DRAWS
+from tutti.planning.plan_file import headline
 from tutti.planning.recipe import TrainingRecipe
 
 # T14 of McCandlish et al.: S_min = 1000, E_min = 64000.
@@ -93,6 +95,12 @@ def test_the_knee_is_the_last_doubling_that_was_worth_it() -> None:
     assert find_knee(row({1: 100, 4: 50})).devices == 1  # type: ignore[union-attr]
     assert find_knee(row({1: 100, 4: 44})).devices == 4  # type: ignore[union-attr]
     assert find_knee(row({1: 100})) is None
+
+
+def test_the_first_line_calls_devices_worth_it_only_if_others_were_planned() -> None:
+    target = TrainingTarget.parse("accuracy=0.93", "--target")
+    assert headline(row({1: 100, 2: 60}), target).startswith("2 devices are worth it: accuracy >= 0.93 after 60 s")
+    assert headline(row({2: 60}), target).startswith("2 devices, the only number planned: accuracy >= 0.93 after 60 s")
 
 
 def test_the_best_of_each_number_of_devices_and_the_cheapest() -> None:

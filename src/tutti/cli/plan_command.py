@@ -172,6 +172,8 @@ def plan_devices(
     command = f"tutti train {task} --until {known.metric.name}={known.value:g}"
     steps = _steps_of_runs(evidence, strategy, batches, max_devices, command)
     costs = None
+    if machine is None:
+        notes.append("only the devices and batches of the runs are planned without --machine")
     search: Callable[[list[PlannedStep]], PlanCandidates] = _planned_alone
     if machine is not None:
         from tutti.planning.machine_choice import open_machine

@@ -104,7 +104,7 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
         target: metric and value to which the plans train.
         chosen: the plan within deadline and budget, which the line names. None: the line names ``find_knee(best)``, the
             plan with the most devices at which a doubling of them made training 1.5 × as fast, or for a single number
-            of devices the only plan.
+            of devices the only plan, which it calls so.
 
     Returns:
         One line of text without a full stop. Where ``best`` has an entry after the plan, the line ends with that
@@ -119,8 +119,9 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
     verb = ("is" if answer.devices == 1 else "are") + " worth it"
     if chosen is not None and chosen is not knee:
         verb = ("meets" if answer.devices == 1 else "meet") + " what was asked"
+    said = f"{count}, the only number planned" if len(best) == 1 and chosen is None else f"{count} {verb}"
     text = (
-        f"{count} {verb}: {target} after {plan_seconds(answer.seconds)} of training ({band}), "
+        f"{said}: {target} after {plan_seconds(answer.seconds)} of training ({band}), "
         f"at batch {answer.step.batch}, {answer.step.label}"
     )
     place = best.index(answer) if answer in best else None
