@@ -93,9 +93,12 @@ def model() -> nn.Sequential:
 def seen(
     strategy: str, workers: int, cases: list[tuple[int, int, int | None]], data: str, data_workers: int = 0
 ) -> list[Any]:
-    """For each (samples, batch, micro): what this rank got in each step, and what its loss function was called with."""
+    """For each (samples, batch, micro): what this rank got in each step, and what its loss function was called with.
+
+    In two epochs of the first case, and in the second epoch of the others.
+    """
     told = []
-    for count, batch_size, micro in cases:
+    for case, (count, batch_size, micro) in enumerate(cases):
         called: list[Any] = []
 
         def loss(net: Any, batch: Any, called: list[Any] = called) -> Any:
@@ -119,7 +122,7 @@ def seen(
         # A model is cut into stages after a trial of its forward and loss, which is no training.
         called.clear()
         steps, reached = [], []
-        for epoch in range(2):
+        for epoch in epochs_of(case):
             for batch in run.epoch(epoch):
                 run.step(batch)
                 steps.append(list(zip(*(field.tolist() for field in fields(batch)), strict=True)))
@@ -127,6 +130,10 @@ def seen(
                 called.clear()
         told.append((run.context.grid.data_rank, steps, reached))
     return told
+
+
+def epochs_of(case: int) -> list[int]:
+    return [1] if case else [0, 1]
 
 
 def joined(answers: list[Any], case: int, which: int) -> list[list[Any]]:
@@ -155,16 +162,18 @@ def check(world: tuple[int, str], given: tuple[str, int], cases: list[tuple[int,
     for case, (count, batch_size, _) in enumerate(cases):
         for which in (1, 2):
             batches = [[i for i, _ in batch] for batch in joined(answers, case, which)]
-            shuffled = [permutation(0, epoch, count).tolist() for epoch in range(2)]
-            orders = shuffled if data == "numbered" else [order(epoch, count) for epoch in range(2)]
+            shuffled = [permutation(0, epoch, count).tolist() for epoch in epochs_of(case)]
+            orders = shuffled if data == "numbered" else [order(epoch, count) for epoch in epochs_of(case)]
             assert batches == [o[i : i + batch_size] for o in orders for i in range(0, count, batch_size)]
 
 
-@pytest.mark.parametrize("data", ["augmented", "generated"])
-def test_random_augmentation_belongs_to_the_sample(data: str) -> None:
+@pytest.mark.parametrize("turn", [0, 1], ids=["augmented", "generated"])
+def test_random_augmentation_belongs_to_the_sample(turn: int) -> None:
+    """Every other world with a data set, and the others with a stream."""
+    data = ("augmented", "generated")[turn]
     cases: list[tuple[int, int, int | None]] = [(11, 5, 2)]
     want: list[list[Any]] = []
-    for devices, strategy in WORLDS:
+    for devices, strategy in [WORLDS[0], *WORLDS[1 + turn :: 2]]:
         answers = worlds.run(devices, seen, strategy=strategy, workers=4, cases=cases, data=data)
         got = joined(answers, 0, 1)
         assert got == joined(answers, 0, 2)
@@ -206,20 +215,20 @@ def evaluated(strategy: str, workers: int, data_workers: int = 0, sizes: tuple[i
 
 
 @pytest.mark.parametrize(
-    "strategy", ["mirrored", "model_parallel", "local_sgd", "central_storage", "diloco", "sharded:stage=1"]
+    ("strategy", "devices"),
+    in_turn(["mirrored", "model_parallel", "local_sgd", "central_storage", "diloco", "sharded:stage=1"], [3, 4]),
 )
-def test_evaluation_counts_every_sample_once(strategy: str) -> None:
+def test_evaluation_counts_every_sample_once(strategy: str, devices: int) -> None:
     """And gives the same bits whatever the devices: blocks do not depend on them and are added in order."""
-    [want] = worlds.run(1, evaluated, strategy="single", workers=4)
-    for devices in (3, 4):
-        answers = worlds.run(devices, evaluated, strategy=strategy, workers=4)
-        for row, (loss, metrics, samples, _, _) in enumerate(want):
-            assert metrics == {"index": (samples - 1) / 2, "seen": 1.0}
-            looked: dict[int, list[int]] = {}
-            for answer in answers:
-                assert answer[row][:3] == (loss, metrics, samples)
-                assert looked.setdefault(answer[row][3], answer[row][4]) == answer[row][4]
-            assert sorted(i for part in looked.values() for i in part) == list(range(samples))
+    want = worlds.alone(evaluated, strategy="single", workers=4)
+    answers = worlds.run(devices, evaluated, strategy=strategy, workers=4)
+    for row, (loss, metrics, samples, _, _) in enumerate(want):
+        assert metrics == {"index": (samples - 1) / 2, "seen": 1.0}
+        looked: dict[int, list[int]] = {}
+        for answer in answers:
+            assert answer[row][:3] == (loss, metrics, samples)
+            assert looked.setdefault(answer[row][3], answer[row][4]) == answer[row][4]
+        assert sorted(i for part in looked.values() for i in part) == list(range(samples))
 
 
 def test_evaluation_by_loader_processes_is_the_same() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tests.planning.test_step_prediction import LINK, line, machine, run
 from tutti.errors import UsageError
 from tutti.parallel.parameter_server.server_flows import flow_totals
@@ -464,21 +465,21 @@ def requests(task: str, strategy: str, optimizer: str) -> Any:
     return {key: each for key, each in found.items() if each[0] and key[1] != "facts"}, bytes_
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
-@pytest.mark.parametrize(
-    ("options", "ranks", "optimizer"),
-    [
-        ("mode=sync", 2, "sgd:lr=0.1"),
-        ("mode=sync,servers=3", 2, "adam:lr=0.1"),
-        ("mode=sync,servers=2", 3, "lamb:lr=0.1"),
-        ("mode=async", 2, "adam:lr=0.1"),
-        ("mode=async,servers=2,push=2,fetch=2", 2, "sgd:lr=0.1"),
-        ("mode=bounded,staleness=9", 3, "sgd:lr=0.1"),
-    ],
-)
+SERVED = [
+    ("mode=sync", 2, "sgd:lr=0.1"),
+    ("mode=sync,servers=3", 2, "adam:lr=0.1"),
+    ("mode=async", 2, "adam:lr=0.1"),
+    ("mode=sync,servers=2", 3, "lamb:lr=0.1"),
+    ("mode=async,servers=2,push=2,fetch=2", 2, "sgd:lr=0.1"),
+    ("mode=bounded,staleness=9", 3, "sgd:lr=0.1"),
+]
+
+
+@pytest.mark.parametrize(("served", "transport"), in_turn(SERVED, ["tcp", "shared_memory"]), ids=str)
 def test_ranks_send_the_requests_that_the_client_counts(
-    options: str, ranks: int, optimizer: str, transport: str, task: str
+    served: tuple[str, int, str], transport: str, task: str
 ) -> None:
+    options, ranks, optimizer = served
     strategy = f"parameter_server:{options},transport={transport}"
     program = program_of(task, run(strategy, ranks, batch_size=BATCH, optimizer=optimizer))
     want = flow_totals(program.flows, 2, tensors_in_messages=transport == "tcp")

@@ -389,7 +389,7 @@ def trained_and_evaluated(strategy: str, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("devices", "strategy"), [(2, "pipeline:micro_batches=2"), (3, "model_parallel")])
 def test_forwards_that_differ_in_evaluation_equal_one_device(devices: int, strategy: str, kind: str) -> None:
-    [wanted] = worlds.run(1, trained_and_evaluated, strategy="single", kind=kind)
+    wanted = worlds.alone(trained_and_evaluated, strategy="single", kind=kind)
     for found in worlds.run(devices, trained_and_evaluated, strategy=strategy, kind=kind):
         assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-10
 

@@ -96,7 +96,7 @@ MODELS: dict[str, Callable[[], Models]] = {
 
 def data() -> TensorDataset:
     draw = torch.Generator().manual_seed(3)
-    return TensorDataset(*(torch.randn(20, width, generator=draw, dtype=torch.float64) for width in (2, 3)))
+    return TensorDataset(*(torch.randn(16, width, generator=draw, dtype=torch.float64) for width in (2, 3)))
 
 
 def first(output: Any) -> Tensor:
@@ -170,20 +170,20 @@ def on_cpu(state: Any, seen: list[Tensor]) -> tuple[Any, list[Any]]:
     return {name: tensor.cpu().numpy() for name, tensor in state.items()}, [t.detach().cpu().numpy() for t in seen]
 
 
-def plain(kind: str, body: str) -> tuple[Any, list[Any]]:
+def plain(kind: str, body: str, epochs: int) -> tuple[Any, list[Any]]:
     models, optimizers = build(kind)
     seen: list[Tensor] = []
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         for batch in oracle.global_batches(data(), BATCH, epoch):
             BODIES[body](models, optimizers, batch, lambda loss: loss.backward(), seen)
     return on_cpu(nn.ModuleDict(models).state_dict(), seen)
 
 
-def looped(strategy: str, kind: str, body: str) -> tuple[Any, list[Any]]:
+def looped(strategy: str, kind: str, body: str, epochs: int) -> tuple[Any, list[Any]]:
     models, optimizers = build(kind)
     run = tutti.prepare(models, [*optimizers.values()], data(), batch_size=BATCH, strategy=strategy, workers=1, seed=0)
     seen: list[Tensor] = []
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         for batch in run.microbatches(epoch):
             BODIES[body](models, optimizers, batch, run.backward, seen)
     return on_cpu(run.state(), seen)
@@ -201,8 +201,10 @@ TABLE = [
 
 @pytest.mark.parametrize(("strategy", "ranks", "body", "kind"), marked(TABLE))
 def test_a_loop_over_several_models_equals_plain_pytorch(strategy: str, ranks: int, body: str, kind: str) -> None:
-    wanted = worlds.alone(plain, kind=kind, body=body)
-    for state, seen in worlds.run(ranks, looped, strategy=strategy, kind=kind, body=body):
+    """With the first models also in a sixth step, in which the script's calls are no longer followed."""
+    epochs = EPOCHS if kind == "plain" else 1
+    wanted = worlds.alone(plain, kind=kind, body=body, epochs=epochs)
+    for state, seen in worlds.run(ranks, looped, strategy=strategy, kind=kind, body=body, epochs=epochs):
         assert largest_difference(state, wanted[0]) < 1e-10
         assert max(float(abs(a - b).max()) for a, b in zip(seen, wanted[1], strict=True)) < 1e-10
 
