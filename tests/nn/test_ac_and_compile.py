@@ -114,7 +114,7 @@ def counting(kept: list[int]) -> Iterator[None]:
     kept.append(sum(places.values()))
 
 
-def train(name: str, **options: Any) -> tuple[dict[str, Any], list[float], list[int], list[int]]:
+def train(name: str, epochs: int, **options: Any) -> tuple[dict[str, Any], list[float], list[int], list[int]]:
     """State and losses of a few epochs of three workers; bytes kept in each cell; graphs compiled until each epoch."""
     from torch._dynamo.utils import counters
 
@@ -131,7 +131,7 @@ def train(name: str, **options: Any) -> tuple[dict[str, Any], list[float], list[
     assert describe_tensors([model]) == describe_tensors([made(name).to(next(model.parameters()).dtype)])
     losses: list[float] = []
     graphs = []
-    for epoch in range(3):
+    for epoch in range(epochs):
         losses += [run.step(batch) for batch in run.epoch(epoch)]
         graphs.append(counters["stats"]["unique_graphs"])
     return {n: t.numpy().copy() for n, t in run.state().items()}, losses, kept, graphs
@@ -140,16 +140,16 @@ def train(name: str, **options: Any) -> tuple[dict[str, Any], list[float], list[
 # --- computed again in backward ----------------------------------------------------------------------------------
 
 
-def compared(names: Sequence[str], ways: Sequence[dict[str, Any]]) -> list[Any]:
+def compared(names: Sequence[str], ways: Sequence[dict[str, Any]], epochs: int = 2) -> list[Any]:
     """For each model and way: difference of states and of losses, part of the bytes kept, graphs."""
     told = []
     for name in names:
         precisions = {way.get("precision", "fp32") for way in ways}
-        alone = {precision: train(name, precision=precision) for precision in precisions}
+        alone = {precision: train(name, epochs, precision=precision) for precision in precisions}
         for way in ways:
             precision = way.get("precision", "fp32")
             plain = alone[precision]
-            other = train(name, **{"precision": precision, **way})
+            other = train(name, epochs, **{"precision": precision, **way})
             apart = max(abs(a - b) for a, b in zip(other[1], plain[1], strict=True))
             part = sum(other[2]) / sum(plain[2])
             told.append((name, largest_difference(other[0], plain[0]), apart, part, other[3]))
@@ -303,7 +303,7 @@ def test_only_training_records_graphs(mode: str, monkeypatch: pytest.MonkeyPatch
 def test_compiling_changes_nothing_and_ends() -> None:
     """Draws, statistics of workers that share a device, smaller last batches; alone and with checkpointing."""
     ways = [{"compile": BACKEND, "precision": "fp64", "activation_checkpointing": c} for c in ("none", "blocks")]
-    [told] = worlds.run(1, compared, names=["own blocks", "gpt"], ways=ways)
+    [told] = worlds.run(1, compared, names=["own blocks", "gpt"], ways=ways, epochs=3)
     for name, apart, losses, _, made in told:
         assert max(apart, losses) <= 1e-10, name
         assert made[0] == 0, "checks see the two global batches of the first epoch uncompiled"

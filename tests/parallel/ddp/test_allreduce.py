@@ -14,8 +14,6 @@ import tutti
 from tests import worlds
 from tests.parallel.models import NATIVE, WORLDS, Optional, trained
 
-SHARED_AND_NATIVE = [(3, "mirrored"), (4, "mirrored"), (3, NATIVE), (4, NATIVE)]
-
 
 def close(got: Any, want: Any, tolerance: float = 1e-12) -> None:
     for name in want:
@@ -156,7 +154,7 @@ MIXED = [
 @pytest.mark.parametrize(("dtypes", "tolerance"), MIXED)
 def test_mixed_types(dtypes: list[torch.dtype], tolerance: float) -> None:
     want, losses, _ = worlds.alone(mixed, strategy="single", dtypes=dtypes)
-    for devices, strategy in [*SHARED_AND_NATIVE, (3, "model_parallel"), (3, "central_storage")]:
+    for devices, strategy in [(3, "mirrored"), (4, NATIVE), (3, "model_parallel"), (3, "central_storage")]:
         for got, said, _ in worlds.run(devices, mixed, strategy=strategy, dtypes=dtypes):
             close(got, want, tolerance)
             assert said[0][:2] == pytest.approx(losses[0][:2], rel=1e-5)

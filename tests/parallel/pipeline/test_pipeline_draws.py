@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import UsageError
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.graph_trace import draws_by_functions
@@ -89,13 +90,15 @@ def train(kind: str, strategy: str, micro_batch: int | None = None, recompute: s
     return [*losses, run.evaluate(run.feed.source, batch=5).loss], run.weights_sha256()
 
 
-@pytest.mark.parametrize("kind", ["listed", "nested", "in the loss", "cut"])
-def test_what_functions_draw_is_what_one_device_would(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    in_turn(["listed", "nested", "in the loss", "cut"], ["1f1b", "zero_bubble", "gpipe"], each=2),
+)
+def test_what_functions_draw_is_what_one_device_would(kind: str, schedule: str) -> None:
     want = worlds.alone(train, kind=kind, strategy="single", micro_batch=2)
-    for schedule, recompute in (("1f1b", "none"), ("zero_bubble", "blocks"), ("gpipe", "blocks")):
-        asked = recompute if kind in ("listed", "nested") else "none"
-        got = worlds.run(3, train, kind=kind, strategy=f"pipeline:schedule={schedule},micro_batches=4", recompute=asked)
-        assert got == [want] * 3, schedule
+    asked = "blocks" if schedule != "1f1b" and kind in ("listed", "nested") else "none"
+    got = worlds.run(3, train, kind=kind, strategy=f"pipeline:schedule={schedule},micro_batches=4", recompute=asked)
+    assert got == [want] * 3
 
 
 def test_and_on_devices_with_two_stages_each() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tests.worlds import Pool, RankError
 
 Loss = Callable[[Any, Any], Any]
@@ -110,7 +111,12 @@ LOSSES: dict[str, Loss] = {
         by_return_in_finally,
     )
 }
-STRATEGIES = ["pipeline:schedule=1f1b", "pipeline:schedule=zero_bubble", "model_parallel"]
+PLACES = [
+    (2, "pipeline:schedule=1f1b"),
+    (2, "pipeline:schedule=zero_bubble"),
+    (2, "model_parallel"),
+    (3, "pipeline:schedule=1f1b"),
+]
 DATA = (
     torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
     torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
@@ -147,13 +153,11 @@ def trained(loss: str, strategy: str) -> Any:
     return losses, run.evaluate(DATA).loss, run.weights_sha256()
 
 
-@pytest.mark.parametrize("loss", list(LOSSES))
-def test_a_loss_that_catches_everything_equals_one_device(loss: str) -> None:
-    want = worlds.alone(trained, loss=loss, strategy="single")
-    for devices in (2, 3):
-        for strategy in STRATEGIES if devices == 2 else STRATEGIES[:1]:
-            for got in worlds.run(devices, trained, loss=loss, strategy=strategy):
-                assert got == want
+@pytest.mark.parametrize(("loss", "place"), in_turn(list(LOSSES), PLACES, each=2), ids=str)
+def test_a_loss_that_catches_everything_equals_one_device(loss: str, place: tuple[int, str]) -> None:
+    want, (devices, strategy) = worlds.alone(trained, loss=loss, strategy="single"), place
+    for got in worlds.run(devices, trained, loss=loss, strategy=strategy):
+        assert got == want
 
 
 def stepped(loss: str, samples: int, failing: int, strategy: str = "pipeline") -> None:
