@@ -46,7 +46,8 @@ NARROW = {"muon": 1e-2, "torch muon": 1e-2}
 REPEATED = {
     *(f"mirrored, {algorithm}" for algorithm in ("small buckets", "tree", "halving", "central")),
     *("pipeline gpipe", "pipeline 1f1b × 2", "pipeline interleaved × 2", "local_sgd, post"),
-    *("hybrid, shards", "hybrid, shards of stages", "hybrid, sequence"),
+    *("hybrid, shards", "hybrid, shards of stages", "hybrid, sequence", "hybrid zero_bubble"),
+    *("tensor × 2", "sharded × 2", "model_parallel × 2"),
 }
 """Strategies of which others in the table have every part: ``full``, and in ``make contract DEVICE=simgpu``."""
 
