@@ -13,8 +13,10 @@ SCRIPT = """
 import sys
 import torch
 from tutti.cli.app import main
+from tutti.parallel.ddp import replica_part
 
-def watched(owner, name, real):
+def watched(name, owner, attribute):
+    real = getattr(owner, attribute)
     def call(*args, **kwargs):
         frames, frame = [], sys._getframe(1)
         while frame is not None:
@@ -23,12 +25,12 @@ def watched(owner, name, real):
                 frames.append(f"{file} {frame.f_code.co_qualname}")
             frame = frame.f_back
         print(name, *reversed(frames), sep="|", flush=True)
-        setattr(owner, name, real)
+        setattr(owner, attribute, real)
         return real(*args, **kwargs)
-    setattr(owner, name, call)
+    setattr(owner, attribute, call)
 
-watched(torch.Tensor, "backward", torch.Tensor.backward)
-watched(torch.optim.Adam, "step", torch.optim.Adam.step)
+watched("backward", replica_part, "engine_backward")
+watched("step", torch.optim.Adam, "step")
 sys.stdout.reconfigure(line_buffering=True)
 sys.stderr = sys.stdout
 sys.argv = ["tutti", "train", "digits", "--strategy", "mirrored", "--devices", "1", "--steps", "1", "--out", "run"]
