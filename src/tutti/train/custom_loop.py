@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
@@ -246,7 +246,7 @@ class CustomLoop:
                     # The first body must clear them, as without several bodies.
                     conceal(pushed, "on the parameter servers, which have applied it")
                     pushed = []
-                with self._replica.script_code(), self._origin.watched_losses(micro_batch):
+                with self._replica.script_code():
                     yield micro_batch.batch
                 self._leave_body()
         self._end_batch()
@@ -290,6 +290,16 @@ class CustomLoop:
         if not self._started:
             self._sync.begin_custom_loop()
             self._started = True
+
+    def plain_backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Return a context manager around a ``loss.backward()`` of the script: see ``GradientOrigin.plain_backward``.
+
+        Args:
+            loss: the tensor whose ``backward`` the script calls.
+        """
+        if self._micro_batch is None or not self._in_body:
+            return nullcontext()
+        return self._origin.plain_backward(loss, self._micro_batch)
 
     def _shown(self) -> Gradients:
         """Return the gradients that the script sees in ``.grad``."""

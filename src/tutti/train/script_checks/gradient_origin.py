@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from tutti.comm.communicator import Communicator
 from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError, counted, script_line
-from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient
@@ -33,10 +31,6 @@ from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
-
-
-_FIRST = 4
-"""Steps in which the losses of all plain ``loss.backward()`` calls are looked at."""
 
 
 class GradientOrigin:
@@ -146,33 +140,20 @@ class GradientOrigin:
             self._in_own_backward = False
 
     @contextmanager
-    def watched_losses(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Return a context manager around a loop's body that looks at the losses of plain ``loss.backward()`` calls.
+    def plain_backward(self, loss: Tensor, micro_batch: MicroBatch) -> Iterator[None]:
+        """Return a context manager around a plain ``loss.backward()`` in the body of a loop, which looks at the loss.
 
-        The gradient of a loss that is no mean over the micro-batch's samples cannot be averaged over micro-batches.
-        ``local`` refuses it, unless the script clears it before. The first four steps are watched, and those whose
-        number is a power of two; compiled models are not, nor losses of a plain ``torch.autograd.backward``.
+        The gradient of a loss that is no mean over the micro-batch's samples cannot be averaged over micro-batches:
+        ``local`` refuses it, unless the script clears it before.
 
         Args:
+            loss: the tensor whose ``backward`` the script calls.
             micro_batch: the micro-batch of the body.
         """
-        run, taken = self._run, self._run.taken
-        due = (taken < _FIRST or not taken & (taken - 1)) and micro_batch.samples and not micro_batch.whole
-        if (
-            not due
-            or self._sync.gradient_at in ("shards", *SPLIT_OVER_MODEL)
-            or has_compiled_code([run.model], run.context)
-        ):
-            yield
-            return
-        with _Backwards(partial(self._backward_of, micro_batch)):
-            yield
-
-    def _backward_of(self, micro_batch: MicroBatch, loss: Tensor, backward: Callable[[], None]) -> None:
-        if not self._in_own_backward and loss.numel() == 1:
+        if loss.numel() == 1 and micro_batch.samples and not micro_batch.whole:
             self._error = _error_of(loss, micro_batch, f"step {self._run.clock + 1}, {script_line()}")
         try:
-            backward()
+            yield
         finally:
             self._error = None
 
@@ -450,21 +431,6 @@ class GradientOrigin:
                 remedy="edit .grad alike on every rank, whatever the rank's number and its own samples, or put the term"
                 " into the loss",
             ) from error
-
-
-class _Backwards(TorchFunctionMode):
-    """Function mode that calls a function in place of ``loss.backward()``, with the loss and this backward."""
-
-    def __init__(self, instead: Callable[[Tensor, Callable[[], None]], None]) -> None:
-        super().__init__()
-        self._instead = instead
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = partial(func, *args, **(kwargs or {}))
-        # Dynamo traces this mode with the code that it compiles.
-        if func is not Tensor.backward or torch.compiler.is_compiling():
-            return call()
-        return self._instead(args[0], call)
 
 
 def _error_of(loss: Tensor, micro_batch: MicroBatch, where: str) -> Callable[[], UsageError] | None:

@@ -313,7 +313,7 @@ class KeptValues(LossWatch):
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])
-            with self.updating():
+            with self.updating(), self._run.custom.plain_backward(args[0]):
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
