@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.script_mode import tensors_among
-from tutti.nn.written_tensors import DATA, METADATA, may_write, read_only, share_memory
+from tutti.nn.written_tensors import DATA, METADATA, may_write, read_only, share_memory, storage_of
 from tutti.torch_compat import TorchFunctionDisabled, tree_map_only
 
 WRITE_COPY = "write into copy.deepcopy(run.state()) and give it to model.load_state_dict, both on every rank"
@@ -106,9 +106,35 @@ class StateCopy(Tensor):
         raise UsageError(
             f"the script writes {self.called} in a state dict or view of the model ({how.strip('_')})",
             where=script_line(),
-            why="each rank has a part of the model's tensors, and these are copies, so that the write would be lost",
+            why="it is a copy, because ranks have parts of the tensor or workers have tensors of their own, and the"
+            " write would be lost",
             remedy=WRITE_COPY,
         )
+
+
+class _Gathered(SourceValues):
+    """The values of a tensor when it was gathered, which the script may read later, too."""
+
+    def unchanged(self) -> bool:
+        return True
+
+    def undo(self) -> None:
+        """Do nothing: reads are right."""
+
+
+def read_only_copies(state: Mapping[str, Tensor], live: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return a model's whole tensors, with a ``StateCopy`` in place of each that is not the model's own.
+
+    Args:
+        state: whole tensors by name; a tied tensor may be found under several names.
+        live: the model's own tensors on this rank; a tensor that shares their memory is returned as it is.
+    """
+    own = {storage_of(tensor) for tensor in live} - {None}
+    found = {
+        id(tensor): tensor if storage_of(tensor) in own else StateCopy.of(tensor.detach(), name, _Gathered())
+        for name, tensor in state.items()
+    }
+    return {name: found[id(tensor)] for name, tensor in state.items()}
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -104,17 +104,22 @@ def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """
     ranges: dict[int, list[tuple[int, int]]] = {}
     for tensor in some:
-        if (key := _storage(tensor)) is not None:
+        if (key := storage_of(tensor)) is not None:
             ranges.setdefault(key, []).append(_range(tensor))
     for tensor in others if ranges else ():
-        if (key := _storage(tensor)) in ranges:
+        if (key := storage_of(tensor)) in ranges:
             begin, end = _range(tensor)
             if any(low < end and begin < high for low, high in ranges[key]):
                 return True
     return False
 
 
-def _storage(tensor: Tensor) -> int | None:
+def storage_of(tensor: Tensor) -> int | None:
+    """Return a number that identifies a tensor's storage; None for one without a storage, such as a sparse one.
+
+    Args:
+        tensor: any tensor.
+    """
     try:
         return storage_key(tensor)
     except (NotImplementedError, RuntimeError):

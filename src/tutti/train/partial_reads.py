@@ -12,9 +12,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from tutti.errors import UsageError
 from tutti.nn.absent_tensor import is_absent
-from tutti.nn.state_copy import SourceValues, StateCopy
+from tutti.nn.state_copy import SourceValues, StateCopy, read_only_copies
+from tutti.nn.swap import buffers, parameters
 from tutti.parallel.viewed_part import ViewedPart
 from tutti.python_compat import live_objects
+from tutti.torch_compat import local_tensor
 from tutti.types.run_context import RunContext
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class _GatheredState:
 
 def _gather(run: Run, state: dict[str, Any], prefix: str, place: str) -> None:
     """Put whole tensors into a module's state dict in place of this rank's parts. Collective over all ranks."""
-    whole = run.state()
+    whole = run.whole_state()
     trained = dict(run.model.named_parameters(remove_duplicate=False))
     for key, part in state.items():
         # A parent of the model has put tensors of its own into the dict.
@@ -131,6 +133,17 @@ def _gather(run: Run, state: dict[str, Any], prefix: str, place: str) -> None:
                 _refuse(f"state_dict() of a model with {name}, which each logical worker has of its own,")
             continue  # that of the logical worker which the model holds, as if the model were whole
         state[key] = StateCopy.of(whole[name].detach(), name, _Values(run, part))
+
+
+def read_only_state(run: Run, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the whole tensors of a model, of which copies refuse writes, because they would be lost. Not collective.
+
+    Args:
+        run: the run that trains the model.
+        whole: all tensors by name, as ``run.whole_state`` returns them.
+    """
+    live = [local_tensor(parameter) for _, parameter in parameters(run.replica.parts)]
+    return read_only_copies(whole, [*live, *(slot.get() for slot in buffers(run.replica.parts))])
 
 
 class _Values(SourceValues):

@@ -43,6 +43,7 @@ from tutti.train.custom_loop import CustomLoop
 from tutti.train.evaluation import BLOCK, Evaluation, evaluate_samples
 from tutti.train.lost_ranks import LostRanks
 from tutti.train.noise_probe import NoiseProbe
+from tutti.train.partial_reads import read_only_state
 from tutti.train.partial_state import StateGuard, gathered_state
 from tutti.train.prediction import predict_samples
 from tutti.train.preemption import StopReason, stop_on_signals
@@ -767,15 +768,24 @@ class Run:
                 the model's own buffers.
 
         Returns:
-            A dict of whole tensors by name. A tensor may be the model's own, which the next step changes, or a copy, so
-            that a write to it would be lost: keep ``copy.deepcopy`` of them, and give ``model.load_state_dict`` what is
-            written.
+            A dict of whole tensors by name. A tensor may be the model's own, which the next step changes, or a copy,
+            whose writes raise UsageError, because they would be lost: keep ``copy.deepcopy`` of them, and give
+            ``model.load_state_dict`` what is written.
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average; or the script has replaced a parameter of the model,
                 with pipeline stages a module, made a buffer, or written one that has a value of its own in each logical
                 worker.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
+        """
+        found = self.whole_state(averaged)
+        return found if averaged else read_only_state(self, found)
+
+    def whole_state(self, averaged: bool = False) -> dict[str, Tensor]:
+        """Return what ``state`` returns, with copies that may be written. Collective as ``state``.
+
+        Args:
+            averaged: see ``state``.
         """
         self._read_whole(averaged)
         found = self._gathered(averaged).all()

@@ -102,7 +102,7 @@ class StateLoads:
         """Load each rank's slices of ``given``; tensors that are missing keep their values. Collective."""
         check_model({n: s for n, s in own.items() if {n, *s.tied} & given.keys()}, _shapes(given), "load_state_dict")
         rest = [name for name, spec in own.items() if not {name, *spec.tied} & given.keys()]
-        whole = self._run.state() if rest else {}
+        whole = self._run.whole_state() if rest else {}
         self._run.gradient_sync.load(GivenState({**{name: whole[name] for name in rest}, **given}, own))
 
     def _check(self, own: Mapping[str, ShardSpec], given: Mapping[str, Tensor]) -> None:
