@@ -147,7 +147,6 @@ def test_other_numbers_on_each_rank_are_refused_before_the_first_update(strategy
         assert (kind, done) == ("UsageError", 0)
         assert "in another way on each rank: rank 0 has the gradient of 0.weight: " in said
         assert "test_script_edits.py:" in said and "the same everywhere" in said and "#" not in said
-    worlds.forget(2)
 
 
 @pytest.mark.parametrize(("strategy", "edit"), GRADIENTS)
@@ -174,7 +173,6 @@ def test_other_writes_on_each_rank_are_refused_before_the_next_update(strategy: 
         assert (kind, done) == ("UsageError", 2)
         assert "in another way on each rank: rank 0 has 0.weight: mul(0.5), rank 1 has 0.weight: mul(0.3333" in said
         assert "before step 3, " in said and "test_script_edits.py:" in said
-    worlds.forget(2)
 
 
 @pytest.mark.parametrize(("strategy", "edit"), PARAMETERS)
@@ -233,7 +231,6 @@ def test_other_numbers_through_data_are_refused_before_the_first_update(strategy
     for kind, done, said in found:
         assert (kind, done) == ("UsageError", 0) and "changed the gradient of 0.weight in another way" in said
         assert "test_script_edits.py:" in said
-    worlds.forget(2)
 
 
 def accumulated(strategy: str, unlike: bool) -> Any:
@@ -282,7 +279,6 @@ def test_writes_to_one_copy_that_undo_each_other_are_refused(edit: Edit, loop: b
         assert (kind, done) == ("UsageError", 2)
         assert "rank 0 has 0.weight: mul(0.5), rank 1 has 0.weight: mul(2.0)" in said
         assert "before step 3, " in said and "test_script_edits.py:" in said
-    worlds.forget(2)
 
 
 def replaced(net: nn.Module, optimizer: Any, number: float) -> None:
