@@ -283,9 +283,11 @@ def kind_of(value: object) -> str:
     Args:
         value: any object.
 
-    >>> kind_of([]), kind_of(3), kind_of(int)
-    ('a list', 'an int', 'the class int and no instance')
+    >>> kind_of([]), kind_of(3), kind_of(int), kind_of(None)
+    ('a list', 'an int', 'the class int and no instance', 'None')
     """
+    if value is None:
+        return "None"
     if isinstance(value, type):
         return f"the class {value.__name__} and no instance"
     name = type(value).__name__

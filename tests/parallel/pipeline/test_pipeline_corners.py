@@ -271,10 +271,24 @@ def scaled(given: float | None) -> Any:
         return str(error)
 
 
-def test_an_argument_that_was_taken_by_its_default_is_refused() -> None:
-    assert worlds.run(2, scaled, given=None) == worlds.run(1, scaled, given=None) * 2
-    for said in worlds.run(2, scaled, given=2.0):
-        assert "gives the model 'scale'" in said
+@pytest.mark.parametrize("given", [None, 2.0])
+def test_an_argument_may_be_given_in_place_of_its_default(given: float | None) -> None:
+    assert worlds.run(2, scaled, given=given) == pytest.approx(worlds.run(1, scaled, given=given) * 2)
+
+
+def looped() -> str:
+    run = tutti.prepare(Scaled(), "sgd:lr=0.1", torch.ones(8, 4), strategy="pipeline", batch_size=8)
+    try:
+        for batch in run.microbatches(0):
+            run.backward(run.model(batch, scale=2.0).square().mean())
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_argument_in_place_of_its_default_is_refused_in_a_loop_without_a_loss_function() -> None:
+    for said in worlds.run(2, looped):
+        assert "gives the model 'scale'" in said and "loss_fn" in said
 
 
 @dataclass
