@@ -27,6 +27,7 @@ from tutti.launcher import child, failure
 from tutti.launcher.budget import Budget
 from tutti.launcher.elastic_driver import ElasticDriver, ElasticOptions
 from tutti.launcher.held_signals import held_signals
+from tutti.launcher.lone_training import warn_of_lone_training
 from tutti.launcher.orphans import adopt_orphans
 from tutti.python_compat import import_uncollected
 
@@ -174,6 +175,7 @@ def run_script(script: str, argv: list[str], module: bool = False) -> None:
         sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
     gc.freeze()
     child.register_last(_end_names)
+    warn_of_lone_training(script)
     try:
         if module:
             kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
