@@ -108,6 +108,7 @@ from tutti.torch_compat import (
     is_wrapped_by_scheduler,
     keeps_graph,
     label_smoothing_of,
+    leave_function_mode,
     loader_position,
     local_tensor,
     make_elastic_agent,
@@ -140,6 +141,7 @@ from tutti.torch_compat import (
     storage_uses,
     sums_losses,
     tensor_version,
+    top_function_mode,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -436,6 +438,13 @@ def modes_are_counted() -> None:
             assert function_mode_depth() == 1 and not function_modes_active()
         with torch.device("cpu"):
             assert function_mode_depth() == 2
+        outer, inner = Functions(), Functions()
+        outer.__enter__()  # type: ignore[no-untyped-call]
+        with inner:
+            leave_function_mode(outer)
+            assert function_mode_depth() == 2 and top_function_mode() is inner
+            leave_function_mode(outer)
+            assert function_mode_depth() == 2 and top_function_mode() is inner
         tensor = torch.zeros(2) + 1
         view = version_counting_view(tensor)
         before = tensor_version(view)
@@ -878,7 +887,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode
-        version_counting_view
+        leave_function_mode top_function_mode version_counting_view
     """,
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",

@@ -28,7 +28,7 @@ from torch.nn.modules.conv import _ConvNd as ConvBase
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
@@ -125,6 +125,7 @@ __all__ = [
     "is_wrapped_by_scheduler",
     "keeps_graph",
     "label_smoothing_of",
+    "leave_function_mode",
     "loader_position",
     "local_tensor",
     "make_elastic_agent",
@@ -158,6 +159,7 @@ __all__ = [
     "storage_uses",
     "sums_losses",
     "tensor_version",
+    "top_function_mode",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -743,6 +745,28 @@ function_modes_active = torch._C._is_torch_function_mode_enabled
 
 function_mode_depth = torch._C._len_torch_function_stack
 """Return the number of active ``TorchFunctionMode``s. No public function does."""
+
+top_function_mode: Callable[[], TorchFunctionMode | None] = _get_current_function_mode
+"""Return the innermost active ``TorchFunctionMode``, or None. No public function does."""
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Leave a function mode that need not be the innermost one; the modes within it stay active.
+
+    ``mode.__exit__`` would leave the innermost one instead. Nothing happens if the mode is not active, as while it
+    handles a call.
+
+    Args:
+        mode: the mode, which has been entered.
+    """
+    within = []
+    while (top := top_function_mode()) is not None and top is not mode:
+        within.append(_pop_mode())
+    if top is mode:
+        _pop_mode()
+    for each in reversed(within):
+        _push_mode(each)
+
 
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 """Return the number of active ``TorchDispatchMode``s. No public function does."""

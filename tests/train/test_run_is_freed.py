@@ -12,13 +12,15 @@ from tests.parallel.mixers import loss, prepared
 from tutti.torch_compat import function_mode_depth
 
 
-def train(strategy: str, custom: bool) -> tuple[weakref.ref[object], weakref.ref[object]]:
+def train(strategy: str, custom: bool, whole: bool) -> tuple[weakref.ref[object], weakref.ref[object]]:
     run = prepared(strategy, "adamw")
     if custom:
         for batch in run.microbatches(0):
             run.backward(loss(run.model, batch))
             run.optimizer.step()  # type: ignore[union-attr]
             run.optimizer.zero_grad()  # type: ignore[union-attr]
+            if not whole:
+                break
     else:
         for batch in run.epoch(0):
             run.step(batch)
@@ -27,11 +29,11 @@ def train(strategy: str, custom: bool) -> tuple[weakref.ref[object], weakref.ref
     return weakref.ref(run), weakref.ref(run.model)
 
 
-def left_over(strategy: str, custom: bool) -> tuple[bool, bool, int]:
+def left_over(strategy: str, custom: bool, whole: bool = True) -> tuple[bool, bool, int]:
     """Whether run and model are still there, and the number of function modes that are still active."""
     gc.collect()
     modes = function_mode_depth()
-    run, model = train(strategy, custom)
+    run, model = train(strategy, custom, whole)
     gc.collect()
     return run() is not None, model() is not None, function_mode_depth() - modes
 
@@ -46,3 +48,8 @@ PLACES = [
 @pytest.mark.parametrize(("size", "strategy", "custom"), PLACES)
 def test_a_run_that_is_no_longer_used_is_freed(size: int, strategy: str, custom: bool) -> None:
     assert worlds.run(size, left_over, strategy=strategy, custom=custom) == [(False, False, 0)] * size
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded", "tensor:least=1", "central_storage"])
+def test_a_loop_that_the_script_leaves_early_leaves_no_function_mode(strategy: str) -> None:
+    assert worlds.run(2, left_over, strategy=strategy, custom=True, whole=False) == [(False, False, 0)] * 2

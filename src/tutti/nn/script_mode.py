@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import TorchFunctionDisabled, function_mode_depth
+from tutti.torch_compat import TorchFunctionDisabled, top_function_mode
 
 SIZES = frozenset(
     (
@@ -112,7 +112,6 @@ class ScriptMode:
 
     def __init__(self, mode: QuietMode) -> None:
         self._mode = mode
-        self._depth = 0  # of the mode on PyTorch's stack; 0 while it is not there
         self._watching = False
         self._paused = 0
         self._in_forward = ExitStack()
@@ -183,19 +182,16 @@ class ScriptMode:
         if not self._watching or self._paused:
             return
         self._mode.quiet = False
-        if not self._depth:
+        if self not in _ENTERED:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
-            self._depth = function_mode_depth()
             _ENTERED.append(self)
 
     def turn_off(self) -> None:
         """Let the mode pass calls on, and take it off PyTorch's stack, or later where another mode lies above it."""
         # A mode of the script, or of a later run, may lie above this mode, which then stays on the stack.
         self._mode.quiet = True
-        while _ENTERED and _ENTERED[-1]._mode.quiet and function_mode_depth() == _ENTERED[-1]._depth:
-            last = _ENTERED.pop()
-            last._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            last._depth = 0
+        while _ENTERED and _ENTERED[-1]._mode.quiet and top_function_mode() is _ENTERED[-1]._mode:
+            _ENTERED.pop()._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def modes_aside() -> AbstractContextManager[None]:

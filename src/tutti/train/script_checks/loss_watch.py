@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.errors import script_line
 from tutti.nn.script_mode import SIZES
 from tutti.parallel.tensor.split_tensor import SplitTensor
-from tutti.torch_compat import functorch_level, tree_leaves
+from tutti.torch_compat import functorch_level, leave_function_mode, tree_leaves
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
@@ -137,7 +137,8 @@ class LossWatch(TorchFunctionMode):
         """Leave this function mode after the code for a micro-batch; do nothing if ``begin`` has not entered it."""
         if self._active:
             self._active = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            # A loop that the script leaves early ends when modes of its run, or of a later one, lie above this mode.
+            leave_function_mode(self)
             self.ended()
 
     def ended(self) -> None:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.data.global_generators import own_generators
 from tutti.parallel.ddp.loss_output import read_loss
-from tutti.torch_compat import tensor_version, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tutti.torch_compat import leave_function_mode, tensor_version, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from tutti.types.micro_batch import MicroBatch
 
 _MOST = 1_000_000
@@ -191,17 +191,16 @@ class TargetProbe(TorchFunctionMode):
         return objective.detach(), torch.cat([each.reshape(len(each), -1) for each in found if each is not None], 1)
 
     def close(self) -> None:
-        """End the test whether a loss mixes samples: remove its hooks from the model, and pop its torch-function mode.
+        """End the test whether a loss mixes samples: remove its hooks from the model, and leave its function mode.
 
-        On PyTorch's stack of torch-function modes only modes that the script's loss function or loop body has entered
-        may lie above this one. A second call does nothing.
+        Other function modes may lie above this one on PyTorch's stack. A second call does nothing.
         """
         self._calls = None
         for handle in self._handles:
             handle.remove()
         if self._open:
             self._open = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            leave_function_mode(self)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
