@@ -142,6 +142,7 @@ from tutti.torch_compat import (
     sums_losses,
     tensor_version,
     top_function_mode,
+    traced_function_modes,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -437,7 +438,7 @@ def modes_are_counted() -> None:
         with FunctionModesDisabled():
             assert function_mode_depth() == 1 and not function_modes_active()
         with torch.device("cpu"):
-            assert function_mode_depth() == 2
+            assert function_mode_depth() == 2 and len(traced_function_modes()) == 1
         outer, inner = Functions(), Functions()
         outer.__enter__()  # type: ignore[no-untyped-call]
         with inner:
@@ -887,7 +888,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode
-        leave_function_mode top_function_mode version_counting_view
+        leave_function_mode top_function_mode traced_function_modes version_counting_view
     """,
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",

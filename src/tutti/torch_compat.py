@@ -28,7 +28,13 @@ from torch.nn.modules.conv import _ConvNd as ConvBase
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
@@ -160,6 +166,7 @@ __all__ = [
     "sums_losses",
     "tensor_version",
     "top_function_mode",
+    "traced_function_modes",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -766,6 +773,11 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
         _pop_mode()
     for each in reversed(within):
         _push_mode(each)
+
+
+def traced_function_modes() -> list[TorchFunctionMode]:
+    """Return the active function modes whose code Dynamo traces, from the outermost; not that of ``torch.device``."""
+    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
 
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tutti.errors import TuttiError
+from tutti.torch_compat import traced_function_modes
 
 DRAW = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(24, 3, generator=DRAW, dtype=torch.float64))
@@ -198,6 +199,23 @@ def test_compiled_models_are_watched(loop: bool) -> None:
             assert (kind, done) == ("UsageError", 0)
         for state in worlds.run(2, trained, strategy="sharded", gradients=clipped, compiled=True):
             torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+def trained_beside_an_open_loop() -> Any:
+    """Train a compiled model while the function modes of another run's loop are active."""
+    net: Any = nn.Linear(3, 6).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, DATA, mean, strategy="mirrored", batch_size=6, shuffle=False)
+    bodies = run.microbatches(0)
+    next(bodies)
+    assert traced_function_modes()
+    return trained("sharded", gradients=clipped, compiled=True)
+
+
+def test_a_compiled_model_trains_beside_an_open_loop() -> None:
+    want = trained("plain", gradients=clipped)
+    for state in worlds.run(2, trained_beside_an_open_loop):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
 
 
 def zeroed_by_one(net: Any, optimizer: Any, number: float) -> None:

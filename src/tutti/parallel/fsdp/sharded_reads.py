@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn, cast
@@ -19,6 +19,7 @@ from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import (
     DRAWS,
     SIZES,
+    QuietMode,
     ScriptMode,
     acts_by_element,
     asked_by_script,
@@ -34,7 +35,15 @@ from tutti.parallel.fsdp.fsdp_refusals import refuse_assigned_data, refuse_gathe
 from tutti.parallel.fsdp.fully_sharded import FullySharded
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
 from tutti.parallel.viewed_part import as_views, refuse_shared_data
-from tutti.torch_compat import in_backward, is_compiled, local_tensor, replace_call, tree_map_only, uncompiled_call
+from tutti.torch_compat import (
+    in_backward,
+    is_compiled,
+    local_tensor,
+    replace_call,
+    traced_function_modes,
+    tree_map_only,
+    uncompiled_call,
+)
 
 _WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
@@ -119,8 +128,18 @@ class ShardedReads(ScriptMode):
                 replace_call(module, partial(self._called, call))
 
     def _called(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.model_code():
+        with self.model_code(), self._uncompiled():
             return call(*args, **kwargs)
+
+    @staticmethod
+    def _uncompiled() -> AbstractContextManager[None]:
+        """Return a context in which compiled code runs eagerly if a function mode that Dynamo traces is active.
+
+        Dynamo would trace the mode in FSDP2's hooks, and parameters would be left without gradients.
+        """
+        if torch.compiler.is_compiling() or all(isinstance(mode, QuietMode) for mode in traced_function_modes()):
+            return nullcontext()
+        return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
 
     def cover(self, rows: Iterable[ShardedParameter], full: Iterable[Tensor]) -> None:
         """Register sharded parameters with this function mode, which from now on checks the script's use of them.
