@@ -12,7 +12,7 @@ from torch import Tensor
 from tutti.comm.tree_sum import TreeSum
 from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets
 from tutti.parallel.ddp.gradient_arithmetic import own_part, read_with_squares, scale_all, squares_by, squares_of
-from tutti.parallel.ddp.step_agreement import layout_key, refuse_mismatch
+from tutti.parallel.ddp.step_agreement import contributions_agree, layout_key, refuse_mismatch
 from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext
@@ -403,6 +403,7 @@ class TreeReducer:
         ]
         self._sums = [TreeSum(self._comm, self._workers, b.flat.numel(), b.flat.dtype) for b in self._buckets]
         self._begins = run_context.begins_worker
+        self._added = False
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         """Do nothing: this reducer, a fixed summation tree over the logical workers, sends no gradient during backward.
@@ -445,6 +446,7 @@ class TreeReducer:
         if loss_sums is None and not self._begins:
             # The worker's other micro-batches are on the ranks before this one, and nothing is added to their sum.
             return
+        self._added = True
         used: list[bool] = []
         size, own = self._tail.size, own_part(self.squares(), step_context, loss_sums) if self._measured else None
         for bucket, total in zip(self._buckets, self._sums, strict=True):
@@ -486,7 +488,8 @@ class TreeReducer:
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(total.total())
         tail = self._buckets[-1].tail.tolist()
-        if not self._tail.same(tail, step_context, self._sums[-1].addends):
+        addends, added, self._added = self._sums[-1].addends, self._added, False
+        if not (self._tail.same(tail, step_context, addends) if added else contributions_agree(tail, addends)):
             refuse_mismatch(self._comm, step_context)
         sums = self._tail.read(tail[: self._tail.size])._replace(own=tail[self._tail.size :])
         expose(self._buckets, sums.used)

@@ -76,6 +76,23 @@ def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions:
     return all(abs(got - contributions * want) <= 1e-6 * contributions * max(want, 1) for got, want in pairs)
 
 
+def contributions_agree(sums: Sequence[float], contributions: int) -> bool:
+    """Return whether all ranks that have added to the sums of ``digests`` were in the same step as each other.
+
+    For a rank that has added nothing, whose own digests may differ: it has computed no loss. Numbers are equal if and
+    only if n times the sum of their squares is the square of their sum.
+
+    Args:
+        sums: sums over the ranks of the four numbers that ``digests`` returns; further numbers are ignored.
+        contributions: number n of ranks, or of logical workers (fixed shares of the global batch), in the sums.
+
+    >>> contributions_agree([6, 18, 10, 50], 2), contributions_agree([7, 25, 10, 50], 2)
+    (True, False)
+    """
+    pairs = zip(sums[:DIGESTS:2], sums[1:DIGESTS:2], strict=True)
+    return all(abs(contributions * squares - total**2) <= 1e-6 * max(total**2, 1) for total, squares in pairs)
+
+
 def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     """Raise an error that names the steps, batches, optimizer settings or parameters that differ between ranks.
 
