@@ -78,7 +78,7 @@ def test_a_split_model_is_refused() -> None:
 
 def one_by_the_average() -> str:
     data = TensorDataset(INPUTS)
-    run = tutti.prepare(built(), "sgd", data, lambda m, b: m(b[0]).sum(), batch_size=6, ema="0.9")
+    run = tutti.prepare(built(), "sgd", data, lambda m, b: m(b[0]).mean(), batch_size=6, ema="0.9")
     run.step(next(iter(run.epoch(0))))
     try:
         run.predict(data, outputs, averaged=tutti.rank() == 0)

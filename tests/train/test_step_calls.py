@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -27,6 +28,18 @@ class Calls:
         self.count += event in ("call", "c_call")
 
 
+def start(calls: Calls) -> None:
+    """Begin to count; no garbage is collected meanwhile, whose finalizers would count, too."""
+    gc.collect()
+    gc.disable()
+    sys.setprofile(calls)
+
+
+def end() -> None:
+    sys.setprofile(None)
+    gc.enable()
+
+
 def calls_per_step(layers: int, loop: bool) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
@@ -47,8 +60,8 @@ def calls_per_step(layers: int, loop: bool) -> float:
         else:
             run.step(batch)
         if taken == WARM_UP - 1:
-            sys.setprofile(calls)
-    sys.setprofile(None)
+            start(calls)
+    end()
     return calls.count / COUNTED
 
 
@@ -71,8 +84,8 @@ def calls_beside(sharded: bool, prepared: bool) -> float:
             optimizer.step()
             optimizer.zero_grad()
         if step == WARM_UP - 1:
-            sys.setprofile(calls)
-    sys.setprofile(None)
+            start(calls)
+    end()
     del other
     return calls.count / COUNTED
 

@@ -111,7 +111,7 @@ def read(how: str) -> str:
 @pytest.mark.parametrize("how", ["copy", "written state", "written view", "written row of data"])
 def test_a_model_that_is_not_whole_here_cannot_be_read(how: str) -> None:
     for said in worlds.run(3, read, how=how):
-        assert "each rank has" in said and "run.state()" in said
+        assert ("each rank has" in said or "write would be lost" in said) and "run.state()" in said
 
 
 class Doubling(TorchFunctionMode):
