@@ -6,8 +6,6 @@ import os
 import sys
 from typing import Any
 
-from tutti.launcher import context
-
 
 def warn_of_lone_training(script: str) -> None:
     """Let rank 0 of several warn, before its first update, if neither tutti nor ``torch.distributed`` joins the ranks.
@@ -22,6 +20,8 @@ def warn_of_lone_training(script: str) -> None:
         return
     from torch import distributed
     from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from tutti.launcher import context
 
     def warn(optimizer: Any, args: Any, kwargs: Any) -> None:
         first.remove()
