@@ -50,10 +50,13 @@ _LOSSES = frozenset(
 _COUNTED = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 """Of the losses those whose targets ``loss_count`` counts."""
 _SUMS = frozenset(("Sum", "Nansum", "Dot", "Vdot"))
+"""Functions that add up elements."""
 _REDUCTIONS = _SUMS | {"Mean"}
 _PASSING = frozenset(("Add", "Sub", "Neg", "View", "Clone", "ToCopy", "Squeeze", "Mean", "Sum"))
+"""Functions below which a sum over samples is looked for that nothing divides."""
 _PRODUCTS = frozenset(("Mul", "Dot", "Vdot", "Mm", "Mv"))
 _LAYERS = frozenset(("Addmm", "Mm", "Bmm", "Convolution", "Embedding"))
+"""Functions of the model's layers, below which no constant divides the loss."""
 _TRANSPOSES = frozenset(("T", "Transpose", "Permute"))
 _ELEMENTWISE = frozenset(
     ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Addcmul", "Addcdiv", "Lerp", "Maximum", "Minimum")
@@ -62,6 +65,7 @@ _ELEMENTWISE = frozenset(
 _BY_INDICES = frozenset(
     ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "MaskedSelect", "Take", "Where")
 )
+"""Functions that choose rows or elements by a tensor without gradient, which may be of the batch."""
 _FACTORS = frozenset(("NegBackward0", "MulBackward0", "DivBackward0", "ViewBackward0", "CloneBackward0"))
 """Nodes that multiply a number by a constant, or pass it on."""
 _CHOICES = frozenset(("IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0"))
@@ -293,7 +297,10 @@ def _over_samples(node: Any, samples: int) -> bool:
 
 
 def _has_samples_first(node: Any, samples: int) -> bool:
-    """Return whether the first dimension is that of the samples: not features, as many, of a mean over the samples."""
+    """Return whether the first dimension is that of the samples.
+
+    After a mean over the samples it is that of the features, of which there may be as many.
+    """
     shape = shape_of_node(node)
     if not shape or shape[0] != samples:
         return False

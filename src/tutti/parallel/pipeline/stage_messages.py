@@ -324,7 +324,7 @@ def shapes(batch: Any) -> list[torch.Size]:
         batch: a tensor, nested mappings, tuples and lists of tensors, or an object with such attributes (a dataclass).
     """
     found: list[torch.Size] = []
-    ahead, seen = [batch], dict[int, Any]()  # the values themselves, too: an id may be that of a later value otherwise
+    ahead, seen = [batch], dict[int, Any]()  # with the values, which keeps their ids from being given to later values
     while ahead:
         value = ahead.pop()
         if isinstance(value, Tensor):

@@ -57,8 +57,8 @@ class GradientOrigin:
         self._complete: dict[nn.Parameter, tuple[ReferenceType[Tensor], int]] = {}
         # Gradients of a plain loss.backward(): tensor and version.
         self._made: dict[nn.Parameter, tuple[Tensor, int]] = {}
-        # Those of losses that are no mean over samples, with the error; and that of the loss whose backward runs. An
-        # error that has been raised would hold the script's frames.
+        # Gradients of losses that are no mean over samples, each with a function that makes the error; and the function
+        # for the loss whose backward runs. An error that has been raised would hold the script's frames.
         self._unfit: dict[nn.Parameter, tuple[Tensor, Callable[[], UsageError]]] = {}
         self._error: Callable[[], UsageError] | None = None
         # Complete gradients to which a plain loss.backward() added: the script's line that called it.

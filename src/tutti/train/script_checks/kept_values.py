@@ -435,9 +435,10 @@ def _by_line(rows: Iterable[Sequence[int]]) -> dict[int, _LineValues]:
 
 
 def _differ(key: int, ranks: Sequence[_LineValues | None]) -> bool:
-    """Return whether two ranks have each kept a value that the other one's line does not read; of numbers, either one.
+    """Return whether two ranks have each kept a value that the other rank's line does not read.
 
-    Whether a tensor counts as kept may differ: memory that one rank has filled anew has the former values on another.
+    For a Python number it suffices that one of the two ranks has. Whether a tensor counts as kept may differ: memory
+    that one rank has filled anew has the former values on another.
     """
     there = [each for each in ranks if each is not None]
     pairs = list(itertools.combinations(there, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -18,6 +18,7 @@ from tutti.errors import script_line
 from tutti.nn.script_mode import SIZES
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import functorch_level, leave_function_mode, tree_leaves
+from tutti.train.plain_copies import ModelHook
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
@@ -161,21 +162,16 @@ class LossWatch(TorchFunctionMode):
             self._active = True
 
 
-class WatchHook:
-    """A hook on a module that changes nothing; see ``leave_hooks_out_of_copies``.
+class WatchHook(ModelHook):
+    """A ``ModelHook`` that does nothing within ``vmap`` and ``grad`` of ``torch.func``.
 
-    Args:
-        look: called with the hook's arguments.
+    Tensors there wrap others and have no storage; the module is a function, and no state leaves its call.
     """
 
-    def __init__(self, look: Callable[[nn.Module, Any, Any], None]) -> None:
-        self._look = look
-
-    def __call__(self, module: nn.Module, args: Any, rest: Any) -> None:
-        """Look at a module's arguments, or at its arguments and output; but not within ``vmap`` or ``grad``."""
-        # Tensors there wrap others and have no storage; the module is a function, and no state leaves its call.
+    def __call__(self, *args: Any) -> None:
+        """Call the wrapped function, outside of ``torch.func``, with the arguments that PyTorch gives the hook."""
         if functorch_level() is None:
-            self._look(module, args, rest)
+            super().__call__(*args)
 
 
 def tensor_of_loss(loss: Any) -> Tensor | None:

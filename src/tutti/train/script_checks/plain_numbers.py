@@ -33,7 +33,7 @@ class PlainNumber(NamedTuple):
     """A Python number, or an array, that a line of the script gives to PyTorch.
 
     Attributes:
-        line: the line.
+        line: the line, as ``FILE:LINE``.
         shapes: hash of the shapes of the batch and of all results before, in this micro-batch.
         digest: hash of the value.
     """
@@ -132,12 +132,12 @@ class PlainNumbers:
             self._named[name] = digest, reached
 
     def digests(self) -> set[int]:
-        """Return the hashes of the values on which losses of this step depend."""
+        """Return the hashes of the numbers and objects on which losses of this step depend."""
         named = {digest for digest, reached in self._named.values() if reached}
         return named.union(each.digest for each in self._reached)
 
     def rows(self) -> list[tuple[int, int, bool]]:
-        """Return a row for each of them: key of the line, hash of the value, and whether the value counts as kept.
+        """Return a row for each number and object: key of its line or name, hash of its value, and whether it is kept.
 
         Empty if this process has drawn random numbers since the watched step before.
         """
@@ -147,7 +147,7 @@ class PlainNumbers:
         return rows + [(_key(PlainNumber(name, 0, 0)), *pair) for name, pair in self._named.items()]
 
     def line(self, key: int) -> str:
-        """Return the line of a row; an empty text if this rank has none."""
+        """Return the line, or the object's name, of a row; an empty text if this rank has no such row."""
         named = (PlainNumber(name, 0, 0) for name in self._named)
         return next((each.line for each in chain(self._reached, named) if _key(each) == key), "")
 
