@@ -55,6 +55,7 @@ from tutti.torch_compat import (
     accumulation_hooks,
     all_gather_single,
     assert_async,
+    calls_forward,
     chunk_cat,
     compiled_module,
     convert_module,
@@ -798,6 +799,18 @@ def agents_ask_at_three_places() -> None:
     assert asked == [signal.SIGINT]
 
 
+class Looks(nn.Module):
+    """Returns the modules whose forward runs."""
+
+    def forward(self) -> list[nn.Module]:
+        frame, found = inspect.currentframe(), []
+        while frame is not None:
+            if calls_forward(frame):
+                found.append(frame.f_locals["self"])
+            frame = frame.f_back
+        return found
+
+
 def calls_of_modules_are_replaced() -> None:
     layer = nn.Linear(2, 2)
     before = replace_call(layer, lambda *_: "replaced")
@@ -808,6 +821,8 @@ def calls_of_modules_are_replaced() -> None:
     assert not is_compiled(layer) and is_compiled(wrapper)
     assert compiled_module(wrapper) is layer and compiled_module(layer) is None
     assert torch.equal(layer(torch.ones(2)), uncompiled_call(layer)(torch.ones(2)))
+    looks = Looks()
+    assert looks() == [looks] and looks.forward() == []
     with FakeTensorMode():
         assert is_fake(torch.ones(1))
     assert not is_fake(torch.ones(1)) and not is_fake(1)
@@ -920,7 +935,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",
     graphs_end_before_calls_that_cannot_be_traced: "end_traced_graph",
-    calls_of_modules_are_replaced: "replace_call uncompiled_call compiled_module is_compiled is_fake",
+    calls_of_modules_are_replaced: "calls_forward replace_call uncompiled_call compiled_module is_compiled is_fake",
     conversions_go_through_one_method: "CONVERSION convert_module",
     modes_are_left_and_entered_again: "without_dispatch_modes",
     events_are_written_at_once: "write_event",

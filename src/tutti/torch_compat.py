@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import cache, partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,7 @@ __all__ = [
     "accumulation_hooks",
     "all_gather_single",
     "assert_async",
+    "calls_forward",
     "chunk_cat",
     "compiled_module",
     "convert_module",
@@ -952,6 +954,17 @@ def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
         A function with the arguments of ``module(…)`` and its result.
     """
     return module._call_impl
+
+
+def calls_forward(frame: FrameType) -> bool:
+    """Return whether a frame is that of the method by which every module calls its hooks and its forward.
+
+    Public functions cannot tell which modules' forwards run now, without hooks on all of them.
+
+    Args:
+        frame: the frame, whose argument ``self`` is the module.
+    """
+    return frame.f_code is nn.Module._call_impl.__code__
 
 
 def is_fake(value: Any) -> bool:

@@ -350,13 +350,13 @@ def test_an_optimizer_outside_of_the_run_is_refused_with_a_compiled_model_and_wo
         assert isinstance(found, tuple) and "SGD.step() " in found[0], found
 
 
-def weights(kind: str, form: str) -> list[float]:
+def weights(kind: str, form: str, strategy: str = "model_parallel") -> list[float]:
     """Return the learned weights of a run in two stages."""
     torch.manual_seed(0)
     model, loss = Network().double(), KEEPING[kind]()
     assert isinstance(loss, Uncertain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = tutti.prepare(model, optimizer, dataset(), loss, strategy="model_parallel", batch_size=BATCH, seed=0)
+    run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, batch_size=BATCH, seed=0)
     if form == "step":
         for batch in run.epoch(0):
             run.step(batch)
@@ -376,10 +376,51 @@ def weights(kind: str, form: str) -> list[float]:
 def test_weights_beside_a_model_in_stages_are_the_same_on_every_rank_or_refused(kind: str) -> None:
     one, other = worlds.run(2, weights, kind=kind, form="loop")
     assert one == other != [0.0, 0.0]
-    # The first stage's rank waits for the one that is refused.
-    with pytest.raises(worlds.RankError, match=r"trains tensors that are not in the model .*the last stage's rank"):
-        worlds.run_within(5.0, 2, weights, kind=kind, form="step")
-    worlds.forget(2)
+    for strategy in ("model_parallel", "pipeline:micro_batches=2"):
+        # The first stage's rank waits for the one that is refused.
+        with pytest.raises(worlds.RankError, match=r"trains tensors that are not in the model .*the last stage's rank"):
+            worlds.run_within(5.0, 2, weights, kind=kind, form="step", strategy=strategy)
+        worlds.forget(2)
+
+
+def with_another_model(strategy: str, samples: float) -> Any:
+    """Return the model's tensors after an epoch, in which the script trains another model between the steps."""
+    torch.manual_seed(0)
+    model, loss = Network().double(), functional.cross_entropy
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(
+        model,
+        optimizer,
+        dataset(),
+        lambda model, batch: loss(model(batch[0])[0], batch[1]),
+        strategy=strategy,
+        batch_size=BATCH,
+        seed=0,
+    )
+    other = nn.Linear(2, 1)
+    of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+    for batch in run.epoch(0):
+        try:
+            run.step(batch)
+        except TuttiError as error:
+            return str(error), run.updates
+        of_other.zero_grad()
+        other(torch.full((1, 2), 1.0 + samples * tutti.rank())).sum().backward()
+        of_other.step()
+    return {name: value.numpy() for name, value in run.state().items()}
+
+
+def test_another_model_may_be_trained_beside_stages() -> None:
+    (want,) = worlds.run(1, with_another_model, strategy="single", samples=1.0)
+    for got in worlds.run(2, with_another_model, strategy="model_parallel", samples=1.0):
+        assert isinstance(got, dict), got
+        assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+def test_another_model_that_replicas_of_stages_train_apart_is_refused() -> None:
+    for samples in (0.0, 1.0):
+        for found in worlds.run(4, with_another_model, strategy="pipeline:stages=2", samples=samples):
+            assert isinstance(found, dict) if samples == 0 else "SGD.step() " in found[0], found
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd:period=2", "parameter_server:mode=async"])

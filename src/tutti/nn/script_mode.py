@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import TorchFunctionDisabled, top_function_mode
+from tutti.torch_compat import TorchFunctionDisabled, calls_forward, top_function_mode
 
 SIZES = frozenset(
     (
@@ -292,6 +292,20 @@ def self_of(frame: FrameType) -> Any:
 
     methods = (vars(kind)["step"] for kind in type(first).__mro__ if "step" in vars(kind))
     return first if any(runs(inspect.unwrap(method, stop=runs)) for method in methods) else None
+
+
+def within_call_of(modules: Sequence[nn.Module]) -> bool:
+    """Return whether the code that runs now was called, directly or not, by the forward of one of the modules.
+
+    Args:
+        modules: the modules.
+    """
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        if calls_forward(frame) and any(self_of(frame) is each for each in modules):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def tutti_caller(mode: str) -> FrameType | None:

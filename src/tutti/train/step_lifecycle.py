@@ -276,7 +276,7 @@ class StepLifecycle:
         """
         # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
         probed = self._run.checks.probed(loss)
-        watched = self.values.watched(probed, work) if self.watch(work) else probed
+        watched = self._kept.noting_leaves(self.values.watched(probed, work)) if self.watch(work) else probed
         guarded = self._trials.watched(loss, self._written.guarded(watched, work), work)
         return self.loaders.watched(guarded, sum(len(micro_batches) for _, micro_batches in work))
 

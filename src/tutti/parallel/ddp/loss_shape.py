@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tutti.errors import UsageError, counted, script_line
-from tutti.parallel.ddp.output_graph import graph_within, nodes_below
+from tutti.parallel.ddp.output_graph import graph_within, leaf_of_node, nodes_below
 from tutti.torch_compat import (
     count_of_nansum,
     divisor_of_node,
@@ -183,12 +183,49 @@ def _is_divided(nodes: list[Any], samples: int) -> bool:
         factor = factor_of_node(node)
         if factor is not None and factor.numel() > 1:
             return True
-        if factor is not None and (number := float(factor)):
-            number = number if _function(node) == "Div" else 1 / number
-            if math.isclose(number / samples, round(number / samples), rel_tol=1e-6):
-                return True
+        number = _divisor_in(node)
+        if number is not None and math.isclose(number / samples, round(number / samples), rel_tol=1e-6):
+            return True
         ahead += [before for before, _ in node.next_functions]
     return False
+
+
+def divides_sum_by(root: Any, number: int, samples: int) -> bool:
+    """Return whether a loss has a sum over the samples of a micro-batch that is divided by a given number.
+
+    Sums that another multiple of the samples divides are means, and do not count; nor do cross-entropies, whose targets
+    ``loss_count`` counts.
+
+    Args:
+        root: ``grad_fn`` of the loss.
+        number: the number, such as the size of the global batch.
+        samples: number of samples of the micro-batch.
+    """
+    ahead, seen = [(root, False)], set[Any]()
+    while ahead and len(seen) < _MOST:
+        node, divided = ahead.pop()
+        node = graph_within(node)
+        if node is None or node in seen or not _lacks_samples(node, samples) or TARGETS in node.metadata:
+            continue
+        seen.add(node)
+        before = [each for each, _ in node.next_functions if each is not None]
+        if node.name() in _LOSSES or (_function(node) in _REDUCTIONS and _over_samples(node, samples)):
+            is_sum = _function(node) in _SUMS or (sums_losses(node) and node.name() not in _COUNTED)
+            if is_sum and divided and not _is_divided(before, samples) and not _of_stack(node, samples):
+                return True
+            continue
+        divisor = _divisor_in(node)
+        if divisor is None or divisor == number or divisor % samples:
+            ahead += [(each, divided or divisor == number) for each in before]
+    return False
+
+
+def _divisor_in(node: Any) -> float | None:
+    """Return the number by which a node divides, or by the inverse of which it multiplies; None for any other node."""
+    factor = factor_of_node(node)
+    if factor is None or factor.numel() > 1 or not float(factor):
+        return None
+    return float(factor) if _function(node) == "Div" else 1 / float(factor)
 
 
 def count_of_nanmean(root: Any) -> Tensor | None:
@@ -334,11 +371,11 @@ def _of_outputs(node: Any, samples: int) -> bool:
     """
     leaves, as_many = 0, False
     for each in nodes_below(node, lambda _: True, _DEEP):
-        if each.name() == "torch::autograd::AccumulateGrad":
+        if (leaf := leaf_of_node(each)) is not None:
             leaves += 1
-            if each.variable.dim() and not isinstance(each.variable, nn.Parameter):
+            if leaf.dim() and not isinstance(leaf, nn.Parameter):
                 return True
-            as_many |= samples in each.variable.shape
+            as_many |= samples in leaf.shape
         if each.name() == _STAGED or _takes_data(each):
             return True
     return leaves > 1 and not as_many

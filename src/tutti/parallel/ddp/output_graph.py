@@ -49,6 +49,12 @@ def nodes_below(root: Any, enter: Callable[[Any], bool], most: int = 64) -> Iter
         ahead += [before for before, _ in graph_within(node).next_functions]
 
 
+def leaf_of_node(node: Any) -> Tensor | None:
+    """Return the tensor in whose ``.grad`` an autograd node accumulates; None for the nodes of functions."""
+    leaf: Tensor | None = node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
+    return leaf
+
+
 def reads_output(loss: Tensor) -> bool:
     """Return whether a number of ``annotate_output`` is in a loss's graph, below nodes of one number each."""
     return any(_WITHIN in node.metadata for node in nodes_below(loss.grad_fn, is_scalar_node))

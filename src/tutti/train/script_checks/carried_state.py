@@ -384,7 +384,7 @@ class CarriedValues(LossWatch):
         self.note_size(func, args)
         if func is Tensor.backward:
             self.check(args[0])
-            with self.updating(), self._run.custom.plain_backward(args[0]):
+            with self._run.custom.plain_backward(args[0]), self.updating():
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         if name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)

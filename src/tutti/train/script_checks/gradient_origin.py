@@ -151,11 +151,30 @@ class GradientOrigin:
             micro_batch: the micro-batch of the body.
         """
         if loss.numel() == 1 and micro_batch.samples and not micro_batch.whole:
-            self._error = _error_of(loss, micro_batch, f"step {self._run.clock + 1}, {script_line()}")
+            self._error = self._error_of(loss, micro_batch, f"step {self._run.clock + 1}, {script_line()}")
         try:
             yield
         finally:
             self._error = None
+
+    def _error_of(self, loss: Tensor, micro_batch: MicroBatch, where: str) -> Callable[[], UsageError] | None:
+        """Return why gradients of a loss cannot be averaged over micro-batches as those of means over samples."""
+        try:
+            self._run.lifecycle.values.check_divisor(loss, micro_batch)
+            count = loss_count(loss, micro_batch)
+        except UsageError as error:
+            remedy = f"call run.backward, and give it what the loss function would return: {error.remedy}"
+            return partial(UsageError, error.what, where=where, why=error.why, remedy=remedy)
+        if count is None or not float(count) % micro_batch.samples:
+            return None
+        return partial(
+            UsageError,
+            f"the loss is a mean over {float(count):g} targets, of {counted(micro_batch.samples, 'sample')}",
+            where=where,
+            why="micro-batches have different numbers of targets, and the gradients of loss.backward() are averaged"
+            " over samples",
+            remedy="call run.backward(loss), which weights each micro-batch by its targets",
+        )
 
     def _accumulated(self, parameter: Tensor) -> None:
         if self._in_own_backward or parameter.grad is None:
@@ -431,25 +450,6 @@ class GradientOrigin:
                 remedy="edit .grad alike on every rank, whatever the rank's number and its own samples, or put the term"
                 " into the loss",
             ) from error
-
-
-def _error_of(loss: Tensor, micro_batch: MicroBatch, where: str) -> Callable[[], UsageError] | None:
-    """Return why gradients of a loss cannot be averaged over micro-batches as those of means over samples; or None."""
-    try:
-        count = loss_count(loss, micro_batch)
-    except UsageError as error:
-        remedy = f"call run.backward, and give it what the loss function would return: {error.remedy}"
-        return partial(UsageError, error.what, where=where, why=error.why, remedy=remedy)
-    if count is None or not float(count) % micro_batch.samples:
-        return None
-    return partial(
-        UsageError,
-        f"the loss is a mean over {float(count):g} targets, of {counted(micro_batch.samples, 'sample')}",
-        where=where,
-        why="micro-batches have different numbers of targets, and the gradients of loss.backward() are averaged over"
-        " samples",
-        remedy="call run.backward(loss), which weights each micro-batch by its targets",
-    )
 
 
 def _own(gradient: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.script_mode import is_function_mode
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import METADATA
+from tutti.parallel.ddp.output_graph import leaf_of_node, nodes_below
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     FunctionModesDisabled,
@@ -43,7 +45,7 @@ from tutti.train.script_checks.loss_watch import (
 from tutti.train.script_checks.moved_values import REPLACING, fills_tensor
 from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
 from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_number_key
-from tutti.types.micro_batch import MicroBatch
+from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -53,6 +55,8 @@ _FIRST = 5
 """Steps that are all watched."""
 _LARGEST = 2**31
 """Most bytes of a tensor whose values are compared (a guess)."""
+_MOST = 4096
+"""Most autograd nodes of a loss that are looked at (a guess)."""
 _NORMS = frozenset((functional.batch_norm, functional.instance_norm))
 """Functions whose second and third argument are averages of a worker's own batches."""
 _STEP = ".step() in "
@@ -134,6 +138,8 @@ class KeptValues(LossWatch):
         # trained since.
         self._reached: dict[str, set[int]] = {}
         self._trained: dict[str, set[int]] = {}
+        # Tensors beside the model whose gradients the losses of stages give.
+        self._leaves = dict[int, ref[Tensor]]()
         self._plain = PlainNumbers()
         # Whether the steps before have left no records.
         self._empty = False
@@ -216,6 +222,24 @@ class KeptValues(LossWatch):
                 elif each.trained:
                     self._refuse_trained(each.line)
 
+    def noting_leaves(self, loss: LossFn) -> LossFn:
+        """Return the loss function of ``run.step``; in stages one that records the tensors to which its losses go.
+
+        Args:
+            loss: the loss function.
+        """
+        if not self._in_stages():
+            return loss
+
+        def noting(model: Any, batch: Any) -> Any:
+            result = loss(model, batch)
+            if (total := tensor_of_loss(result)) is not None:
+                found = map(leaf_of_node, nodes_below(total.grad_fn, lambda _: True, _MOST))
+                self._leaves |= {id(leaf): ref(leaf) for leaf in found if leaf is not None}
+            return result
+
+        return noting
+
     def note_state(self, name: str, value: Any, reached: bool) -> None:
         """Record a Python object that has changed since the first step, for ``digest`` and ``compare``.
 
@@ -276,12 +300,20 @@ class KeptValues(LossWatch):
     def _why_alone(self) -> str:
         """Return why ranks do not compare tensors that the script trains beside the model; an empty text if they do."""
         run = self._run
-        if run.context.grid.stage > 1 and not run.custom.within_batch:
+        if self._in_stages():
             return "the last stage's rank computes the loss, and other ranks' copies would stay as they are"
         together = run.context.synchronous and run.gradient_sync.loss_normalisation == "step"
         if together or run.context.comms.replica.size == 1:
             return ""
         return "each rank would train its own with its samples, and none exchanges them"
+
+    def _is_leaf(self, tensor: Tensor) -> bool:
+        """Return whether a loss of a watched step gives a tensor its gradient."""
+        return id(tensor) in self._leaves and self._leaves[id(tensor)]() is tensor
+
+    def _in_stages(self) -> bool:
+        """Return whether one stage's rank alone calls the loss function."""
+        return self._run.context.grid.stage > 1 and not self._run.custom.within_batch
 
     def _refuse_trained(self, where: str) -> NoReturn:
         raise UsageError(
@@ -313,7 +345,7 @@ class KeptValues(LossWatch):
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])
-            with self.updating(), self._run.custom.plain_backward(args[0]):
+            with self._run.custom.plain_backward(args[0]), self.updating():
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -396,17 +428,23 @@ class KeptValues(LossWatch):
         self._kept[memory] = kept = _Kept(script_line(), values, tensor.requires_grad)
         return _Origin(frozenset((kept,)), samples=True)
 
-    def _note_step(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _note_step(self, name: str, parameters: Sequence[Tensor]) -> None:
         """Record a step of an optimizer outside of the run.
+
+        In stages the last one's rank has the gradients of the loss. What no loss depends on, such as another model
+        beside the run, each rank trains by gradients of its own.
 
         Args:
             name: the optimizer's class.
-            tensors: its parameters that are not in the model, and their gradients.
+            parameters: its parameters that are not in the model and have gradients.
         """
-        if self._alone:
+        if self._alone and (not self._in_stages() or any(map(self._is_leaf, parameters))):
             self._refuse_trained(f"{name}{_STEP}{script_line()}")
-        if _is_due(self._steps):
-            digest = mix(*tensor_digests(tensors)) >> 1
+        if _is_due(self._steps) and self._run.context.comms.replica.size > 1:
+            digest = (
+                mix(*tensor_digests([each.detach() for p in parameters for each in (p, p.grad) if each is not None]))
+                >> 1
+            )
             self._trained.setdefault(f"{name}{_STEP}{script_line()}", set()).add(digest)
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from tutti.errors import script_line
-from tutti.nn.script_mode import SIZES
+from tutti.errors import UsageError, counted, script_line
+from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
+from tutti.parallel.ddp.loss_shape import divides_sum_by
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import functorch_level, leave_function_mode, tree_leaves
 from tutti.train.plain_copies import ModelHook
@@ -39,7 +40,7 @@ _OF_DATA = frozenset(
 )
 """Names of functions whose result has a size that depends on values."""
 _READS = 8
-"""Most reads of sizes in a body that are recorded (a guess); the model's forward has hundreds."""
+"""Most reads of sizes in a body that are recorded (a guess)."""
 
 
 class LossWatch(TorchFunctionMode):
@@ -49,8 +50,8 @@ class LossWatch(TorchFunctionMode):
         run: the run.
 
     Attributes:
-        size_lines: the script's first lines that have read the size of a tensor with a row for each sample of the
-            present micro-batch of a custom loop, as ``FILE:LINE``.
+        size_lines: the script's first lines outside of the model's forward that have read the size of a tensor with a
+            row for each sample of the present micro-batch, as ``FILE:LINE``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -77,11 +78,16 @@ class LossWatch(TorchFunctionMode):
         Args:
             micro_batch: the micro-batch whose body follows.
         """
+        self._follow(micro_batch, micro_batch.batch)
+
+    def _follow(self, micro_batch: MicroBatch, batch: Any) -> None:
         self._rows, self.size_lines = micro_batch.samples, []
-        self.begin(micro_batch, micro_batch.batch)
+        self.begin(micro_batch, batch)
 
     def note_size(self, func: Any, args: Sequence[Any]) -> None:
         """Record the script's line if a call of PyTorch reads the size of a tensor with a row for each sample.
+
+        Reads in the model's forward, which has hundreds, are left out.
 
         Args:
             func: the function of PyTorch.
@@ -89,8 +95,37 @@ class LossWatch(TorchFunctionMode):
         """
         if func not in SIZES or len(self.size_lines) == _READS or not self._rows:
             return
-        if args and isinstance(args[0], Tensor) and args[0].shape[:1] == (self._rows,):
+        by_sample = args and isinstance(args[0], Tensor) and args[0].shape[:1] == (self._rows,)
+        models = (self._run.model, *self._run.replica.parts)
+        if by_sample and asked_by_script(__name__) and not within_call_of(models):
             self.size_lines.append(script_line())
+
+    def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
+        """Refuse a sum over a part of the global batch that the script divides by the size of the global batch.
+
+        ``(output - target).square().sum() / 64`` is the mean over a global batch of 64 samples. Of its parts it is that
+        mean times their share. Where the code has read the size of a tensor, the number may be twice the number of the
+        part's samples, and passes. Does nothing outside of ``begin`` and ``end``. Not collective.
+
+        Args:
+            loss: the loss of the micro-batch, or what else a loss function returns.
+            micro_batch: the micro-batch.
+
+        Raises:
+            UsageError: the loss is such a sum.
+        """
+        batch, samples = self._run.feed.contract.batch, micro_batch.samples
+        examined = self._active and samples and not micro_batch.whole and isinstance(loss, Tensor)
+        if not examined or batch == samples or self.size_lines:
+            return
+        if divides_sum_by(loss.grad_fn, batch, samples):
+            raise UsageError(
+                f"the loss is a sum over {counted(samples, 'sample')}, divided by {batch}, the global batch's size",
+                where=f"step {self._run.clock + 1}, {script_line()}",
+                why="this micro-batch is a part of the global batch, and tutti takes a scalar for the mean over the"
+                " micro-batch",
+                remedy="divide by the number of samples of the micro-batch, such as len(targets), or give (sum, count)",
+            )
 
     @abstractmethod
     def check(self, loss: Any) -> None:
@@ -119,9 +154,10 @@ class LossWatch(TorchFunctionMode):
         def watch(model: Any, batch: Any) -> Any:
             if (micro_batch := by_batch.get(id(batch))) is None:
                 return loss(model, batch)
-            self.begin(micro_batch, batch)
+            self._follow(micro_batch, batch)
             try:
                 result = loss(model, batch)
+                self.check_divisor(result, micro_batch)
                 self.check(result)
             finally:
                 self.end()

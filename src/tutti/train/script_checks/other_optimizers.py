@@ -79,7 +79,7 @@ class OtherSteps:
 
     Args:
         run: the run.
-        note: called before such a step with the optimizer's class and its tensors: parameters and their gradients.
+        note: called before such a step with the name of the optimizer's class, and its parameters that have gradients.
     """
 
     def __init__(self, run: Run, note: Callable[[str, Sequence[Tensor]], None]) -> None:
@@ -109,7 +109,6 @@ class OtherSteps:
         known = set(map(id, [*own, *run.hooks.originals.values()]))
         members = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
         # A DTensor is sharded by the script, and each rank has other rows of it.
-        trained = [p for p in members if local_tensor(p) is p]
-        tensors = [each.detach() for p in trained if p.grad is not None for each in (p, p.grad)]
-        if tensors:
-            self._note(type(optimizer).__name__, tensors)
+        trained = [p for p in members if local_tensor(p) is p and p.grad is not None]
+        if trained:
+            self._note(type(optimizer).__name__, trained)

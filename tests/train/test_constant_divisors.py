@@ -1,0 +1,124 @@
+"""Sums over samples that a script divides by the size of the global batch, as a constant: refused in parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import tutti
+from tests import worlds
+from tests.scripts.oracle import global_batches
+from tutti.errors import TuttiError
+
+BATCH, SAMPLES = 12, 24
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Shaped(nn.Module):
+    """Reads sizes of its batch in its forward, as models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8).double(), nn.Linear(8, 2).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs.view(inputs.shape[0], -1)).tanh()
+        return self.second(hidden.reshape(len(inputs), 8))
+
+
+class Halved(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum() / (2 * outputs.size(0))
+
+
+def dataset() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    made = [torch.randn(SAMPLES, width, generator=draw, dtype=torch.float64) for width in (4, 2)]
+    return TensorDataset(*made)
+
+
+def halved_size(outputs: Tensor, targets: Tensor) -> Tensor:
+    count = targets.shape[0]
+    return (outputs - targets).abs().sum() / (2 * count)
+
+
+CONSTANT: dict[str, Loss] = {
+    "sum": lambda out, want: (out - want).square().sum() / BATCH,
+    "loss function": lambda out, want: functional.mse_loss(out, want, reduction="sum") / BATCH,
+    "factors": lambda out, want: 0.3 * (out - want).abs().sum() * (1 / BATCH),
+    "two terms": lambda out, want: functional.mse_loss(out, want) + (out.abs().sum() + out.square().sum()) / BATCH,
+}
+OF_SAMPLES: dict[str, Loss] = {
+    "half the mean": lambda out, want: (out - want).square().sum() / (2 * len(out)),
+    "half the mean by size": halved_size,
+    "half the mean in a module": Halved(),
+    "mean, halved by a constant": lambda out, want: functional.mse_loss(out, want) / BATCH,
+}
+
+
+def train(name: str, how: str, strategy: str, workers: int | None = None) -> Any:
+    """Return the sums of all tensors after two updates, and None; or the number of updates, and the error."""
+    loss_fn, model = (CONSTANT | OF_SAMPLES)[name], Shaped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return loss_fn(model(batch[0]), batch[1])
+
+    run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, workers=workers, batch_size=BATCH, seed=0)
+    try:
+        if how == "step":
+            for batch in run.epoch(0):
+                run.step(batch)
+        else:
+            for inputs, targets in run.microbatches(0):
+                optimizer.zero_grad()
+                value = loss_fn(model(inputs), targets)
+                if how == "run.backward":
+                    run.backward(value)
+                else:
+                    value.backward()
+                optimizer.step()
+    except TuttiError as error:
+        return run.updates, str(error)
+    return [float(value.sum()) for value in run.state().values()], None
+
+
+def plain(name: str) -> list[float]:
+    model = Shaped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in global_batches(dataset(), BATCH, 0):
+        optimizer.zero_grad()
+        (CONSTANT | OF_SAMPLES)[name](model(inputs), targets).backward()
+        optimizer.step()
+    return [float(value.sum()) for value in model.state_dict().values()]
+
+
+HOW = ("step", "run.backward", "loss.backward")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", CONSTANT)
+def test_a_sum_over_the_size_of_the_global_batch_is_refused_in_a_part(name: str, how: str) -> None:
+    for ranks, strategy, workers in ((2, "mirrored", None), (3, "sharded:stage=1", None), (1, "single", 2)):
+        if strategy != "mirrored" and how == "loss.backward":
+            continue
+        for updates, said in worlds.run(ranks, train, name=name, how=how, strategy=strategy, workers=workers):
+            assert said is not None and f"divided by {BATCH}, the global batch's size" in said, said
+            assert "test_constant_divisors.py:" in said and updates == 0
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", [*OF_SAMPLES, "sum"])
+def test_a_mean_over_samples_is_right_where_it_is_divided_by_as_much(name: str, how: str) -> None:
+    want = worlds.alone(plain, name=name)
+    for ranks in (1, 2) if name in OF_SAMPLES else (1,):
+        for sums, said in worlds.run(ranks, train, name=name, how=how, strategy="mirrored"):
+            assert said is None
+            assert sums == pytest.approx(want, abs=1e-12)
