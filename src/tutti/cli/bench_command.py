@@ -130,8 +130,9 @@ def show_machine(found: Machine) -> None:
 
     A curve's row has the rate of large calls, the time of an empty call, the size at which half the rate is reached,
     the largest relative error of the fitted line, and the number of measurements. A number's row has median,
-    interquartile range in per cent of it, number of measurements, and basis, such as ``measured``. A task's row has the
-    samples a second on a number of devices, and the share of linear scaling from the fewest devices.
+    interquartile range in per cent of it, number of measurements, and basis: where the number comes from, such as
+    ``measured``. A task's row has the samples a second on a number of devices, and the share of linear scaling from the
+    fewest devices.
 
     Args:
         found: the measured machine.

@@ -40,8 +40,9 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         config: the configuration, whose ``devices`` is a number, not ``auto`` or a range.
 
     Raises:
-        UsageError: an option is malformed, options exclude each other, or a package that one of them needs is missing.
-        DataError: the task's data or a package are missing.
+        UsageError: an option is malformed, options exclude each other, or a package that an option needs (such as
+            tensorboard) is missing.
+        DataError: the task's data are missing, or a package that reads them is.
         CheckpointError: the weights of ``--init-from`` cannot be loaded.
     """
     devices = int(config.devices)
@@ -116,15 +117,21 @@ def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
 
 
 def refuse_trial(task: str, config: TrainConfig) -> None:
-    """Raise the error with which ``tutti train`` would refuse a run, for commands that start such runs.
+    """Check a run's configuration as ``tutti train`` checks it, for other commands that start such runs.
+
+    ``refuse_config`` checks it for one number of devices: the one that is given, 1 for ``--devices auto``, and for a
+    range the largest number with which the configuration is valid.
 
     Args:
         task: name of a built-in task, or ``file.py:function`` of the user's.
-        config: the run's configuration; for ``--devices auto`` it is checked with one device.
+        config: the run's configuration.
 
     Raises:
-        UsageError, DataError, CheckpointError: as ``refuse_config`` raises them, for the largest possible number of a
-            range of devices; UsageError also if ``--wait`` has no effect, or no number of the range is possible.
+        UsageError: an option is malformed, options exclude each other, or a package that an option needs is missing; no
+            number of a range is valid; or ``--wait``, the time for which a run waits for another device after the loss
+            of one, is given to a run that never waits (``refuse_idle_wait``).
+        DataError: the task's data are missing, or a package that reads them is.
+        CheckpointError: the weights of ``--init-from`` cannot be loaded.
     """
     if config.wait != TrainConfig.wait:
         refuse_idle_wait(config, config.engine())
@@ -139,8 +146,8 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
     number of accelerators of this machine, at least 1.
 
     Args:
-        config: the configuration. Its ``devices`` may be a range such as ``2:8``, within which the job's number of
-            processes must be, only if ``joined`` is given.
+        config: the configuration. Its ``devices`` may be a range such as ``2:8`` only if ``joined`` is given; the job's
+            number of processes must then lie within the range.
         joined: identity of this process in the job of another launcher, such as torchrun; None without one.
 
     Raises:
@@ -170,10 +177,11 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
 
 
 def possible_sizes(task: str, config: TrainConfig) -> list[int]:
-    """Return the numbers of devices on which a run can start whose ranks an engine starts (``--on``).
+    """Return the numbers of devices on which a run that an engine starts (``--on``) can be started.
 
-    An engine starts ranks on this node, over SSH, by Slurm or by Ray. For ``--devices 4`` it is this number, unchecked;
-    for ``--devices 2:8`` the numbers of the range with which the configuration is valid.
+    An engine starts ranks on this node, over SSH, by Slurm or by Ray. ``--devices 4`` gives ``[4]``, without a check. A
+    range such as ``--devices 2:8`` gives the numbers of the range for which ``refuse_config`` accepts the
+    configuration.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.
@@ -183,8 +191,9 @@ def possible_sizes(task: str, config: TrainConfig) -> list[int]:
         The numbers in rising order; at least one.
 
     Raises:
-        UsageError: no number of a range is possible.
-        DataError, CheckpointError: as ``refuse_config`` raises them, for a range.
+        UsageError: the configuration is valid for no number of a range; the error is that of the largest number.
+        DataError: for a range: the task's data are missing, or a package that reads them is.
+        CheckpointError: for a range: the weights of ``--init-from`` cannot be loaded.
     """
     if config.device_range is None:
         return [int(config.devices)]
@@ -202,9 +211,10 @@ def possible_sizes(task: str, config: TrainConfig) -> list[int]:
 
 
 def sets_wait(flags: Mapping[str, Any], files: Sequence[Path]) -> bool:
-    """Return whether ``--wait`` is given: by its flag, its variable, or in a file with a value other than the default.
+    """Return whether a run sets ``--wait``, the time for which it waits for another device after the loss of one.
 
-    A file that tutti has written, such as a plan, states every option, most of them with their defaults.
+    It does by the flag, by the variable ``TUTTI_WAIT``, or by a value in a file that is not the default. A default in a
+    file does not count, because a file that tutti has written, such as a plan, states every option.
 
     Args:
         flags: values given by flags or ``TUTTI_*`` variables, by field of ``TrainConfig``.
@@ -217,10 +227,10 @@ def sets_wait(flags: Mapping[str, Any], files: Sequence[Path]) -> bool:
 
 
 def refuse_idle_wait(config: TrainConfig, engine: EngineConfig | None) -> None:
-    """Raise UsageError for ``--wait`` if the run waits for no device.
+    """Raise UsageError if ``--wait``, the time to wait for another device after the loss of one, would have no effect.
 
-    A run waits if an engine starts its ranks, and starts the ranks again after the loss of a device: with a range of
-    devices or ``--max-restarts``.
+    It has an effect only if an engine starts the run's ranks, and the run survives the loss of a device: with a range
+    of devices such as ``2:8``, or with ``--max-restarts`` above 0. Whether ``--wait`` is given is not checked here.
 
     Args:
         config: the configuration.

@@ -66,8 +66,9 @@ def show(
 
     Notes
     -----
-    ``task`` is the name of a task of ``tutti train``; None: from a file, or any. ``flags`` holds options of ``tutti
-    train`` by field of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
+    ``task`` is the name of a task of ``tutti train``; None for the task that a file names; without that, the options
+    are shown for no task in particular. ``flags`` holds options of ``tutti train`` by field of ``TrainConfig``, as
+    given by flags or ``TUTTI_*`` variables.
     """
     given: dict[str, Any] = dict(flags)
     variables = variable_fields()

@@ -76,7 +76,9 @@ class PlanLimits:
             A ``PlanLimits`` with the same attributes, but ``deadline`` in seconds and ``device_memory`` in bytes.
 
         Raises:
-            UsageError: a value is malformed or out of bounds, or there is a budget and no price.
+            UsageError: ``max_devices`` or a batch is below 1, ``verify`` is below 0, the budget, price or memory is not
+                finite and above 0, the deadline is no time above 0 (in s, min or m, h or d), or there is a budget and
+                no price.
         """
         check_least({"--max-devices": max_devices, "--batch-size": min(batches, default=None)})
         check_above_zero({"--budget": budget, "--price": price, "--device-memory": device_memory})
@@ -142,7 +144,7 @@ class PlanAnswer:
             as_json: print JSON in place of tables.
 
         Returns:
-            0 if a plan is chosen; ``THRESHOLD`` if no plan is within deadline and budget.
+            0 if a plan is chosen; 9 (``THRESHOLD``) if no plan is within deadline and budget.
 
         Raises:
             DiskError: plan file or figure cannot be written.

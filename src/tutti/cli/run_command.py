@@ -43,9 +43,14 @@ OF_NODE = ("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--
 
 @cache
 def run_options() -> Mapping[str, int]:
-    """Return the number of values that follow each option of ``tutti run``, by the option's name.
+    """Return how many values follow each option of ``tutti run`` on the command line.
 
-    Among them are ``--hostfile`` and torchrun's flags of nodes, which are taken from the command line before ``run``.
+    Cached: do not change the result.
+
+    Returns:
+        Name of the option, such as ``-np`` → number of words that follow the name: 0 for a switch. The flags
+        ``--hostfile``, ``--nnodes`` and further ones of torchrun, with 1 value each, are included, although they are
+        translated or taken out before ``run`` is called.
     """
     options = App(default_command=run).assemble_argument_collection()
     counts = {name: option.token_count()[0] for option in options for name in option.names}

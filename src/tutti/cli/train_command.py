@@ -167,7 +167,8 @@ BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--noise-eve
 def bare_options(words: list[str]) -> list[str]:
     """Insert the values of options of ``train`` that stand without one: ``--resume`` becomes ``--resume auto``.
 
-    The options are ``--resume``, ``--profile``, ``--trace``, ``--noise-every`` and ``--compile``. Also,
+    The other options are completed to ``--profile 10:5``, ``--trace 10:3``, ``--noise-every 50`` and ``--compile
+    default``. An option stands without a value if it is the last word, or the next word begins with ``-``. Also,
     ``--optimizer.lr 0.1`` becomes ``--set optimizer.lr=0.1``.
 
     Args:

@@ -102,9 +102,11 @@ class StagesConfig(StrategyOptions):
         return {"stages": self.stage_ranks}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``cuts``, the option that names first modules of stages, makes a wrong number of stages.
+        """Raise UsageError if the option ``cuts`` does not name one module for each virtual stage but the first.
 
-        Called before any rank starts. On a device mesh with a single stage nothing is checked.
+        Names are those of the modules with which stages begin. There are ``shape["stage"]`` times ``chunks`` virtual
+        stages. The check passes without ``cuts``, and on a device mesh with a single stage. Called before any rank
+        starts.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
@@ -324,7 +326,7 @@ class HybridConfig(TensorConfig, PipelineConfig):
 
 
 def check_cuts(cuts: Sequence[str], stages: int) -> None:
-    """Raise UsageError if ``cuts`` is given and does not make ``stages`` stages, that is, has not ``stages - 1`` names.
+    """Raise UsageError if ``cuts`` names modules, but not ``stages - 1`` of them, as ``stages`` stages need.
 
     Args:
         cuts: name of the first module of each stage but the first; empty for an even partition, which always passes.

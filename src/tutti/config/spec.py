@@ -181,8 +181,8 @@ class StrategyOptions:
         """Return capabilities of the strategy that depend on its options, by name, such as ``{"reproducible": False}``.
 
         Called when ``--strategy`` is parsed. A capability says what the strategy can do, such as to give the same bits
-        on any number of ranks. Names are fields of ``Strategy`` in ``parallel/registry.py``, whose values for the
-        strategy are replaced by these. Empty by default.
+        on any number of ranks. Names are fields of ``Strategy`` in ``parallel/registry.py``; the returned values
+        replace those that the registry has for the strategy. Empty by default.
         """
         return {}
 

@@ -111,14 +111,18 @@ class RowsConfig(StrategyOptions):
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the ZeRO options ``offload`` or ``param_dtype`` would have no effect.
 
-        ``offload`` moves training state to host memory (``true``: parameter shards and optimizer state; ``optimizer``:
-        the optimizer state alone), so that it raises on CPUs. ``param_dtype`` is the dtype in which parameters are
-        gathered; it and ``offload=true`` raise if the mesh dimension ``shard`` is 1, because nothing is gathered.
+        ``offload`` keeps training state in host memory: parameter shards and optimizer state (``true``), or the
+        optimizer state alone (``optimizer``). ``param_dtype`` is the dtype in which parameters are gathered. Called
+        before any rank starts.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
             accelerated: whether the devices are accelerators.
             compiled: whether the run uses ``--compile``; not used here.
+
+        Raises:
+            UsageError: ``offload`` is given on CPUs; or ``offload=true`` or ``param_dtype`` is given on a mesh whose
+                dimension ``shard`` is 1, where no parameters are gathered.
         """
         if self.offload and not accelerated:
             raise UsageError(
@@ -175,15 +179,21 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         return {"shards": self.shards}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if sharded parameters (ZeRO stages 2 and 3) are combined with pipeline stages.
+        """Raise UsageError if options of ZeRO conflict with pipeline stages, or would have no effect.
 
-        Also if ``offload`` (training state in host memory) or ``param_dtype`` (dtype of gathered parameters) would have
-        no effect on this device mesh (``RowsConfig.check``).
+        ``offload`` keeps training state in host memory: parameter shards and optimizer state (``true``), or the
+        optimizer state alone (``optimizer``). ``param_dtype`` is the dtype in which parameters are gathered. Called
+        before any rank starts.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
             accelerated: whether the devices are accelerators.
             compiled: whether the run uses ``--compile``; not used here.
+
+        Raises:
+            UsageError: parameters are sharded (ZeRO stages 2 and 3) in pipeline stages; ``offload`` is given on CPUs;
+                or ``offload=true`` or ``param_dtype`` is given on a mesh whose dimension ``shard`` is 1, where no
+                parameters are gathered.
         """
         super().check(shape, accelerated, compiled)
         if self.shards_parameters(shape) and shape["stage"] > 1:
@@ -196,8 +206,8 @@ class SplitConfig(RowsConfig, AllReduceConfig):
     def capabilities(self) -> dict[str, Any]:
         """Return the capabilities that depend on options, of a strategy whose replicas span several devices each.
 
-        Called when ``--strategy`` is parsed. Names are fields of ``Strategy`` in ``parallel/registry.py``, whose values
-        for the strategy are replaced by these.
+        Called when ``--strategy`` is parsed. Names are fields of ``Strategy`` in ``parallel/registry.py``; the returned
+        values replace those that the registry has for the strategy.
 
         Returns:
             A dict by name of the capability. With ``shards`` > 1: ``exchange``, module and name of the class that
