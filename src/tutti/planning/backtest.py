@@ -89,10 +89,10 @@ class BacktestResult:
     def left_out(self) -> list[JsonRow]:
         """Compare, for each published source of this back-test, its errors with the bands that other sources give.
 
-        An error is that of a predicted time, or amount of data, against the published measurement. A class of
-        predictions (key ``cell``) has one basis, such as one measured row, and a similar extrapolation distance. A
-        score is |ln(measured ÷ predicted)| divided by (σ² + 0.1²)^⅜, where σ is the standard deviation that the
-        prediction states for its logarithm.
+        An error is that of a predicted time, or amount of data, against the published measurement. Predictions are of
+        one class (key ``cell``) if they rest on the same kind of measurement, such as one measured row, and extrapolate
+        similarly far. A score is |ln(measured ÷ predicted)| divided by (σ² + 0.1²)^⅜, where σ is the standard deviation
+        that the prediction states for its logarithm.
 
         Returns:
             One dictionary for each source and class, with the keys ``source``, ``cell``, ``n`` (predictions),
@@ -134,15 +134,16 @@ class BacktestResult:
     def scores(self) -> dict[str, dict[str, CellScores]]:
         """Return the errors of all predictions of this back-test, each over a unit that grows with its uncertainty.
 
-        The error is |ln(measured ÷ predicted)|, and the quotient is called a score. The unit is
-        ``conformal_band.band_unit`` of the standard deviation that the prediction states for its logarithm. Quantiles
-        of these scores are the half widths, in such units, of the bands of later predictions (split-conformal
-        prediction); they ship with the package (``conformal_band.write_residuals``).
+        The error is |ln(measured ÷ predicted)|, and the quotient is called a score. The unit is (σ² + 0.1²)^⅜, where σ
+        is the standard deviation that the prediction states for its logarithm. Quantiles of these scores are the half
+        widths, in such units, of the bands of later predictions (split-conformal prediction); they ship with the
+        package (``conformal_band.write_residuals``).
 
         Returns:
-            Scores by cell (predictions with one basis and a similar extrapolation distance, named for example ``one
-            measured row, at most 2 ×``) and then by published source, each a ``CellScores``: ``scores``, a tuple of at
-            most 60 quantiles, and ``series``, the number of independent series.
+            A dict from the cell (a class of predictions that rest on the same kind of measurement and extrapolate
+            similarly far, named for example ``one measured row, at most 2 ×``) to a dict from the published source to
+            its scores, each a ``CellScores``: ``scores``, a tuple of at most 60 quantiles, and ``series``, the number
+            of independent series.
         """
         return collect_scores(one for _, one in self.checked)
 
@@ -155,9 +156,9 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
 
     Args:
         folder: CSV and TSV files, also in subfolders; the kind of a table is recognised by its columns.
-        shipped: scores of earlier predictions, by class (predictions of one basis and a similar extrapolation distance)
-            and source, on which bands may rest besides this back-test's own; None for the scores that ship with the
-            package.
+        shipped: scores of earlier predictions (errors over the stated uncertainty), by class of prediction and then by
+            source, on which bands may rest besides this back-test's own. Predictions of one class rest on the same kind
+            of measurement and extrapolate similarly far. None for the scores that ship with the package.
 
     Returns:
         The result, with the attributes ``checked`` (every prediction with its measurement), ``rows`` (errors by kind

@@ -80,9 +80,9 @@ class CheckedPrediction:
         """Name of the class of similar predictions with which this prediction is scored.
 
         For example ``one measured row, at most 2 ×``. The name joins the basis of the prediction (what it rests on) and
-        the class of its extrapolation distance (``distance_class``) with a comma; for data to a target, of which few
-        points are published, the two near classes are one, ``at most 4 ×``. The errors of some predictions of a class
-        tell how far other predictions of the class may be off.
+        the class of its extrapolation distance (``distance_class``: ``at most 2 ×``, ``at most 4 ×`` or ``more than 4
+        ×``) with a comma. For data to a target, of which few points are published, ``at most 4 ×`` includes distances
+        of at most 2. The errors of some predictions of a class tell how far other predictions of the class may be off.
         """
         near = self.basis in FEW_POINTS and self.distance < 4
         return f"{self.basis}, {distance_class(4.0 if near else self.distance)}"
@@ -149,9 +149,9 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
         checked: predictions with their measurements.
 
     Returns:
-        By class of predictions with one basis and a similar extrapolation distance (``CheckedPrediction.cell``), then
-        by published source, a ``CellScores``: ``scores``, a tuple of at most 60 quantiles of the scores, and
-        ``series``, the number of series.
+        A dict from the class of prediction (``CheckedPrediction.cell``: what predictions rest on, and how far they
+        extrapolate) to a dict from the published source to its ``CellScores``: ``scores``, a tuple of at most 60
+        quantiles of the scores, and ``series``, the number of series.
     """
     by: dict[tuple[str, str], dict[str, list[float]]] = {}
     for one in checked:
@@ -172,12 +172,13 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
 def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
     """Return the factor q of 90 % bands, predicted · exp(±q·u), from the errors of earlier, similar predictions.
 
-    u is the unit (σ² + 0.1²)^⅜ for the standard deviation σ that a prediction states for its logarithm
-    (``band_unit``). A cell holds predictions of one basis and a similar extrapolation distance. q is a quantile of the
-    scores in the cell, those of the named source left out. Sources weigh as the square root of their number of series,
-    so that one large source does not speak for all. The level of the quantile is at least 90 %, corrected for few
-    series, and so high that the other sources' bands cover 90 % of a source that is left out, on average over the
-    sources: a quantile of the pooled scores alone does not know how far a new source differs from all others.
+    u is the unit (σ² + 0.1²)^⅜ for the standard deviation σ that a prediction states for its logarithm (``band_unit``).
+    A cell is a class of predictions that rest on the same kind of measurement and extrapolate similarly far. q is a
+    quantile of the scores in the cell, those of the named source left out. Sources weigh as the square root of their
+    number of series, so that one large source does not speak for all. The level of the quantile is at least 90 %,
+    corrected for few series, and so high that the other sources' bands cover 90 % of a source that is left out, on
+    average over the sources: a quantile of the pooled scores alone does not know how far a new source differs from all
+    others.
 
     Args:
         residuals: scores, |ln(measured ÷ predicted)| ÷ u, by cell and then by published source.
@@ -240,15 +241,16 @@ def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
 def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
     """Parse scores of checked predictions from the JSON text that `write_residuals` returns.
 
-    A score is the error |ln(measured ÷ predicted)| of a prediction over its unit, ``band_unit``.
+    A score is the error |ln(measured ÷ predicted)| of a prediction, divided by (σ² + 0.1²)^⅜, where σ is the standard
+    deviation that the prediction states for its logarithm (``band_unit``).
 
     Args:
         text: JSON object with the key ``cells``.
 
     Returns:
-        By class of predictions of one basis and a similar extrapolation distance, then by published source, a
-        ``CellScores``: ``scores``, a tuple of at most 60 quantiles of the scores, and ``series``, the number of
-        independent series.
+        A dict from the class of prediction (what predictions rest on, and how far they extrapolate) to a dict from the
+        published source to its ``CellScores``: ``scores``, a tuple of at most 60 quantiles of the scores, and
+        ``series``, the number of independent series.
 
     Raises:
         ValueError: ``text`` is no JSON.
@@ -268,8 +270,8 @@ def write_residuals(residuals: Residuals) -> str:
     of independent series) and ``scores`` (list of quantiles).
 
     Args:
-        residuals: scores (errors divided by ``band_unit``) by class of predictions of one basis and a similar
-            extrapolation distance, then by published source.
+        residuals: scores (errors divided by ``band_unit`` of the stated uncertainty), by class of prediction (what
+            predictions rest on, and how far they extrapolate), then by published source.
     """
     cells = {
         cell: {name: {"series": each.series, "scores": list(each.scores)} for name, each in sorted(sets.items())}
@@ -281,13 +283,14 @@ def write_residuals(residuals: Residuals) -> str:
 def shipped_residuals() -> dict[str, dict[str, CellScores]]:
     """Return the scores of checked predictions that ship with the package, from which 90 % bands are derived.
 
-    A score is the error |ln(measured ÷ predicted)| of a prediction over its unit, ``band_unit``. ``make backtest`` has
-    computed the scores from published measurements.
+    A score is the error |ln(measured ÷ predicted)| of a prediction, divided by (σ² + 0.1²)^⅜, where σ is the standard
+    deviation that the prediction states for its logarithm (``band_unit``). ``make backtest`` has computed the scores
+    from published measurements.
 
     Returns:
-        By class of prediction (predictions of one basis and a similar extrapolation distance), then by published
-        source, a ``CellScores``: ``scores``, a tuple of at most 60 quantiles, and ``series``, the number of independent
-        series. Empty if the file is missing.
+        A dict from the class of prediction (what predictions rest on, and how far they extrapolate) to a dict from the
+        published source to its ``CellScores``: ``scores``, a tuple of at most 60 quantiles, and ``series``, the number
+        of independent series. Empty if the file is missing.
     """
     path = resources.files("tutti.planning") / "residuals.json"
     return read_residuals(path.read_text(encoding="utf-8")) if path.is_file() else {}

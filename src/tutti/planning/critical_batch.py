@@ -140,11 +140,12 @@ def critical_batch(
             batch (``fit_branches``); None without.
 
     Returns:
-        A ``CriticalBatch``: ``critical_batch`` in samples; ``band``, its 5 % and 95 % quantiles; ``basis`` in words;
-        ``ways``, the estimate by each way of measuring alone; ``recipe``, the posterior of E_min and B_crit (None
-        without a run that reached a target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's
-        preconditioned gradient with their bands (None where not measured); ``batches``, triples of batch, samples to
-        the target (geometric mean over the runs of this batch) and number of runs; and ``branches`` as given.
+        A ``CriticalBatch``: ``critical_batch`` in samples; ``band``, its 5 % and 95 % quantiles; ``basis``, what the
+        estimate rests on, in words; ``ways``, a tuple with the estimate by each measured method alone (``noise``,
+        ``branches``, ``target``); ``recipe``, the posterior of E_min and B_crit (None without a run that reached a
+        target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's preconditioned gradient with
+        their bands (None where not measured); ``batches``, triples of batch, samples to the target (geometric mean over
+        the runs of this batch) and number of runs; and ``branches`` as given.
 
     Raises:
         UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a

@@ -33,8 +33,8 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
 
     The steps run on all devices of the configuration: this function starts one process for each on this host, and waits
     for them; printed is the memory of the device that takes most. On CPUs no step runs where this host has too little
-    free memory, which a printed line says. For a pipeline, modules are timed in a process of their own before, unless
-    the run would not time them, and the stage partition is printed too.
+    free memory, which a printed line says. For a pipeline the stage partition is printed too. If a run would balance
+    its stages by measured times, another process measures the seconds of the modules first.
 
     Args:
         task: name of the task.
@@ -48,8 +48,9 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
         of the failed launch.
 
     Raises:
-        UsageError: the run does not fit (the message names the nearest plan that does), ``memory`` cannot be parsed,
-            the task, an option or the strategy is wrong, or the model of a pipeline cannot be cut.
+        UsageError: the run does not fit (the message names the nearest plan that does, if there is one), ``memory``
+            cannot be parsed, the task, an option or the strategy is wrong, or the model of a pipeline cannot be cut
+            into stages.
         DataError: the task's data are missing or malformed.
         TuttiError: a process that this function forked to trace the model has ended without an answer.
     """

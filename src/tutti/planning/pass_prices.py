@@ -23,8 +23,8 @@ PASSES: tuple[Pass, Pass] = ("forward", "backward")
 class PassPrices:
     """Predicts and caches the seconds of forwards and backwards of a model's module groups on a typical device.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss. The seconds hold for one
-    number of devices of a run, which is set by ``StepCosts.share_node`` before.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss. The
+    seconds hold for one number of devices of a run, which is set by ``StepCosts.share_node`` before.
 
     Attributes:
         workload: FLOP, bytes and calls of the model and its loss, by module group.
@@ -38,7 +38,7 @@ class PassPrices:
     def group(self, group: GroupWork, passed: Pass, samples: int, checkpointing: str) -> Array:
         """Predict the seconds of one module group's forward or backward over a micro-batch, on a typical device.
 
-        A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+        A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
         Args:
             group: work and sizes of the module group.
@@ -107,7 +107,7 @@ class PassPrices:
 def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
     """Return the work of a module group's backward: the pass itself, and what activation checkpointing computes again.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         group: work and sizes of the module group.

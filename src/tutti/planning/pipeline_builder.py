@@ -28,15 +28,15 @@ _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
     """Return the names of the module groups whose tensor-parallel collectives a virtual pipeline stage makes.
 
-    A module group is a module that is sharded as a unit, the rest of the model (``REST``), or the loss (``LOSS``).
+    A module group is a module that a pipeline stage calls, the rest of the model (named by the constant ``REST``), or
+    the loss (``LOSS``).
 
     Args:
         facts: names of the module groups of each virtual stage.
         virtual: index of the virtual stage in the whole pipeline, from 0 in the order of the forward.
 
     Returns:
-        Names of the stage's own groups, in the model's order; for the last stage the names ``REST`` and ``LOSS``
-        follow.
+        Names of the stage's own groups, in the model's order; for the last stage ``REST`` and ``LOSS`` follow.
     """
     last = virtual == len(facts.groups) - 1
     return (*facts.groups[virtual], REST, LOSS) if last else facts.groups[virtual]
@@ -46,7 +46,7 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
     """Predict the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
 
     Work outside of the stages' modules is spread evenly over the stages; the loss belongs to the last stage. A module
-    group is a module that is sharded as a unit, the rest of the model, or the loss.
+    group is a module that a pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         prices: seconds of the passes of the model's module groups.
@@ -81,8 +81,8 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
 def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int) -> float:
     """Return the bytes of activations that a micro-batch sends over a cut between two virtual pipeline stages.
 
-    The gradients that the backward sends over the same cut have the same size. A module group is a module that is
-    sharded as a unit, the rest of the model, or the loss.
+    The gradients that the backward sends over the same cut have the same size. A module group is a module that a
+    pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         prices: passes of the model's module groups, of which only the sizes of their outputs are read.

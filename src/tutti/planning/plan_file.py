@@ -36,8 +36,8 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
 
     Returns:
         Options of ``tutti train``: those of ``base`` with the plan's choice, ``until`` set to the target and the length
-        in samples; without output directory, ``resume``, profile and trace,
-        and with the default of ``wait``, as its number of devices is fixed.
+        in samples; without output directory, ``resume``, profile and trace, and with the default of ``wait`` (time to
+        wait for another device), as the number of devices is fixed.
     """
     most = math.ceil(_ROOM * plan.data.samples)
     length: dict[str, Any] = {"epochs": None, "steps": None, "duration": None, "samples": most}
@@ -103,8 +103,8 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
         best: the fastest plan for each number of devices, at least one, sorted by number of devices.
         target: metric and value to which the plans train.
         chosen: the plan within deadline and budget, which the line names. None: the line names ``find_knee(best)``, the
-            plan with the most devices at which a doubling of them made training 1.5 × as fast, or for a single number
-            of devices the only plan, which it calls so.
+            plan with the most devices at which a doubling of them made training 1.5 × as fast. If ``best`` has one plan
+            only, the line names this plan, and says that no other number of devices was planned.
 
     Returns:
         One line of text without a full stop. Where ``best`` has an entry after the plan, the line ends with that

@@ -48,10 +48,10 @@ def plan_choices(
 ) -> Iterator[PlannedStep]:
     """Yield every combination of devices, batch, strategy, micro-batch and checkpointing that a search may choose.
 
-    Micro-batches are 1, 1/2, 1/4, … 1/64 of a data rank's samples, unless the strategy fixes their number. Left out are
-    batches of fewer samples than data ranks; on one device all strategies but the first of ``strategies``, ``mirrored``
-    and ``single``; ``hybrid`` without options on fewer than four devices, unless it is the only strategy; and for
-    stages split over tensor ranks all of ``checkpointing`` but the first.
+    Micro-batches are 1, 1/2, 1/4, … 1/64 of a data rank's samples, unless the strategy fixes their number. A batch must
+    have at least one sample for each data rank. On one device only ``mirrored``, ``single`` and the first of
+    ``strategies`` are yielded. ``hybrid`` without options needs at least four devices, unless it is the only strategy.
+    For pipeline stages that are split over tensor ranks, only the first element of ``checkpointing`` is yielded.
 
     Args:
         counts: numbers of devices.
@@ -175,9 +175,9 @@ class StepPricer:
     def floor(self, step: PlannedStep) -> PlannedStep:
         """Compute a lower bound of the seconds of a planned training step, which is much cheaper than a simulation.
 
-        A strategy without such a bound gets its simulated seconds, as from ``evaluate``. The bound is multiplied by
-        measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it. The number of devices is set in
-        ``costs`` (``share_node``).
+        A strategy without such a bound gets its simulated seconds, as from ``evaluate``. The bound is multiplied by the
+        factor that ``calibrate`` has found (measured ÷ predicted seconds of earlier steps), if there is one. The call
+        sets the number of devices in ``costs`` to that of ``step`` (``share_node``).
 
         Args:
             step: devices, batch, strategy and options; its seconds are not read.
@@ -199,17 +199,16 @@ class StepPricer:
     def evaluate(self, step: PlannedStep) -> PlannedStep:
         """Predict the seconds of a planned training step by simulating all its computation and messages.
 
-        The prediction is multiplied by measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it.
-        The number of devices is set in ``costs`` (``share_node``).
+        The prediction is multiplied by the factor that ``calibrate`` has found (measured ÷ predicted seconds of earlier
+        steps), if there is one. The call sets the number of devices in ``costs`` to that of ``step`` (``share_node``).
 
         Args:
             step: devices, batch, strategy and options; its seconds are not read.
 
         Returns:
             A copy of ``step`` with ``seconds`` (median), ``draws`` (array of shape (256,), Monte Carlo draws of the
-            seconds),
-            ``terms`` (seconds by cause, such as ``compute``), ``basis`` in words, and ``least`` False: the seconds are
-            no lower bound.
+            seconds), ``terms`` (seconds by cause, such as ``compute``), ``basis`` in words, and ``least`` False: the
+            seconds are no lower bound.
 
         Raises:
             UsageError: the step cannot be simulated.

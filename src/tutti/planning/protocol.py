@@ -69,8 +69,8 @@ def cuts(sizes: Sequence[float]) -> list[float]:
     """Return the sizes at which a back-test divides measurements by size into a fitted and a predicted part.
 
     Measurements of sizes (such as numbers of devices) up to a cut are fitted, and measurements of at least twice the
-    cut predicted. There is at most one cut in each doubling: the largest size that is no larger than a power of two, if
-    there is a smaller size and one of at least twice the cut.
+    cut predicted. For each power of two, the largest size up to this power is a cut, if there is a smaller size, and a
+    size of at least twice the cut.
 
     Args:
         sizes: sizes of the measurements, in any order.

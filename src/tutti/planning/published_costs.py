@@ -81,10 +81,10 @@ class PublishedCosts(StepCosts):
             self.note(f"the rate is known from one source; others would differ by {100 * ONE_SOURCE:g} %")
 
     def share_node(self, devices: int) -> None:
-        """Do nothing: accelerators of a node share no threads, so that durations do not depend on their number.
+        """Do nothing: accelerators share no threads, so that durations do not depend on the number of devices.
 
         Args:
-            devices: ignored.
+            devices: ignored; number of devices of the run.
         """
 
     def compute(self, works: Sequence[PassWork], samples: float, *, backward: bool = False) -> Array:
@@ -109,10 +109,13 @@ class PublishedCosts(StepCosts):
         return np.maximum(flop / self._rate * self._factor, launching)
 
     def strategy_work(self, key: str) -> StrategyWork:
-        """Return zeros: the rates of published jobs include the Python work of their frameworks.
+        """Return zeros as the seconds of a strategy's Python work: the rates of published jobs include such work.
 
         Args:
-            key: ignored.
+            key: ignored; name of the strategy.
+
+        Returns:
+            A ``StrategyWork`` whose four numbers of seconds are 0.
         """
         return StrategyWork()
 

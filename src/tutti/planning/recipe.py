@@ -36,12 +36,13 @@ class CriticalBatchWay:
     basis: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return the estimate of the critical batch size by one way of measuring as a JSON object, for ``recipe.json``.
+        """Return the critical batch size as one method of measuring estimates it, as a JSON object for ``recipe.json``.
 
         Returns:
-            The keys ``name`` (``noise``, ``branches`` or ``target``), ``critical_batch`` (samples), ``band`` (list of
-            the low and the high end in samples; null for an unbounded high end) and ``basis`` (the measurements, in
-            words).
+            The keys ``name`` (the method: ``noise`` by gradient noise, ``branches`` by trainings that continue a
+            checkpoint at larger batches, ``target`` by samples to the target), ``critical_batch`` (samples), ``band``
+            (list of the low and the high end in samples; null for an unbounded high end) and ``basis`` (the
+            measurements, in words).
         """
         band = [self.low, self.high if math.isfinite(self.high) else None]
         return {"name": self.name, "critical_batch": self.critical_batch, "band": band, "basis": self.basis}
@@ -88,8 +89,8 @@ def recipe_text(recipe: TrainingRecipe) -> str:
 
     The samples are E(B) = E_min(1 + B/B_crit). The JSON object has the keys ``format`` (1), ``target`` (``metric`` and
     ``value``), ``samples_min`` (E_min) and ``critical_batch`` (B_crit), both in samples, ``draws`` (a list of pairs
-    [E_min, B_crit], drawn from their posterior), ``basis`` (in words) and ``ways`` (B_crit by each way of measuring
-    alone).
+    [E_min, B_crit], drawn from their posterior), ``basis`` (what the constants rest on, in words) and ``ways`` (a list
+    of objects: B_crit as estimated by each method of measuring it alone, such as gradient noise).
 
     Args:
         recipe: the target and the constants.
@@ -133,8 +134,9 @@ def read_recipe(path: Path) -> TrainingRecipe:
 
     Returns:
         A ``TrainingRecipe``: ``metric`` and ``value`` of the target; ``samples_min`` (E_min) and ``critical_batch``
-        (B_crit), medians in samples; ``draws``, pairs (E_min, B_crit) from their posterior; ``basis``, in words; and
-        ``ways``, the critical batch size by each way of measuring alone.
+        (B_crit), medians in samples; ``draws``, pairs (E_min, B_crit) from their posterior; ``basis``, what they rest
+        on, in words; and ``ways``, a tuple of ``CriticalBatchWay``, B_crit as estimated by each method of measuring it
+        alone.
 
     Raises:
         UsageError: the file is missing, of another version, or one of its numbers is missing, not above 0, or absurd.

@@ -55,8 +55,8 @@ def sums_in_memory(costs: StepCosts, exchange: AllReduceConfig, devices: int) ->
     Args:
         costs: durations on the machine; read are the kind of its devices (CPUs or accelerators) and how many of them
             are on a node.
-        exchange: options of gradient synchronisation; read are the algorithm, and wire and buckets, with either of
-            which gradients are not summed in shared memory.
+        exchange: options of gradient synchronisation. Another ``algorithm`` than ``auto`` and ``shared_memory``,
+            another ``wire`` than ``fp32``, or a ``bucket_mb`` rules out shared memory.
         devices: number of devices of the run: data ranks × devices of a replica.
 
     Raises:
@@ -81,15 +81,15 @@ def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, 
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        exchange: options of gradient synchronisation; read are the algorithm, and wire and buckets, with either of
-            which gradients are not summed in shared memory.
+        exchange: options of gradient synchronisation: the ``algorithm``, such as ``ring``; and ``wire`` and
+            ``bucket_mb``, which rule out shared memory if they are not at their defaults.
         ranks: number of data ranks.
         size: bytes of the vector.
         apart: stride in devices from one data rank to the next, which is the number of devices of a replica.
 
     Returns:
         Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
-        constants; all equal for an algorithm with a schedule.
+        constants; all equal for an algorithm that tutti carries out itself, such as ``ring``.
 
     Raises:
         UsageError: the machine's data lack the collective or the cost of a link; or the options ask for shared memory,
@@ -121,8 +121,8 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        each: kind and bytes of the collective as it is really run (``step_facts.carried``), such as an all-to-all in
-            place of a reduce-scatter on CPUs.
+        each: ``kind`` and ``bytes`` of the collective that really runs, as ``step_facts.carried`` returns it: on CPUs
+            an ``all_to_all`` in place of a reduce-scatter, and ``shared_memory`` for small tensors on one node.
         ranks: number of ranks that take part.
         apart: stride in devices from one of these ranks to the next.
 
@@ -199,7 +199,7 @@ def pass_messages(
 ) -> list[PeriodicCollective]:
     """Return the collectives that tensor parallelism makes in a forward or backward of a micro-batch, in order.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -276,9 +276,10 @@ class ReplicaBuilder:
     """Builds the simulated training step of one configuration: computations and messages with their dependences.
 
     A step is a ``StepProgram``. Its actions (computations and messages) belong to one device, which stands for all
-    devices with the same work, or to one device of each pipeline stage. A module group is a module that is sharded as a
-    unit, the rest of the model, or the loss. Nothing is computed or sent on a device. Methods that build or price raise
-    UsageError where ``costs`` lack what the prediction needs, such as the cost of a link between nodes.
+    devices with the same work, or to one device of each pipeline stage. A module group is a module that FSDP wraps or a
+    pipeline stage calls, the rest of the model, or the loss. Nothing is computed or sent on a device. Methods that
+    build or price raise UsageError where ``costs`` lack what the prediction needs, such as the cost of a link between
+    nodes.
 
     Attributes:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
@@ -485,8 +486,8 @@ class ReplicaBuilder:
     ) -> dict[str, int]:
         """Append the forwards and backwards of a rank's micro-batches to a simulated step, and delays of ``--slow``.
 
-        The collectives that tensor parallelism makes in these passes are included. A module group is a module that is
-        sharded as a unit, the rest of the model, or the loss.
+        The collectives that tensor parallelism makes in these passes are included. A module group is a module that FSDP
+        wraps or a pipeline stage calls, the rest of the model, or the loss.
 
         Args:
             program: the simulated step, to which actions (computations and messages) are added.
@@ -596,7 +597,7 @@ class ReplicaBuilder:
         """Append the collectives that tensor parallelism makes in a forward or backward to a simulated step.
 
         All of them are one action. The collectives block: what follows on the device waits for their end. A module
-        group is a module that is sharded as a unit, the rest of the model, or the loss.
+        group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
         Args:
             program: the step, to which the action is added.
@@ -869,7 +870,12 @@ class ReplicaBuilder:
 
     @cached_property
     def work(self) -> StrategyWork:
-        """A ``StrategyWork``: seconds of the Python work of the configuration's strategy on the machine; cached."""
+        """Seconds that the Python code of the configuration's strategy takes besides operators and messages; cached.
+
+        A ``StrategyWork``: ``step``, seconds of a step; ``tensor``, additional seconds of a step for each parameter
+        tensor; ``micro_batch``, seconds of a micro-batch; and ``unit``, additional seconds of a micro-batch for each
+        parameter tensor, with FSDP for each wrapped module.
+        """
         return self.costs.strategy_work(strategy_key(self.config, self.shape))
 
     def _group(self, group: GroupWork, phase: Pass, samples: int) -> Array:

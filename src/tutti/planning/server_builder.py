@@ -91,17 +91,17 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
     """Find out by a trial on small tensors whether an optimizer's update mixes elements of its tensors; cached.
 
-    An optimizer that mixes none, such as Adam, can update slices of a tensor by themselves.
+    An optimizer that mixes no elements, such as Adam, can update each slice of a tensor by itself.
 
     Args:
         optimizer: text of ``--optimizer``.
-        named: names and shapes of the parameters.
+        named: a pair (name, shape) for each parameter, as tuples.
 
     Returns:
-        A ``Mixing`` with the attributes ``rows``, ``columns``, ``flat`` and ``tensors``: whether a step on rows, on
-        slices along other dimensions, on pieces of the flattened tensor, or on a subset of the tensors equals that part
-        of the whole step; whether a step draws random numbers (``draws``) or needs a closure (``closure``); and why the
-        trial failed (``untried``, None if it succeeded).
+        A ``Mixing``. Four of its attributes are True if a step on parts of the tensors gives the same as these parts of
+        a step on the whole: ``rows`` (slices along the first dimension), ``columns`` (along others), ``flat`` (pieces
+        of the flattened tensor) and ``tensors`` (a subset of the tensors). ``draws`` and ``closure`` are True if a step
+        draws random numbers, and if it needs a closure. ``untried`` says why the trial failed; None if it succeeded.
 
     Raises:
         UsageError: there is no parameter, or the text names no optimizer.
@@ -130,7 +130,7 @@ def server_hyperparameters(optimizer: str, named: Shapes) -> int:
 
     Args:
         optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
-        named: names and shapes of the parameters, by which some optimizers make several groups.
+        named: a pair (name, shape) for each parameter, as tuples; some optimizers make several groups of them.
 
     Raises:
         UsageError: there is no parameter, or the text names no optimizer.

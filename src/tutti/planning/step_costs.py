@@ -83,11 +83,12 @@ class StepCosts(Protocol):
         """Return the seconds of a strategy's Python work on the machine, besides the model's operators and the update.
 
         Args:
-            key: name of the strategy, from ``strategy_key``.
+            key: name of the strategy as ``strategy_key`` returns it, such as ``sharded-3``.
 
         Returns:
-            A ``StrategyWork``: seconds a step, parameter tensor, micro-batch, and tensor or wrapped module of a
-            micro-batch; all 0 where these seconds were not measured.
+            A ``StrategyWork``: ``step``, seconds of a step; ``tensor``, additional seconds of a step for each parameter
+            tensor; ``micro_batch``, seconds of a micro-batch; and ``unit``, additional seconds of a micro-batch for
+            each parameter tensor, with FSDP for each wrapped module. All are 0 where they were not measured.
         """
 
     def update(self, optimizer: str, parameters: float, tensors: int = 1) -> Array:

@@ -32,7 +32,7 @@ _WIRE_BYTES = {"bf16": 2, "fp16": 2}
 class TensorFacts:
     """Name, shape and dtype of a parameter of the model, or of one rank's slice of it; holds no tensor.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Attributes:
         name: name of the parameter in the model.
@@ -60,7 +60,7 @@ class TensorFacts:
     def padded(self, ranks: int) -> int:
         """Return the number of the parameter's elements on all ranks if its rows are sharded evenly, padding included.
 
-        Rows are slices along the first dimension; every rank counts with as many as the rank that has most.
+        Rows are slices along the first dimension. Padding gives every rank as many rows as the rank with the most has.
 
         Args:
             ranks: number of ranks over which the rows are sharded.
@@ -73,7 +73,7 @@ class TensorFacts:
 class StageFacts:
     """Module groups, parameters and outgoing activations of the virtual stages of a pipeline.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that a pipeline stage calls, the rest of the model, or the loss.
 
     Attributes:
         groups: names of the module groups of each virtual stage.
@@ -123,7 +123,7 @@ class StageFacts:
 class StepFacts:
     """Work, parameters and collectives of one training step of a model, before durations on a machine are known.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Attributes:
         workload: FLOP, bytes and calls of the model and its loss, by module group.
@@ -314,16 +314,18 @@ def row_tensors(tensors: Sequence[TensorFacts], ranks: int) -> list[TensorFacts]
 
 
 def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
-    """Return the trainable parameters that FSDP2 does not shard: scalars, and parameters of another dtype than most.
+    """Return the trainable parameters that FSDP2 does not shard: scalars, and parameters of an unusual dtype.
 
-    tutti shards their optimizer state as in ZeRO stage 1. The dtype of most is the one with most trainable elements. A
-    module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    The usual dtype is that of most elements of the model's trainable parameters; all other dtypes are unusual. In a run
+    tutti shards the optimizer state of these parameters as in ZeRO stage 1.
 
     Args:
-        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.
+        facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model; only the
+            parameters are read.
 
     Returns:
-        A ``TensorFacts`` (``name``, ``group``, ``shape`` and ``dtype``) for each such parameter, in the model's order.
+        A list with one ``TensorFacts`` for each such parameter, in the model's order: ``name``, ``shape``, ``dtype``,
+        and ``group``, the name of the FSDP-wrapped module that holds it, or of the rest of the model.
     """
     counts: Counter[torch.dtype] = Counter()
     for tensor in (*facts.tensors, *facts.frozen):
@@ -335,9 +337,9 @@ def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
 def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[str, int]:
     """Return the bytes of the parameters that FSDP all-gathers for each module group, with the padding of rows.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss. Rows (slices along the
-    first dimension) are padded to a multiple of ``ranks``. Parameters that FSDP2 does not shard are left out: scalars,
-    and trainable parameters of another dtype than most.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss. Rows
+    (slices along the first dimension) are padded to a multiple of ``ranks``. Parameters that FSDP2 does not shard are
+    left out: scalars, and trainable parameters of another dtype than that of most trainable elements.
 
     Args:
         facts: FLOP, parameters, pipeline stages and tensor-parallel collectives of a step of the model.

@@ -150,7 +150,7 @@ class TaskSizes:
 
         The trace is made on fake tensors, or on real ones where layers return tensors that are split over ranks. Runs
         with an equal partition of the model into stages and tensor ranks share one trace. A module group is a module
-        that is sharded as a unit, the rest of the model, or the loss.
+        that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
         Args:
             config: configuration of a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
@@ -396,7 +396,7 @@ def predict_step(
 ) -> tuple[StepPrediction, StepTimes]:
     """Predict time, memory and messages of a training step by simulating it.
 
-    Sets the number of devices in ``costs`` (``share_node``), and adds lines to its list ``guesses``.
+    The call sets the number of devices in ``costs`` (``share_node``), and adds lines to the list ``costs.guesses``.
 
     Args:
         task: the task, or its name.
@@ -491,7 +491,7 @@ def step_band(
 
 
 def alone_config(config: PlannedRun) -> PlannedRun:
-    """Change a run's configuration to one device: the same global batch, in micro-batches of the same size.
+    """Return a run's configuration changed to one device: the same global batch, in micro-batches of the same size.
 
     The simulated step of this configuration is the baseline for the efficiency of a run on several devices.
 

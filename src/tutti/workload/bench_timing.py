@@ -85,8 +85,9 @@ class Findings:
 
         Returns:
             ``figures``: name → ``value`` (median), ``unit``, ``n`` (number of measurements), ``spread`` (interquartile
-            range) and ``basis``. ``curves``: name → ``unit`` of the sizes, ``points`` (each ``size``, ``seconds``,
-            ``spread`` and ``n``), and the fitted line's ``rate``, ``fixed`` seconds and ``error``.
+            range) and ``basis`` (where the number comes from: ``measured``). ``curves``: name → ``unit`` of the sizes,
+            ``points`` (each ``size``, ``seconds``, ``spread`` and ``n``), and the fitted line's ``rate``, ``fixed``
+            seconds and ``error``.
         """
         return {
             "figures": {name: asdict(figure) for name, figure in self.figures.items()},

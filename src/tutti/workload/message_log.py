@@ -33,7 +33,7 @@ class LoggedCall(NamedTuple):
 class GroupMessage(NamedTuple):
     """One collective over the tensor ranks in a micro-batch, with its bytes as a function of the number of samples.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Attributes:
         group: name of the module group within which the collective is made.
@@ -53,7 +53,7 @@ class MessageLog:
 
     One process traces the model of one tensor-parallel rank. A sum over ranks then holds this rank's summand alone, and
     the slices of other ranks are zeros: the shapes of results are right and the values are not. A module group is a
-    module that is sharded as a unit, the rest of the model, or the loss.
+    module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         size: number of tensor ranks.
@@ -135,7 +135,7 @@ class MessageLog:
         """Return the recorded collectives of a micro-batch, with their bytes as linear functions of its samples.
 
         Each linear function goes through the first two traces, which have different numbers of samples. A module group
-        is a module that is sharded as a unit, the rest of the model, or the loss.
+        is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
         Args:
             group: returns the name of the module group that a path (``LoggedCall.path``) belongs to.

@@ -72,7 +72,7 @@ transcendental, other."""
 
 @dataclass(frozen=True)
 class GroupWork:
-    """Work and sizes of a module group: a module that is sharded as a unit, the rest of the model, or the loss.
+    """Work and sizes of one module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Attributes:
         name: name of the module in the model; ``REST`` or ``LOSS`` for the rest of the model and the loss.
@@ -107,7 +107,7 @@ class GroupWork:
 class Workload:
     """FLOP, bytes and operator calls of a training step of one model and loss, by module group.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Attributes:
         task: name of the task.
@@ -185,7 +185,7 @@ class Workload:
 def write_workload(workload: Workload, path: Path) -> None:
     """Write the FLOP, bytes and calls of a model's training step, by module group, as ``workload.json``.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         workload: the work of the model.
@@ -203,7 +203,7 @@ def write_workload(workload: Workload, path: Path) -> None:
 def workload_json(workload: Workload) -> dict[str, Any]:
     """Return the FLOP, bytes and calls of a model's training step as the JSON object that ``workload.json`` holds.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         workload: the work of the model.
@@ -220,7 +220,7 @@ def workload_json(workload: Workload) -> dict[str, Any]:
 def read_workload(path: Path) -> Workload:
     """Read what training a model asks of a device from the file that ``tutti workload TASK -o FILE`` writes.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         path: the ``workload.json``.

@@ -163,7 +163,7 @@ class _Grouping:
 def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequence[str] = CHOICES) -> Workload:
     """Count the operators, FLOP and bytes of a model and its loss, by tracing forward and backward of a few samples.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Args:
         subject: the model and its loss: functions that build the model and compute the loss, a batch of one sample, and
@@ -193,7 +193,7 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
 class ModuleTraces:
     """Counts of a model's operators by module, from which a ``Workload`` is made for any choice of module groups.
 
-    A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+    A module group is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
     Attributes:
         subject: the model and its loss.
@@ -208,7 +208,7 @@ class ModuleTraces:
     def workload(self, groups: Sequence[str]) -> Workload:
         """Return the FLOP, bytes and calls of each module group of the traced model.
 
-        A module group is a module that is sharded as a unit, the rest of the model, or the loss.
+        A module group is one of the modules ``groups``, the rest of the model, or the loss.
 
         Args:
             groups: names of the modules that are groups, inner modules before the modules that contain them; each must
@@ -245,6 +245,8 @@ class ModuleTraces:
 
     def messages(self, groups: Sequence[str]) -> dict[str, tuple[GroupMessage, ...]]:
         """Return the collectives over the tensor ranks that the traces of a model with split layers recorded.
+
+        A module group is one of the modules ``groups``, the rest of the model, or the loss.
 
         Args:
             groups: names of the modules that are groups, inner modules before the modules that contain them; each must
