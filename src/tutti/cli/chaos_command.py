@@ -102,8 +102,8 @@ def kill(*command: Words, rank: str = "random", options: Common = DEFAULT) -> in
     ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
     started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
     of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed``, ``verify`` (train without faults first, and compare the final weights), ``reference`` (directory
-    of such a run, which is not trained again) and ``as_json``.
+    faults), ``seed`` (of random steps and ranks), ``verify`` (train without faults first, and compare the final
+    weights), ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
     """
     return _play(Fault("kill"), rank, command, options)
 
@@ -132,8 +132,8 @@ def stop(*command: Words, rank: str = "random", seconds: Seconds = None, options
     ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
     started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
     of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed``, ``verify`` (train without faults first, and compare the final weights), ``reference`` (directory
-    of such a run, which is not trained again) and ``as_json``.
+    faults), ``seed`` (of random steps and ranks), ``verify`` (train without faults first, and compare the final
+    weights), ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
     """
     return _play(Fault("stop", seconds=above("--for", seconds)), rank, command, options)
 
@@ -166,8 +166,8 @@ def slow(
     ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
     started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
     of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed``, ``verify`` (train without faults first, and compare the final weights), ``reference`` (directory
-    of such a run, which is not trained again) and ``as_json``.
+    faults), ``seed`` (of random steps and ranks), ``verify`` (train without faults first, and compare the final
+    weights), ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
     """
     above("--factor", factor, 1)
     return _play(Fault("slow", seconds=above("--for", seconds), factor=factor), rank, command, options)
@@ -204,8 +204,9 @@ def fill(
     ``words`` may begin with DIR, a folder on the disk to fill; the rest holds the words of a ``tutti train`` command,
     which is started; when the fault ends the run, it is started again with ``--resume``. ``options`` are common to all
     faults: ``run`` (directory of a running run, in place of a command), ``at_step`` (a step, ``random``, or ``saved``:
-    at the first checkpoint), ``times`` (number of faults), ``seed``, ``verify`` (train without faults first, and
-    compare the final weights), ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
+    at the first checkpoint), ``times`` (number of faults), ``seed`` (of random steps and ranks), ``verify`` (train
+    without faults first, and compare the final weights), ``reference`` (directory of such a run, which is not trained
+    again) and ``as_json``.
     """
     folder = Path(words[0]) if words and words[0] not in ("tutti", "train") else None
     command, most = words[1:] if folder else words, sys.maxsize if yes else MOST

@@ -34,15 +34,15 @@ class Best:
         Args:
             text: the metric, with or without its direction.
             option: name of the option, which a UsageError states.
-            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric; used
-                if ``text`` has no direction.
+            declared: name of a metric → ``lower`` or ``higher``, the better values as the task declares them; used if
+                ``text`` has no direction. None: the task declares nothing.
 
         Returns:
             A ``Best``: ``metric``, the name, and ``more``, whether a higher value is better.
 
         Raises:
             UsageError: ``text`` is malformed, or none of ``text``, ``declared`` and the metric's name gives a
-                direction.
+                direction; a name does that ends in a word such as ``loss`` or ``accuracy`` (``higher_is_better``).
         """
         metric = Metric.parse(text, option, declared)
         return cls(metric.name, metric.higher)

@@ -100,8 +100,8 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
 def per_worker_option(adaptive: bool, noise: Multiplicative | None, noise_every: int | None) -> str | None:
     """Return the first option in use that needs each logical worker's own gradient, before the sum over workers.
 
-    A logical worker is one of N fixed shares of the global batch. The result is the option's text for an error message,
-    such as ``--noise-every``; None if no such option is in use.
+    A logical worker is one of N fixed shares of the global batch. The result is the option's text for an error message:
+    ``--lr-scale adascale``, else ``--noise-every``, else ``--gradient-noise``; None if none of them is in use.
 
     Args:
         adaptive: whether the run uses ``--lr-scale adascale``, which needs each worker's gradient.

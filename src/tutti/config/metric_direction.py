@@ -48,12 +48,14 @@ class Metric:
         """Parse a held-out metric and which of its values are better: ``NAME``, ``NAME:min`` or ``NAME:max``.
 
         ``lower`` and ``higher`` are synonyms of ``min`` and ``max``. Without a direction in the text, ``declared``
-        decides, else the metric's name.
+        decides, else the metric's name: one that ends in a word such as ``loss`` or ``accuracy``
+        (``higher_is_better``).
 
         Args:
             text: the metric, with or without its direction.
             option: name of the option, which a UsageError states.
-            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
+            declared: name of a metric → ``lower`` or ``higher``, the better values as the task declares them; None: the
+                task declares nothing.
 
         Returns:
             A ``Metric``: ``name``, and ``higher``, whether a higher value is better.
@@ -107,8 +109,8 @@ def higher_is_better(name: str, declared: Mapping[str, Direction] | None = None)
     Args:
         name: the metric. A name that ends in a word such as ``loss`` or ``accuracy`` decides by itself, unless it also
             has a word such as ``neg``; a prefix ``raw_`` has no effect.
-        declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric; takes
-            precedence over the name.
+        declared: name of a metric → ``lower`` or ``higher``, the better values as the task declares them, which take
+            precedence over the name; None: the task declares nothing.
 
     >>> [higher_is_better(n) for n in ("val_loss", "top1_accuracy", "neg_mean_squared_error", "distance")]
     [False, True, None, None]
@@ -129,7 +131,8 @@ def check_directions(directions: Mapping[str, str]) -> None:
     """Raise UsageError if a task declares for a metric a direction other than ``lower`` or ``higher``.
 
     Args:
-        directions: by name of the metric, which of its values are better; the argument ``directions`` of a ``Task``.
+        directions: name of the metric → ``lower`` or ``higher``, its better values; the argument ``directions`` of a
+            ``Task``.
     """
     for name, direction in directions.items():
         if direction not in ("lower", "higher"):

@@ -513,7 +513,8 @@ class TrainConfig:
         """Return the metric that selects the best checkpoint, and its direction; None without ``--keep-best``.
 
         Args:
-            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
+            declared: name of a metric → ``lower`` or ``higher``, the better values as the task declares them; None: the
+                task declares nothing.
 
         Returns:
             A ``Best``: ``metric``, the name, and ``more``, whether a higher value is better.
@@ -530,14 +531,16 @@ class TrainConfig:
         """Return the metric, its direction and the held-out value at which training ends; None without ``--until``.
 
         Args:
-            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
+            declared: name of a metric → ``lower`` or ``higher``, the better values as the task declares them; None: the
+                task declares nothing.
 
         Returns:
             A ``TrainingTarget``: ``metric``, which has a ``name`` and ``higher``, whether a higher value is better; and
             ``value``, the float to reach.
 
         Raises:
-            UsageError: the option is malformed, or nothing decides the metric's direction.
+            UsageError: the option is malformed, neither the option, ``declared`` nor the metric's name decides the
+                direction, or ``<=`` or ``>=`` in the option contradicts ``declared`` or the name.
         """
         return None if self.target_text is None else TrainingTarget.parse(self.target_text, declared=declared)
 
@@ -552,13 +555,15 @@ class TrainConfig:
         It is the metric of ``--until``; with ``--patience`` alone that of ``--keep-best``, else the held-out loss.
 
         Args:
-            declared: which values of a metric the task declares to be better, ``lower`` or ``higher``, by metric.
+            declared: name of a metric → ``lower`` or ``higher``, the better values as the task declares them; None: the
+                task declares nothing.
 
         Returns:
             A ``Metric``: ``name``, and ``higher``, whether a higher value is better.
 
         Raises:
-            UsageError: the option that names the metric is malformed, or nothing decides its direction.
+            UsageError: the option that names the metric is malformed, or neither the option, ``declared`` nor the
+                metric's name decides the direction.
         """
         target, best = self.target(declared), self.best(declared)
         if target is not None:

@@ -69,8 +69,8 @@ class PlannedRun(TrainConfig):
     def sized(self, batch_size: int, micro_batch: int | None, activation_checkpointing: str) -> PlannedRun:
         """Return a copy of this run with other sizes; the copy shares the parsed strategy with this run.
 
-        No option is checked or parsed again, unlike in a new object, unless the batch grows in the run: a search makes
-        such a copy for each of its thousands of plans, and the caller gives valid sizes.
+        A search makes such a copy for each of its thousands of plans. To be fast, it takes the sizes as valid: options
+        are parsed and checked again only in a run whose batch grows (``--batch-growth``).
 
         Args:
             batch_size: global batch, in samples.

@@ -29,7 +29,9 @@ class StrategyWork:
     unit: float = 0.0
 
     def of_step(self, tensors: int) -> float:
-        """Return the seconds of the strategy's Python work once a step, without that of its micro-batches.
+        """Return the seconds of the strategy's Python work in a step, those in its micro-batches left out.
+
+        They are ``step`` + ``tensors`` · ``tensor``.
 
         Args:
             tensors: number of the rank's trainable parameter tensors.
@@ -37,7 +39,7 @@ class StrategyWork:
         return self.step + tensors * self.tensor
 
     def of_micro_batch(self, units: float) -> float:
-        """Return the seconds of the strategy's Python work in one micro-batch.
+        """Return the seconds of the strategy's Python work in one micro-batch: ``micro_batch`` + units · ``unit``.
 
         Args:
             units: number of the rank's parameter tensors, with FSDP of wrapped modules.

@@ -155,7 +155,8 @@ class Machine:
 def peak_name(precision: str, threads: int | None) -> str:
     """Return the name of the measured FLOP/s of a device's best matrix product, a key of ``Machine.figures``.
 
-    For example ``device/peak/fp32/threads=8``.
+    The name is ``device/peak/PRECISION/threads=THREADS``, such as ``device/peak/fp32/threads=8``, and for an
+    accelerator ``device/peak/PRECISION``.
 
     Args:
         precision: precision of the product, such as ``fp32``.
