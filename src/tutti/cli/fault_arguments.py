@@ -158,7 +158,7 @@ def read_bytes(text: str) -> int:
 
 
 def above(option: str, value: float | None, least: float = 0) -> float | None:
-    """Return ``value``, the number given for an option or None, if it is None or above ``least``.
+    """Check that an option's number is above ``least``, and return the number; None for an option that is not given.
 
     Args:
         option: name of the option, for the error, such as ``--for``.

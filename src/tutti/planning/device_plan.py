@@ -440,7 +440,7 @@ def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None
         budget: largest cost, in the currency of the plan's price of a device for an hour; None for none.
 
     Raises:
-        UsageError: the deadline is met or not given, a budget is given, and the plan has no price.
+        UsageError: a budget is given, and the plan has no price; not raised for a plan that misses the deadline.
     """
     if deadline is not None and plan.slow_end() > deadline:
         return False

@@ -58,7 +58,8 @@ class MeasuredCosts(StepCosts):
         """Return the seconds of forward or backward work on one device, from the machine's measured curves.
 
         Operators with FLOP take the longer of computing and of moving their bytes, all others the seconds of their
-        bytes; each call adds the seconds of an operation, in training where they were measured.
+        bytes; each call adds the fixed seconds of an operation, as measured in training, or by itself if they were not
+        measured in training.
 
         Args:
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
@@ -165,8 +166,8 @@ class MeasuredCosts(StepCosts):
         If a node's curves are of other numbers of ranks, one of them is scaled as a ring's time is. If there is none,
         an all-reduce of at most 1,024 bytes takes the messages of a ring over the measured links, so that pipelines,
         which send messages and agree on the gradient norm, need no measured collective. A broadcast without a curve
-        takes as long as an all-gather. Between nodes the curve is one of one rank a node; without such a curve, a
-        ring's closed form over the stated link is taken. Lines on all this are added to the list ``guesses``.
+        takes as long as an all-gather. Between nodes, a curve that was measured with one rank a node is taken; without
+        such a curve, a ring's closed form over the stated link. Lines on all this are added to the list ``guesses``.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.

@@ -188,7 +188,9 @@ class StepPricer:
             False where the step was simulated.
 
         Raises:
-            UsageError: the step cannot be simulated.
+            UsageError: the step cannot be simulated: its strategy or options are unknown or refused
+                (``check_buildable``), the model cannot be traced or cut into stages, or the data on the machine lack
+                something that the step needs.
         """
         config, facts, prices = self._open(step)
         bound = step_floor(facts, config, self.costs, prices)
@@ -211,7 +213,9 @@ class StepPricer:
             seconds are no lower bound.
 
         Raises:
-            UsageError: the step cannot be simulated.
+            UsageError: the step cannot be simulated: its strategy or options are unknown or refused
+                (``check_buildable``), the model cannot be traced or cut into stages, or the data on the machine lack
+                something that the step needs.
         """
         config, facts, prices = self._open(step)
         program, slow = build_step(facts, config, self.costs, prices)

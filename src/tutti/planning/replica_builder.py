@@ -301,8 +301,8 @@ class ReplicaBuilder:
         """Build the simulated step of data parallelism with whole replicas, which all-reduce gradients in buckets.
 
         The step has the passes of all micro-batches, the all-reduces over the data ranks and the update; with tensor
-        ranks also their collectives in the passes, broadcasts of the gradients that each of them holds whole, and an
-        all-reduce of the gradient norm over the replica's devices. All-reduces by the communication backend's own
+        parallelism also its collectives in the passes, broadcasts of gradients that every tensor rank holds whole, and
+        an all-reduce of the gradient norm over the replica's devices. All-reduces by the communication backend's own
         algorithm overlap backward; those by another algorithm, and sums in shared memory, follow backward.
 
         Args:
@@ -379,10 +379,10 @@ class ReplicaBuilder:
 
         The step has the passes of all micro-batches; reduce-scatters of the gradient buckets over the shards;
         all-reduces of gradient rows over the replicas, and of loss sums and flags over all data ranks; the update; and
-        all-gathers of the updated rows over the shards. With tensor ranks come their collectives in the passes,
-        broadcasts of the gradients that each of them holds whole, and an all-reduce of the gradient norm over the
-        replica's devices. With a single shard, ranks hold whole tensors, and only all-reduce gradients over the
-        replicas.
+        all-gathers of the updated rows over the shards. With tensor parallelism the step also has its collectives in
+        the passes, broadcasts of gradients that every tensor rank holds whole, and an all-reduce of the gradient norm
+        over the replica's devices. With a single shard, ranks hold whole tensors, and only all-reduce gradients over
+        the replicas.
 
         Args:
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed

@@ -19,7 +19,8 @@ def check_delays(config: PlannedRun) -> None:
     """Raise UsageError if the delays that a run's ``--slow`` asks for cannot be simulated.
 
     The option delays ranks or logical workers (fixed shares of the global batch) on purpose. An error is raised if a
-    named rank or worker does not exist, and for asynchronous parameter servers.
+    named rank or worker does not exist, and if ``--slow`` is given to a run with parameter servers in the mode
+    ``async``.
 
     Args:
         config: configuration of the run, with a number of devices.

@@ -78,7 +78,7 @@ class TaskOrScript:
 
     @property
     def script(self) -> bool:
-        """Whether the command line names a training script, and not a task of ``tutti train``: it ends in ``.py``."""
+        """Whether this is a training script, and not a task of ``tutti train``: whether ``text`` ends in ``.py``."""
         return is_script(self.text)
 
     def load_script(self) -> ScriptTask | None:

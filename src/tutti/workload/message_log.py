@@ -134,8 +134,9 @@ class MessageLog:
     def lines(self, group: Callable[[tuple[str, ...]], str]) -> dict[str, tuple[GroupMessage, ...]]:
         """Return the recorded collectives of a micro-batch, with their bytes as linear functions of its samples.
 
-        Each linear function goes through the first two traces, which have different numbers of samples. A module group
-        is a module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
+        Call it when ``keep`` has stored at least two traces of each kind of activation checkpointing. Each linear
+        function goes through the first two traces, which must have different numbers of samples. A module group is a
+        module that FSDP wraps or a pipeline stage calls, the rest of the model, or the loss.
 
         Args:
             group: returns the name of the module group that a path (``LoggedCall.path``) belongs to.
