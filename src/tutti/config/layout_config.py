@@ -313,8 +313,8 @@ class HybridConfig(TensorConfig, PipelineConfig):
         """Raise UsageError if options of pipeline or tensor parallelism conflict with the run.
 
         That is, if sequence parallelism (``sequence``) or ``schedule=zero_bubble``, which splits each backward in two,
-        is combined with ``--compile``, or ``cuts`` does not name a module for each virtual stage but the first. Called
-        before any rank starts.
+        is combined with ``--compile``, or ``cuts`` is given and does not name one module for each virtual stage but the
+        first. Called before any rank starts.
 
         Args:
             shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.

@@ -372,12 +372,12 @@ class ParameterServerConfig(StrategyOptions):
 
         Returns:
             For ``mode=sync`` an empty dict; with backup workers, whose steps leave out stragglers, ``reproducible``,
-            ``shared_weights`` and ``averages``, all False, and ``exchange``, module and class, as text, of the servers
-            whose sums ranks do not read. For ``mode=async`` and ``mode=bounded`` ``reproducible``, ``shared_weights``,
-            ``averages`` and ``single_update``, all False; ``fault_tolerant`` (the run goes on when a rank is killed)
-            True; ``exchange``, module and class of the asynchronous servers, as text; and ``synchronous`` (every rank
-            makes all steps) and ``custom_loop`` (a script may have its own loop), both True for ``steps=each``, both
-            False for ``steps=all``, which counts the steps of all workers together.
+            ``shared_weights`` and ``averages``, all False, and ``exchange``, module and name of the class that
+            synchronises gradients, as text: ``SynchronousServerSync``. For ``mode=async`` and ``mode=bounded``
+            ``reproducible``, ``shared_weights``, ``averages`` and ``single_update``, all False; ``fault_tolerant`` (the
+            run goes on when a rank is killed) True; ``exchange`` with the class ``AsynchronousServerSync``; and
+            ``synchronous`` (every rank makes all steps) and ``custom_loop`` (a script may have its own loop), both True
+            for ``steps=each``, both False for ``steps=all``, which counts the steps of all workers together.
         """
         if self.mode == "sync":
             late = dict.fromkeys(("reproducible", "shared_weights", "averages"), False)

@@ -550,7 +550,7 @@ class TrainConfig:
         return None if self.until == "none" else self.until
 
     def watched_metric(self, declared: Mapping[str, Direction] | None = None) -> Metric | None:
-        """Return the held-out metric whose values may end the run; None if ``--until`` and ``--patience`` are both absent.
+        """Return the held-out metric that may end the run; None if neither ``--until`` nor ``--patience`` is given.
 
         It is the metric of ``--until``; with ``--patience`` alone that of ``--keep-best``, else the held-out loss.
 

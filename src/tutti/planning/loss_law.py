@@ -198,10 +198,10 @@ def loss_regions(law: LossLaw, parameters: Array, data: Array, loss: Array) -> l
     """Sort training runs into three regions of their loss: ``irreducible``, ``power law`` and ``small data``.
 
     ``irreducible``: the law's constant E is more than 90 % of the run's loss (a choice). ``small data``: the run is in
-    the quarter of runs with the least data, and its loss deviates from a law fitted to the other three quarters by more
-    than five times these runs' spread; only with at least 8 runs, and three different amounts of data among these
-    quarters. Where the three quarters are too few to fit, ``law`` takes the place of their law. All other runs are
-    ``power law``.
+    the quarter of runs with the least data, and the logarithm of its loss deviates from a law fitted to the other three
+    quarters by more than five times these runs' spread (``loss_spread``, 0.001 at least); only with at least 8 runs,
+    and three different amounts of data among these quarters. Where the three quarters are too few to fit, ``law`` takes
+    the place of their law. All other runs are ``power law``.
 
     Args:
         law: the law L = E + A/N^α + B/D^β, fitted to all runs; E is the loss of unlimited model size and data.

@@ -359,9 +359,9 @@ class MeasuredCosts(StepCosts):
 
         All durations that are asked for later depend on it. Where the machine file has curves of as many ranks of a
         node computing at once, these curves are used. Otherwise durations are multiplied by two factors, one of matrix
-        products and one of memory traffic. The factors are those in a file of an older version, or follow from dividing
-        the CPU threads among the ranks, on which a line is added to the list ``guesses``. A further call replaces the
-        number.
+        products and one of memory traffic. Files of an older version hold both factors. Without them, they follow from
+        the division of the CPU threads among the ranks, and a line on this is added to the list ``guesses``. A further
+        call replaces the number.
 
         Args:
             devices: number of devices of the run, on all nodes.

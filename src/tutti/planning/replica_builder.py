@@ -222,7 +222,8 @@ def pass_messages(
 def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = None) -> Array:
     """Predict the seconds of the all-reduce by which the devices of one model replica agree on the gradient norm.
 
-    The message has 8 bytes for each squared norm, with one more number and the digests of the step's consistency check.
+    The message is a float64 vector: the squared norms, one more number, and ``DIGESTS`` digests, by which the ranks
+    check that they are in the same step.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.

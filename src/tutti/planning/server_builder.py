@@ -59,13 +59,13 @@ def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) ->
     """Partition the trainable parameters over parameter servers, as a run without ``--reproducible`` does.
 
     The parameters of each dtype are cut, across tensors, into parts that are equal up to 64 bytes. For an optimizer
-    that mixes elements each tensor stays whole: the largest first, each goes to the server with the fewest bytes.
+    whose update of an element depends on other elements of the tensor, such as Muon, each tensor stays whole: the
+    largest first, each goes to the server with the fewest bytes.
 
     Args:
         tensors: trainable parameters, in the model's order.
         servers: number of servers.
-        optimizer: text of ``--optimizer``; an optimizer that mixes the elements of a tensor needs each tensor whole on
-            one server.
+        optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
 
     Returns:
         A ``ServerPlan``, the layout of all parameters in one buffer of ``size`` bytes. Its methods ``pieces(server)``

@@ -99,8 +99,8 @@ def line_chart(
     """Draw a line chart as SVG, one line for each run, thinned to a readable number of points. Needs matplotlib.
 
     Args:
-        series: number of each run in the report, from 0, which selects colour and dashes, and its (x, y) points, at
-            least one; for a logarithmic scale at least one series.
+        series: for each run its number in the report, from 0, which selects colour and dashes, and its (x, y) points,
+            at least one. May be empty only for a linear scale.
         x, y: labels of the axes, with units.
         caption: what the chart shows, in a sentence.
         reference: label and height of a horizontal line; None for none.
