@@ -128,7 +128,8 @@ def read_devices(text: str | None, command: Command) -> list[int]:
 
     Raises:
         UsageError: the text is malformed, the run is without ``--reproducible``, or it cannot use a number of devices.
-        DataError, CheckpointError: as ``refuse_config`` raises them for the run.
+        DataError: the task's data are missing, or a package that reads them is.
+        CheckpointError: the weights of ``--init-from`` cannot be loaded.
     """
     found = [_number("--devices", word, "whole numbers, such as 2,3,4") for word in (text or "").split(",") if word]
     if found and not command.config.reproducible:

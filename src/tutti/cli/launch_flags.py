@@ -162,8 +162,8 @@ def start_node(part: NodePart, words: list[str]) -> int:
         words: the command of each rank, behind ``tutti``, without the flags of nodes and devices.
 
     Returns:
-        0; the exit code of the rank whose failure caused the others; ``ExitCode.PREEMPTED`` (75) if the ranks saved and
-        ended on a signal; or 128 + the number of a signal.
+        0 if all ranks have ended with 0; the exit code of the rank whose failure caused those of the others;
+        ``ExitCode.PREEMPTED`` (75) if the ranks saved and ended on a signal; or 128 + the number of a signal.
 
     Raises:
         DiskError: the folder of logs cannot be made, or a log cannot be written.

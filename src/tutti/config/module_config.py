@@ -65,7 +65,7 @@ def check_batch_norm(text: str) -> BatchNormConfig:
 
     Args:
         text: ``worker``: one micro-batch of a logical worker (share of the global batch); ``ghost:size=32``: 32 samples
-            of one; ``sync``: the global batch.
+            of a logical worker; ``sync``: the global batch.
 
     Returns:
         The options: a ``WorkerBatchNorm``, a ``Ghost`` with the integer ``size``, or a ``Sync``.

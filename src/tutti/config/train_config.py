@@ -330,11 +330,11 @@ class TrainConfig:
 
     @cached_property
     def noise(self) -> Multiplicative | None:
-        """The noise that is added to the gradient, from ``--gradient-noise``; None without it.
+        """The noise that is put into the gradient, from ``--gradient-noise``; None without it, and for ``none``.
 
-        A ``Multiplicative`` object: the noise makes the gradient as noisy as the gradient of a batch of ``base_batch``
-        samples. Raises UsageError if the text is malformed, or conflicts with the batch size or ``--lr-scale
-        adascale``.
+        A ``Multiplicative`` object: random weights of the samples' losses make the gradient as noisy as the gradient of
+        a batch of ``base_batch`` samples. Raises UsageError if the text is malformed, or conflicts with the batch size
+        or ``--lr-scale adascale``.
         """
         return check_noise(self.gradient_noise, self.batch_size, self.lr_rule.adaptive)
 

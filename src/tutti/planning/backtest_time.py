@@ -468,8 +468,9 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
     Yields:
         For each pair of source and hardware, and each protocol, one record with ``group`` (the pair), ``protocol``,
-        ``predictions`` (a list of ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why some
-        or all jobs could not be predicted, or what the predictions guess because the table does not state it.
+        ``predictions`` (a list of ``CheckedPrediction``, with ``predicted`` and ``measured`` in device-seconds a
+        sample) and ``reason``: why some or all jobs could not be predicted, or what the predictions guess because the
+        table does not state it.
     """
     every = list(map(_Job, rows))
     jobs = [job for job in every if math.isfinite(job.seconds)]

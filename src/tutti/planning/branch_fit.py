@@ -112,8 +112,8 @@ def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance
         deviation of ln B_crit (``centre``, ``spread``) and P (``progress``).
 
     Raises:
-        UsageError: a loss is not finite, the branches do not suffice, or training at one times the batch made no
-            progress.
+        UsageError: a loss is not finite, there are fewer branches or multiples than ``branches`` must have, or training
+            at one times the batch made no progress.
     """
     import numpy as np
 

@@ -95,8 +95,8 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
         inputs: an array (n,) for each input of the law by its name, with one element for each measurement.
         seconds: (n,) measured seconds, positive; for n = 0 the fit is the prior.
         independent: effective number of measurements: if n is larger, errors are weighted down so that together they
-            count as so many independent ones. ``OTHER_SETS`` for measurements of another source than the one to
-            predict, which say less about it.
+            count as so many independent ones. Pass the constant ``OTHER_SETS`` for measurements of another source than
+            the one to predict, which say less about it.
 
     Returns:
         A ``FittedLaw``: ``log_constants`` (natural logarithms at the optimum), ``covariance`` of them, (JᵀJ)⁻¹ at the

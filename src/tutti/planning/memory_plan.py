@@ -297,8 +297,8 @@ def batch_of(sample: Any, samples: int, config: PlannedRun) -> Any:
 def backward_of_loss(model: Any, task: Task, config: PlannedRun, batch: Any) -> None:
     """Run forward and backward of the task's loss on a micro-batch, under CPU autocast for 16-bit precisions.
 
-    The gradients are added to the parameters' ``grad``. Of a loss that is a tuple, the first element counts; backward
-    starts from the sum of its elements.
+    The gradients are added to the parameters' ``grad``. Of a loss function that returns a tuple, the first element is
+    the loss; backward starts from the sum of the loss's elements.
 
     Args:
         model: the model, or a callable in its place.

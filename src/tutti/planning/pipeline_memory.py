@@ -167,7 +167,8 @@ def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, f
         that was run.
 
     Raises:
-        UsageError: the model cannot be partitioned, or only by running it when a run starts.
+        UsageError: the model cannot be partitioned, or it is partitioned only when a run starts, by running its forward
+            on a micro-batch.
         DataError: the task's data are missing or malformed.
         TypeError: the run is no pipeline.
     """

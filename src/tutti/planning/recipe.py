@@ -139,7 +139,8 @@ def read_recipe(path: Path) -> TrainingRecipe:
         alone.
 
     Raises:
-        UsageError: the file is missing, of another version, or one of its numbers is missing, not above 0, or absurd.
+        UsageError: the file is missing, no JSON or of another format, or one of its entries is missing or invalid, such
+            as a number of samples that is not finite and above 0.
     """
     remedy = "write it with tutti noise"
     try:

@@ -307,8 +307,8 @@ class ReplicaBuilder:
         algorithm overlap backward; those by another algorithm, and sums in shared memory, follow backward.
 
         Args:
-            exchange: options of gradient synchronisation: ``schedule`` (all-reduce
-                algorithm, None for the backend's own), ``wire`` (dtype of messages) and ``bucket_mb``.
+            exchange: options of gradient synchronisation: ``schedule`` (all-reduce algorithm, None for the backend's
+                own), ``wire`` (dtype of messages) and ``bucket_mb``.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
             ranks: number of data ranks; 1 makes no all-reduce.

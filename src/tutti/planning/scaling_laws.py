@@ -224,8 +224,9 @@ def transformer_flops_per_token(
 def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
     """Predict how much longer training on many devices takes than computing alone, as a factor and a summand.
 
-    The factor: a collective waits for the slowest of N devices, 1 + σ√(2 ln N) times as long as a typical one (Gumbel's
-    extreme of normal draws), and a forward or backward over w tokens works at a saturating rate r∞·w/(w + w½).
+    The factor is (1 + σ√(2 ln N)) · (1 + w½/w): a collective waits for the slowest of N devices, 1 + σ√(2 ln N) times
+    as long as a typical one (Gumbel's extreme of normal draws), and a forward or backward over w tokens on each tensor
+    rank works at a saturating rate r∞·w/(w + w½).
 
     The summand: gradients go round a ring whose slowest link counts, a device's link within a node or its part of the
     node's network; of its time a fitted fraction is exposed, the rest overlaps with computing. Sharded weights are

@@ -44,7 +44,7 @@ class GradientVector:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the whole gradient vector takes in messages, in their dtype."""
+        """Bytes that the whole gradient vector takes in messages: ``elements`` × ``itemsize``."""
         return self.elements * self.itemsize
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_script(text: str) -> bool:
-    """Return whether a text names a training script that calls ``tutti.prepare``, and not a task: it ends in ``.py``.
+    """Return whether a text names a training script and not a task of ``tutti train``: whether it ends in ``.py``.
 
     >>> is_script("train.py"), is_script("train.py:task"), is_script("digits")
     (True, False, False)

@@ -31,7 +31,8 @@ _SHARED = 0.03
 def bench_links(world: World, found: Findings) -> None:
     """Measure the seconds of point-to-point messages between ranks I and I + 1, one each way at the same time.
 
-    The pairs are measured one after the other. The last rank has no message to rank 0, and one rank alone no curve.
+    The pairs are measured one after the other. The last rank exchanges no message with rank 0; a single rank measures
+    nothing.
 
     Ring algorithms use links both ways at once. On some links each direction is slower then, because acknowledgements
     share its rate. The function is collective over all ranks: before each message all ranks all-gather one number, as a

@@ -117,7 +117,8 @@ class Machine:
 
         Returns:
             A ``Figure``: ``value`` (the median), its ``unit``, ``n`` (number of measurements), ``spread``
-            (interquartile range; None for one measurement) and ``basis``, such as ``measured``.
+            (interquartile range; None for one measurement) and ``basis`` (where the number comes from, such as
+            ``measured``).
 
         Raises:
             UsageError: the number was not measured; the message names the command that does.
