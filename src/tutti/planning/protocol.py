@@ -69,8 +69,8 @@ def cuts(sizes: Sequence[float]) -> list[float]:
     """Return the sizes at which a back-test divides measurements by size into a fitted and a predicted part.
 
     Measurements of sizes (such as numbers of devices) up to a cut are fitted, and measurements of at least twice the
-    cut predicted. For each power of two, the largest size up to this power is a cut, if there is a smaller size, and a
-    size of at least twice the cut.
+    cut predicted. For each power of two, from 1 to half the largest size, the largest size up to this power is a cut if
+    there is a smaller size.
 
     Args:
         sizes: sizes of the measurements, in any order.

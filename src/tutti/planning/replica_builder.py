@@ -222,8 +222,8 @@ def pass_messages(
 def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = None) -> Array:
     """Predict the seconds of the all-reduce by which the devices of one model replica agree on the gradient norm.
 
-    The message is a float64 vector: the squared norms, one more number, and ``DIGESTS`` digests, by which the ranks
-    check that they are in the same step.
+    The message has 8 bytes for each of its numbers: the squared norms, one more, and ``DIGESTS`` digests, by which the
+    ranks check that they are in the same step.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
