@@ -74,9 +74,8 @@ def branch_point(run: Path, step: int | None = None) -> BranchPoint:
 
     Raises:
         UsageError: the files of the run cannot be read, there is no such checkpoint, it is not at the end of an epoch,
-            no evaluation was made there, the schedule has lowered the learning rate there to less than 1/1000, or the
-            run adapts its batch size or learning rate during training (``--batch-growth``, ``--regime-batch``,
-            ``--lr-scale adascale``).
+            no evaluation was made there, ``factor`` is below 1/1000, or the run adapts its batch size or learning rate
+            during training (``--batch-growth``, ``--regime-batch``, ``--lr-scale adascale``).
     """
     from tutti.checkpoint.folder import scan
 

@@ -64,9 +64,10 @@ def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
 def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
     """Return the options in which two runs differ, apart from scale (workers, batch size) and learning rate.
 
-    Options that have no effect at the reference's scale do not count: ``regime_batch`` if it equals the reference's
-    batch, ``gradient_noise`` if its base batch does, and, if the reference has one worker, ``batch_norm=sync`` and
-    ``identical_batches``.
+    An option that has no effect at the reference's scale counts as not set: ``regime_batch`` equal to the reference's
+    batch size, ``gradient_noise`` whose base batch has this size, and, if the reference has one worker,
+    ``batch_norm=sync`` and ``identical_batches``. The seed and options that do not affect a result, such as folders,
+    are not compared.
 
     Args:
         config: options of one run.

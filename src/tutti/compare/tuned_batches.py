@@ -80,8 +80,9 @@ def tuned_batches(
 ) -> Iterator[TunedBatch]:
     """Train to a target (``--until``) at each batch size: a grid of learning rates, then the best with several seeds.
 
-    The grid is centred on the optimizer's rate times √(batch ÷ configured batch size), a factor of 3 apart, and is
-    widened twice at most while its best rate is at an edge. Finished runs are kept: the same call trains only the
+    The grid has three rates: the optimizer's rate times √(batch ÷ batch size of ``base``), a third of it and three
+    times it. While the best rate is the smallest or the largest, one more is tried beyond it, a factor of 3 away, twice
+    at most. The best rate needs the fewest samples to the target. Finished runs are kept: the same call trains only the
     missing ones.
 
     Args:
@@ -95,8 +96,8 @@ def tuned_batches(
 
     Yields:
         A ``TunedBatch`` for each batch size, smallest first, as soon as its runs are finished: ``batch``; ``rate``, the
-        learning rate that needs the fewest samples to the target; ``tuned``, pairs (rate, samples to the target) of the
-        grid; ``edge``, whether the best rate is at an edge of the grid; and ``runs``, the directories of the runs with
+        best rate; ``tuned``, pairs (rate, samples to the target, ∞ where it was missed) of the grid; ``edge``, whether
+        the best rate is still the smallest or the largest of the grid; and ``runs``, the directories of the runs with
         the best rate, one a seed.
 
     Raises:

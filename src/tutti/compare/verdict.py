@@ -175,9 +175,9 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
     Returns:
         One ``Effect`` for each rung, in the ladder's order, with ``name``, ``cause``, ``parent``, ``gain`` (positive if
         better than the parent), ``noise`` (the larger of both rungs' ranges over seeds) and ``share``: the gain divided
-        by the drop of the metric from the first to the naive rung, which loses accuracy. ``share`` is None if there is
-        no drop, for the naive rung, and for rungs that are no recipes (``like_with_like.recipes``): those at the first
-        rung's number of workers and batch size.
+        by the drop of the metric from the first to the naive rung, which loses accuracy. ``share`` is a number for
+        recipes alone, and None if there is no drop. Recipes are all rungs but the naive one at another number of
+        workers or batch size than the first; if no rung has another, all but the naive and the first.
     """
     drop = _drop(ladder, rows, metric)
     asked = {rung.name for rung in recipes(ladder)} - {ladder.naive}

@@ -151,12 +151,15 @@ def _remedy(mine: str, other: str) -> str:
 
 
 def unreadable_sample(what: str, name: str, error: Exception) -> DataError:
-    """Return the error for a sample that the user's data set could not read, with the line of the user's code.
+    """Return the error for a sample that the user's data set could not read; it names the line of the user's code.
 
     Args:
         what: which sample, such as ``cannot read sample 7``.
         name: the data set.
-        error: the exception of the data set.
+        error: the exception that the data set raised, whose type and text the error states.
+
+    Returns:
+        The DataError, for the caller to raise.
     """
     line = own_line_of(error)
     return DataError(what, where=f"{name}, {line}" if line else name, why=f"{type(error).__name__}: {error}")

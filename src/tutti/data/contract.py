@@ -110,8 +110,9 @@ class BatchContract:
         """Return the logical workers that a data rank runs, as a contiguous range of their indices.
 
         A logical worker is one of N fixed shares of the global batch. With at least as many workers as data ranks the
-        ranks divide the workers as evenly as possible, and the first ranks have one more; with more data ranks than
-        workers the range holds one worker, of whose micro-batches the rank runs a part.
+        ranks divide the workers as evenly as possible, and the first ranks have one more. With more data ranks than
+        workers the workers divide the ranks in the same way: the range holds one worker, of whose micro-batches this
+        rank and its neighbours each run a part.
 
         Args:
             rank: the data rank, from 0.
@@ -124,8 +125,9 @@ class BatchContract:
     def worker(self, samples: int, worker: int) -> range:
         """Return the samples of a logical worker, as a range of positions within the global batch.
 
-        A logical worker is one of N fixed shares of the global batch. Shares differ by at most one sample; a share may
-        be empty in a global batch of fewer than N samples.
+        A logical worker is one of N fixed shares of the global batch: contiguous, in the order of the workers, and as
+        even as possible, where the first shares have one sample more. A share may be empty in a global batch of fewer
+        than N samples.
 
         Args:
             samples: number of samples in the global batch, which may be a smaller one at the end of an epoch.

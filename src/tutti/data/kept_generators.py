@@ -42,10 +42,13 @@ class KeptGenerators:
         self._looks = 0
 
     def look(self) -> bool:
-        """Look for generators, at the first eight calls and calls 16, 32, …: some are made with the first sample.
+        """Look for random generators in the data set and its functions, at the first eight calls and calls 16, 32, ….
+
+        Later calls look again because a data set may make a generator with its first sample; calls between do nothing.
+        The other methods act on the generators that the last look has found.
 
         Returns:
-            Whether other generators were found than by the look before.
+            Whether this call has looked, and found other generators than the look before.
         """
         self._looks += 1
         if self._looks > _OFTEN and self._looks & (self._looks - 1):
@@ -54,13 +57,19 @@ class KeptGenerators:
         return set(map(id, before)) != set(map(id, self._found))
 
     def seed(self, key: int) -> None:
-        """Seed every generator found by a 64-bit key and its place among them; call it inside ``restored``."""
+        """Seed every generator that ``look`` has found, each by a hash of ``key`` and its index among them.
+
+        To be called inside ``restored``, which gives the generators their states back.
+
+        Args:
+            key: 64-bit seed.
+        """
         for place, generator in enumerate(self._found):
             _seed(generator, int(hash64(key, place)))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Return a context manager that restores the states of the generators found at its end."""
+        """Return a context manager that, at its end, restores the states of the generators that ``look`` has found."""
         states = [(generator, _state(generator)) for generator in self._found]
         try:
             yield
@@ -69,7 +78,7 @@ class KeptGenerators:
                 _restore(generator, state)
 
     def states(self) -> list[bytes]:
-        """Return the states of the generators found, as values that can be compared."""
+        """Return the pickled states of the generators that ``look`` has found, in order, to be compared with others."""
         return [pickle.dumps(_state(generator)) for generator in self._found]
 
 

@@ -168,7 +168,9 @@ class MapReader:
         """Yield this rank's part of each global batch of an epoch of a map-style data set, on the CPU.
 
         Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: the ranks all-gather
-        and compare digests of this order. Otherwise no collective is performed.
+        and compare digests of this order. Otherwise no collective is performed. In the first call on several ranks
+        without loader processes, the rank's first item is read twice, to check that it does not depend on earlier
+        reads.
 
         Args:
             epoch: from 0.
@@ -182,7 +184,7 @@ class MapReader:
         Raises:
             MismatchError: on every rank, if a sampler has drawn other samples on another rank.
             DataError: a sample cannot be read or collated, or the sampler yields invalid indices.
-            UsageError: on several ranks, a sample is another one when it is read again.
+            UsageError: the item that is read twice differs, though its random draws are the same.
             LoaderError: a loader process ended, or gave no batch within the timeout.
         """
         contract = self._epochs.at(epoch)

@@ -77,8 +77,8 @@ class Stream:
     def first_batch(self, count: int, key: int) -> Batch:
         """Return the first samples of the iterable data set as a batch, before training, without consuming them.
 
-        The reader that the next call ``cursor(0, key)`` with the same ``key`` returns yields them again. With another
-        ``key`` than that of the call before, the data set is opened anew.
+        The samples are kept: the reader of the next ``cursor(0, key)`` with the same ``key`` yields them again, and a
+        further call with this ``key`` reads them no second time. A call with another ``key`` opens the data set anew.
 
         Args:
             count: number of samples; a shorter data set gives fewer.

@@ -34,15 +34,19 @@ _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "__getstate__"
 def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int = 0) -> None:
     """Wrap methods of a script's optimizer, so that its ``step`` makes one update for each global batch.
 
-    Wrapping is not collective. In a custom training loop a rank may run the loop's body for several micro-batches of a
-    global batch: ``step()`` makes the update in the last of them, where it has the collectives of ``CustomLoop.step``
-    (gradients of a plain ``loss.backward()`` are reduced over the data ranks first), and does nothing in the others.
-    ``zero_grad`` clears the gradients that the script sees, too. ``state_dict``, ``load_state_dict`` and copies raise
-    UsageError where this rank does not hold all optimizer state, and so does ``state`` where another object or rank
-    makes the optimizer's updates. The methods are wrapped on the instance, as PyTorch's schedulers wrap ``step``; the
-    optimizer's class stays. A function that the script has set as a method of the instance before is called in place of
-    the class's method. Other methods of the script's class, such as SAM's ``first_step``, raise UsageError where they
-    fail for want of a gradient that the rank's last micro-batch alone has (``CustomLoop.explaining``).
+    In a custom training loop a rank may run the loop's body for several micro-batches of a global batch, one after
+    another. Wrapping is not collective, and acts on the instance alone, as PyTorch's schedulers wrap ``step``; a
+    function that the script has set as a method of the instance before is called in place of the class's method. Then:
+
+    - ``step()`` makes the update in the body of the rank's last micro-batch; in earlier bodies it does nothing. It
+      first reduces gradients of a plain ``loss.backward()`` over the data ranks (collective), and performs the
+      collectives of the strategy's update.
+    - ``zero_grad()`` also clears ``.grad`` of the script's own parameter objects, where the optimizer has others
+      (shards).
+    - ``state_dict()``, ``load_state_dict()`` and copies raise UsageError where this optimizer does not hold all
+      optimizer state of the rank's part of the model; ``state`` where another object or rank makes its updates.
+    - Other public methods of the script's class, such as SAM's ``first_step``, raise UsageError if they fail in an
+      earlier body, under a strategy where the optimizer's parameters have gradients in the last body alone.
 
     Args:
         optimizer: one of the script's optimizers, which gets these methods as attributes.

@@ -19,10 +19,10 @@ _OPTION = re.compile(r"--([a-z][a-z-]*)(?: (\d+\b(?![.:])|[a-z0-9]\S*?(?=[,;)]|\
 
 @contextmanager
 def argument_words() -> Iterator[None]:
-    """Return a context manager that names arguments of ``tutti.prepare`` in the text of each TuttiError in its block.
+    """Return a context manager that rewords each TuttiError of its block in arguments of ``tutti.prepare``.
 
-    The error is raised on with the same type. ``as_arguments`` replaces the options of ``tutti train`` in its text,
-    such as ``--workers 4`` by ``workers=4``, because a script has no command line.
+    The same error propagates. In its text each option of ``tutti train``, such as ``--workers 4``, is replaced by the
+    argument, ``workers=4`` (``as_arguments``), because a script has no command line.
     """
     try:
         yield

@@ -188,13 +188,15 @@ class Callbacks:
         self._left_training = True
 
     def end_left(self, run: Run) -> None:
-        """Make up for the events that a ``break`` out of a loop has left out: ``on_step_end``, then ``on_train_end``.
+        """Make up for what a ``break`` out of a loop has left out: a step's end, ``on_step_end`` and ``on_train_end``.
 
-        Before them, the step of a custom loop that was left is ended, which under local SGD may average the workers'
-        parameters (collective over the data ranks). Each event is collective over all ranks if a callback has the
-        method. Does nothing if no loop was left since the previous call of this method. Every rank calls this before
-        each collective call of the script: Python swallows exceptions in the end of a generator, and does not tell it a
-        ``break`` from an exception. An exception of a callback propagates; other ranks raise PeerError.
+        First ends the step of a custom loop that was left, which under local SGD may average the workers' parameters
+        (collective over the data ranks). Then calls ``on_step_end`` if a loop over batches was left (``leave_step``)
+        and the event is still due, and ``on_train_end`` if a loop over epochs was left (``leave_training``); each is
+        collective over all ranks, by an all-gather of the reasons to stop, if a callback has the method. Does nothing
+        if no loop was left since the previous call. Every rank calls this before each collective call of the script:
+        when Python closes the loop's generator, it does not tell a ``break`` from an exception, and swallows
+        exceptions. An exception of a callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.

@@ -172,9 +172,10 @@ class CustomLoop:
 
         If this rank has no sample in a global batch, a dummy micro-batch of weight 0 stands in. Gradients are reduced
         over ranks while the loop body runs on the rank's last micro-batch of each global batch. The iterator itself
-        exchanges over all ranks the reasons to stop of callbacks, and digests of copies of parameters at the end of
-        some epochs; over the data ranks digests of samples (streams and samplers), the averages of local SGD after a
-        body, and under ``central_storage`` at its start addresses of shared memory.
+        performs collectives between bodies: over all ranks all-gathers of callbacks' reasons to stop, and at the end of
+        some epochs of digests of the copies of parameters; over the data ranks all-gathers of digests of samples
+        (streams and samplers), under local SGD the averages of parameters, and under ``central_storage`` at its start
+        an exchange of addresses of shared memory.
 
         Args:
             number: the epoch, from 0.
@@ -185,11 +186,14 @@ class CustomLoop:
 
         Raises:
             UsageError: the strategy has no custom training loops; ``noise_every`` is set, or ``compile`` to a mode with
-                CUDA graphs; an earlier loop over micro-batches was left in the middle of a global batch, or this one
-                begins within its body before ``optimizer.step()``; or in reproducible mode this rank has several
-                micro-batches of a worker that begins on another rank; the body differs from that of the rank's first
-                micro-batch, or writes parameters before the last; with parameter servers that do not wait for all
-                workers a global batch ends without an update; or a step cannot begin (``StepLifecycle.begin``).
+                CUDA graphs; an earlier loop over micro-batches was left in the middle of a global batch; this loop
+                begins in the body of another one, before its ``optimizer.step()``; in reproducible mode several ranks
+                share a worker, and a rank other than the worker's first has several of its micro-batches; the body
+                makes other backward and optimizer calls than for the rank's first micro-batch of the global batch,
+                writes parameters before the last, or skips a micro-batch because of its size; with parameter servers
+                that do not wait for all workers a global batch ends without an update; the script has converted the
+                model or replaced optimizer state, has registered hooks or thawed parameters that the strategy cannot
+                handle, or has caught an exception of a step that cannot be skipped.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         self._check_beginning()
@@ -292,7 +296,12 @@ class CustomLoop:
             self._started = True
 
     def plain_backward(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Return a context manager around a ``loss.backward()`` of the script: see ``GradientOrigin.plain_backward``.
+        """Return a context manager for a plain ``loss.backward()`` of the script, to mark gradients of unfit losses.
+
+        Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
+        over micro-batches. They are marked, and the next ``run.backward``, ``run.reduce_gradients`` or
+        ``optimizer.step()`` raises UsageError, unless the script clears them before. Outside of a loop's body nothing
+        is done. Not collective.
 
         Args:
             loss: the tensor whose ``backward`` the script calls.
@@ -327,7 +336,7 @@ class CustomLoop:
         self._lifecycle.enter(Phase.COMPUTE)
 
     def refuse_step(self) -> None:
-        """Raise UsageError where the loop's body has called ``run.step``."""
+        """Raise UsageError if the body of a loop over micro-batches is under way; ``run.step`` calls this first."""
         if self._in_body:
             raise UsageError(
                 "run.step is called in a loop over run.microbatches",
@@ -383,10 +392,10 @@ class CustomLoop:
             void.undo()
 
     def end_left(self) -> None:
-        """End the step of a body that the script has left by ``break``, as ``end_step`` does.
+        """End the step of a loop over micro-batches that the script has left by ``break``; nothing in an open loop.
 
-        Does nothing while a loop over micro-batches is open. Collective over the data ranks where local SGD then
-        averages.
+        To end a step means, under local SGD and DiLoCo, to average the workers' parameters if an average is due after
+        the step, collectively over the data ranks (``end_step``). With other strategies nothing is done.
         """
         if not self._open:
             self.end_step()
@@ -394,10 +403,10 @@ class CustomLoop:
     def end_step(self) -> None:
         """Average the parameters of workers that make updates of their own, if that is due after the present step.
 
-        For local SGD and DiLoCo; with other strategies it does nothing. Collective over the data ranks where an average
-        is due: an all-to-all and an all-gather for each dtype. Called after the loop's body, or earlier where the
-        script saves the run in the body or begins another step there. Does nothing for a step whose batch has not been
-        consumed, or that has been ended.
+        For local SGD and DiLoCo; with other strategies nothing is done. An average is collective over the data ranks:
+        an all-to-all and an all-gather for each dtype. The loop calls this after its body, and earlier where the script
+        saves the run or begins another step in the body. The first call after the global batch counts as consumed ends
+        the step; a call before that, or a second one for the same step, does nothing.
         """
         step_context = self._batch.ending
         if step_context is not None and self._local is not None and self._batch.is_counted:
@@ -440,12 +449,14 @@ class CustomLoop:
 
         Raises:
             UsageError: outside of a loop over ``run.microbatches()``; the script has edited or assigned ``.grad`` of a
-                micro-batch before; the body differs from that of the rank's first micro-batch of this global batch; a
-                gradient hook saw gradients of another scale; the loss has an unknown form or requires no gradient;
-                gradients of a plain ``loss.backward()`` cannot be reduced with these (a split model,
-                ``gradient_noise``, a loss that counts another unit than samples); or with parameter servers an
-                earlier gradient was not cleared, or this is a second one of the global batch and the servers do not
-                wait for all workers.
+                micro-batch before; the body makes other calls than for the rank's first micro-batch of this global
+                batch; the loss has an unknown form or requires no gradient; in the first steps, the loss depends on
+                another worker's samples, or the body takes batches of a DataLoader of its own for each micro-batch; the
+                loss counts another unit than samples, such as tokens, and a gradient hook of the script saw gradients
+                divided by samples; a plain ``loss.backward()`` has left gradients that cannot be reduced together with
+                these, because the model is split, the run has ``gradient_noise``, or this loss counts another unit than
+                samples; or with parameter servers an earlier gradient was not cleared, or this is a second one of the
+                global batch and the servers do not wait for all workers.
             MismatchError: ranks are in different steps, or make different calls.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
@@ -722,13 +733,18 @@ class CustomLoop:
     def step(self, index: int | None) -> bool:
         """Update the parameters where the script calls ``optimizer.step()`` in a custom loop over micro-batches.
 
-        The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done. Gradients
-        of a plain ``loss.backward()`` are reduced first, as by ``CustomLoop.backward`` collectively over the data
-        ranks. For the update ZeRO stage 1 all-gathers rows over the shard ranks, ``central_storage`` waits at a
-        barrier, and parameter servers are asked for it; optimizers that need whole tensors gather them where they are
-        split. Otherwise the update sends nothing. Besides, data ranks compare settings that were changed since
-        ``backward`` and gradients that the script has edited (all-gathers; edits over all ranks where each has a part),
-        and take the norm anew (``norm_of``) after edits, after several reductions and with several optimizers.
+        The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done.
+        Collectives of the update, in this order:
+
+        - Gradients of a plain ``loss.backward()`` are reduced over the data ranks, as by ``CustomLoop.backward``.
+        - If the script has edited gradients, they are compared by all-gathers, over the data ranks, or over all ranks
+          where each has a part of a gradient. If it has changed settings such as ``lr`` since ``backward``, the data
+          ranks all-gather these.
+        - After edits, after several reductions and with several optimizers, the gradient norm is computed anew:
+          all-reduces over the ranks among which a gradient is split.
+        - For the update ZeRO stage 1 all-gathers rows over the shard ranks, ``central_storage`` waits at a barrier, and
+          parameter servers are asked for it; optimizers that need whole tensors gather them where they are split.
+          Otherwise the update sends nothing.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``; None for all of them.
@@ -737,12 +753,13 @@ class CustomLoop:
             True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
-            UsageError: outside of ``run.microbatches()``; the script has edited a micro-batch's own gradient, or added
-                it to that of the global batch; with AdaScale, several reductions of gradients in one update; the body
-                differs from that of the rank's first micro-batch; the script edited a gradient differently on each
-                rank; ranks have set different values of an optimizer's setting, such as ``lr``, since ``run.backward``;
-                with parameter servers no gradient was computed before; under local SGD the step has ended with an
-                average already, by ``run.save``; or as ``GradientSync.optimizer_step``.
+            UsageError: outside of ``run.microbatches()``; the script has edited the gradient of a single micro-batch,
+                or added one to that of the global batch; with AdaScale, several reductions of gradients in one update;
+                the body makes other calls than for the rank's first micro-batch; ranks have edited a gradient in
+                different ways, or set different values of an optimizer's setting, such as ``lr``, since
+                ``run.backward``; with parameter servers no gradient was computed before; under local SGD ``run.save``
+                has already ended the step with an average; an optimizer does not take sparse gradients; or the script
+                has written parameters where the strategy cannot follow.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         micro_batch = self._micro_batch_of_body("optimizer.step()")
@@ -933,11 +950,12 @@ class CustomLoop:
     ) -> Any:
         """Update the parameters where the script calls ``optimizer.step(closure)`` in a custom loop over micro-batches.
 
-        The optimizer's own step calls the closure, each time with a reduction of the gradients over ranks, which is
-        collective, so that all data ranks must make equally many (LBFGS makes several). The optimizer gets the mean
-        gradient over the global batch, clipped as the run clips. Where each rank updates a part of the parameters, and
-        for optimizers that call it once, the closure is called before the update. If the gradient of the first
-        evaluation is not finite, the update is skipped.
+        The optimizer's own step calls the closure as often as it needs (LBFGS several times). Each call reduces the
+        gradients over the data ranks, which is collective, so that all of them must make equally many; under local SGD
+        the first call alone is collective, and reduces losses. The optimizer gets the mean gradient over the global
+        batch, clipped as the run clips. If each rank updates a part of the parameters, or the optimizer calls a closure
+        once only, this method calls the closure itself, and then makes the update as ``CustomLoop.step``. If the
+        gradient of the first call is not finite, the update is skipped.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``.
@@ -950,10 +968,10 @@ class CustomLoop:
             shape filled with the mean loss over the global batch; any other result is passed on unchanged.
 
         Raises:
-            UsageError: outside of ``run.microbatches()``; a rank has several micro-batches; or the strategy updates
-                parts of the parameters, and the optimizer needs more than one call of the closure or its step is a
-                function of the script; or as ``CustomLoop.step``.
-            NonFiniteError: the gradient of a later evaluation was not finite, and the optimizer has written it into the
+            UsageError: outside of ``run.microbatches()``; a rank has several micro-batches; each rank updates a part of
+                the parameters, and the optimizer needs more than one call of the closure, or its step is a function of
+                the script; or for a reason for which ``CustomLoop.step`` raises.
+            NonFiniteError: the gradient of a later call was not finite, and the optimizer has written it into the
                 parameters; or too many updates in a row were skipped.
         """
         run, micro_batch = self._run, self._micro_batch_of_body("optimizer.step(closure)")
@@ -1065,18 +1083,18 @@ class CustomLoop:
 
     @contextmanager
     def explaining(self, call: str) -> Iterator[None]:
-        """Return a context manager for a call of an optimizer's method that raises UsageError for missing gradients.
+        """Return a context manager that explains why a method of the script's optimizer fails in an earlier loop body.
 
         Where each rank updates a part of the parameters (shards, ZeRO rows), the optimizer's parameters have gradients
-        only in the loop's body for a rank's last micro-batch of a global batch. A method of the script's optimizer that
-        fails in the body for an earlier micro-batch is taken to have needed them. Not collective.
+        only in the loop's body for a rank's last micro-batch of a global batch. If the method raises in the body for an
+        earlier micro-batch, it is taken to have needed them. Not collective.
 
         Args:
             call: the method as a message names it, such as ``SAM.first_step()``.
 
         Raises:
-            UsageError: the method fails under such a strategy in the body for an earlier micro-batch. Exceptions
-                elsewhere, and each ``TuttiError``, propagate.
+            UsageError: the method raises under such a strategy in the body for an earlier micro-batch. In all other
+                cases, and if it is a ``TuttiError``, its exception propagates.
         """
         try:
             yield

@@ -121,8 +121,9 @@ def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Resul
     """Compute with the run's weights in eval mode on held-out samples that are divided over the data ranks alive.
 
     If a rank is killed meanwhile, its samples are missing, and the ranks alive compute all of them again. All ranks of
-    the run must call it. Collective over the data ranks: all-gathers of the logical workers' buffers, and of parameters
-    where workers or servers have others than the model; then the collectives of ``compute``.
+    the run must call it. Collective over the data ranks: all-gathers of the buffers, of which each logical worker
+    (fixed share of the global batch) has its own; all-gathers of parameters where workers have their own (local SGD) or
+    parameter servers have newer ones; then the collectives of ``compute``.
 
     Args:
         run: the run, whose model has its weights of training and its mode back afterwards.
@@ -133,8 +134,8 @@ def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Resul
         The result of that call of ``compute`` during which no rank was lost.
 
     Raises:
-        UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer that has a value of
-            its own in each logical worker.
+        UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer of which each logical
+            worker has its own value.
     """
     comm = run.context.comms.replica
     with (
@@ -166,8 +167,10 @@ def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank:
         samples in ``source``. For a stream a ``HeldOutStream``, whose blocks are known once it has been read.
 
     Raises:
-        UsageError: ``tutti.prepare`` would refuse the ``DataLoader`` too, because of a feature that cannot be
-            reproduced; or the samples are a stream that shards itself over ranks.
+        UsageError: ``source`` is no data set, is a stream that shards itself over ranks, or a ``DataLoader`` that
+            cannot be reproduced on several ranks, such as one with an ``__iter__`` of its own or a
+            ``DistributedSampler``; or ``collate`` is given with a ``DataLoader`` or a ``tutti.data.Source``.
+        DataError: there are no samples, or tensors have different numbers of them.
     """
     if not isinstance(source, DataLoader):
         data = _held_out(source, collate)

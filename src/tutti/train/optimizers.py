@@ -38,10 +38,11 @@ def factory(
         sparse: names of parameters that may have sparse gradients.
 
     Returns:
-        A function that takes (name, parameter) pairs and returns an optimizer over them, or None where a single
-        optimizer has no parameter among them; several optimizers become one object. The first call whose pairs include
-        all parameters of a script's own optimizer returns this optimizer itself; any other call makes a new one of the
-        same class and settings, or raises UsageError if the script's has already stepped.
+        A function that takes (name, parameter) pairs and returns an optimizer over these parameters. Several optimizers
+        of the script become one object; a single one of which no parameter is among the pairs gives None. For a
+        script's own optimizer, the first call whose pairs include all its parameters returns the optimizer itself; any
+        other call makes a new one of the same class and settings, or raises UsageError if the script's has already
+        stepped.
 
     Raises:
         UsageError: a rule other than ``NoRule`` for the script's own optimizers; or a rule that does not fit the

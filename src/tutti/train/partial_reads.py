@@ -136,11 +136,15 @@ def _gather(run: Run, state: dict[str, Any], prefix: str, place: str) -> None:
 
 
 def read_only_state(run: Run, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the whole tensors of a model, of which copies refuse writes, because they would be lost. Not collective.
+    """Return the whole tensors of a model, in which copies are read-only: a write to one would be lost. Not collective.
 
     Args:
         run: the run that trains the model.
         whole: all tensors by name, as ``run.whole_state`` returns them.
+
+    Returns:
+        A dict with the same names: the model's own tensors of this rank as they are, and in place of each copy a tensor
+        that raises UsageError when it is written.
     """
     live = [local_tensor(parameter) for _, parameter in parameters(run.replica.parts)]
     return read_only_copies(whole, [*live, *(slot.get() for slot in buffers(run.replica.parts))])

@@ -125,8 +125,8 @@ def refuse_unnamed(differences: Sequence[SettingDifference], named: NamedChanges
 def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
     """Check that the settings that the user changes on resuming can change at this point and in this run.
 
-    Batch size, data and seed can change only at the end of an epoch; batch size and data not with batch growth,
-    AdaScale or a strategy whose options are in epochs.
+    Batch size, data and seed can change only at the end of an epoch. In a run with batch growth, AdaScale or a strategy
+    that has options in epochs, batch size and data cannot change at all. Other settings always can.
 
     Args:
         manifest: the checkpoint.

@@ -401,11 +401,11 @@ class Run:
             The loss, as the mean over the global batch (with asynchronous servers over this rank's workers).
 
         Raises:
-            UsageError: the run has no loss function; the body of ``microbatches`` makes the call; the
-                optimizer needs a closure; the caller made the batch, and the batch size grows, or this rank has no
-                sample of it and the strategy needs samples on every rank; the loss has an unknown form; or the script
-                has converted the model, written or hooked tensors where the strategy cannot follow, or caught an
-                exception of a step that cannot be skipped: one device skips any.
+            UsageError: the run has no loss function; the body of ``microbatches`` makes the call; the optimizer needs a
+                closure; the caller made the batch, and the batch size grows, or this rank has no sample of it and the
+                strategy needs samples on every rank; the loss has an unknown form; the script has converted the model,
+                or written or hooked tensors where the strategy cannot follow; or the script has caught an exception of
+                an earlier step, of which other ranks may hold a part (on one device such a step is skipped).
             NonFiniteError: ``max_nonfinite`` updates in a row were skipped because a gradient is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
@@ -527,12 +527,13 @@ class Run:
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
         """Compute gradients, in place of ``loss.backward()``, and reduce them in a rank's last micro-batch.
 
-        ``.grad`` is then the gradient of the global batch, the same on every rank (with shards this rank's rows or
-        unreadable, with synchronous parameter servers read from them, with others unreadable, under local SGD that of
-        this rank's worker). In earlier micro-batches of a global batch it has this micro-batch's part. Several calls
-        before ``optimizer.step()`` accumulate gradients, as in PyTorch. Collective over the data ranks in the last
-        micro-batch: an all-reduce of the gradients, or what the strategy does in its place
-        (``GradientSync.reduce_gradients``).
+        ``.grad`` is then the gradient of the global batch, the same on every rank. With shards, ``.grad`` has this
+        rank's rows, or raises UsageError when it is read; with parameter servers it is read from synchronous ones, and
+        raises UsageError with others; under local SGD it is the gradient of this rank's worker. In earlier
+        micro-batches of a global batch it has this micro-batch's part. Several calls before ``optimizer.step()``
+        accumulate gradients, as in PyTorch. Collective over the data ranks in the last micro-batch: an all-reduce of
+        the gradients, with shards a reduce-scatter, with parameter servers an exchange with them, under local SGD an
+        all-reduce of losses alone.
 
         Args:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
@@ -541,7 +542,7 @@ class Run:
 
         Raises:
             UsageError: outside of ``run.microbatches()``; the script has edited or assigned ``.grad`` of a micro-batch
-                before; the body differs from that of the rank's first micro-batch of this global batch; or with
+                before; the body makes other calls than for the rank's first micro-batch of this global batch; or with
                 parameter servers an earlier gradient was not cleared, or this is a second one of the global batch and
                 the servers do not wait for all workers.
             MismatchError, PeerError: ranks are in different steps or make different calls, or a rank has died.
@@ -588,7 +589,10 @@ class Run:
             True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
-            UsageError: outside of a loop over ``run.microbatches()``, or for the other reasons of ``CustomLoop.step``.
+            UsageError: outside of a loop over ``run.microbatches()``; the script has edited the gradient of a single
+                micro-batch, or gradients differently on each rank; with AdaScale, gradients were reduced several times;
+                with parameter servers none was computed; or the body makes other calls than for the rank's first
+                micro-batch.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         return self.custom.step(None)
@@ -773,19 +777,30 @@ class Run:
             ``model.load_state_dict`` what is written.
 
         Raises:
-            UsageError: ``averaged``, and the run keeps no average; or the script has replaced a parameter of the model,
-                with pipeline stages a module, made a buffer, or written one that has a value of its own in each logical
-                worker.
+            UsageError: ``averaged``, and the run keeps no average; the script has replaced a parameter of the model, or
+                with pipeline stages a module; a persistent buffer was made since ``tutti.prepare``; or the script has
+                written a buffer of which each logical worker (fixed share of the global batch) has its own value.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         found = self.whole_state(averaged)
         return found if averaged else read_only_state(self, found)
 
     def whole_state(self, averaged: bool = False) -> dict[str, Tensor]:
-        """Return what ``state`` returns, with copies that may be written. Collective as ``state``.
+        """Return all parameters and persistent buffers of the plain model on every rank, as writable tensors.
+
+        Collective over all ranks, as ``state``: all-gathers of digests of the call and of copies, broadcasts or
+        all-gathers of shards and slices, and merging of replicas that differ.
 
         Args:
-            averaged: see ``state``.
+            averaged: return the average of the weights over the updates (EMA) in place of the trained parameters.
+
+        Returns:
+            A dict of whole tensors by name, each the model's own tensor or a copy. A write to a copy does not change
+            the model, and raises nothing, in contrast to the copies of ``state``.
+
+        Raises:
+            UsageError, MismatchError: for the same reasons as ``state``, such as ``averaged`` in a run without an
+                average, or copies of a parameter that differ between ranks.
         """
         self._read_whole(averaged)
         found = self._gathered(averaged).all()
@@ -825,7 +840,9 @@ class Run:
             averaged: hash the average of the weights in place of the trained parameters.
 
         Raises:
-            UsageError: ``averaged`` without an average, or for the other reasons of ``state``.
+            UsageError: ``averaged``, and the run keeps no average; the script has replaced a parameter of the model, or
+                with pipeline stages a module; a persistent buffer was made since ``tutti.prepare``; or the script has
+                written a buffer of which each logical worker (fixed share of the global batch) has its own value.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         self._read_whole(averaged)
@@ -848,11 +865,10 @@ class Run:
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers, merged over logical data-parallel workers.
 
-        Collective over the data ranks: all-gathers of the workers' buffers, and of parameters where workers or servers
-        have others than the model. All ranks must call it.
-
-        A logical worker is a fixed share of the global batch; under local SGD each worker has its own parameters, and
-        their mean over workers is returned.
+        A logical worker is a fixed share of the global batch, with buffers of its own; under local SGD each worker has
+        its own parameters, too, and their mean over workers is returned. Collective over the data ranks, and all ranks
+        must call it: all-gathers of the workers' buffers, and of parameters where workers have their own or parameter
+        servers have newer ones.
 
         Args:
             averaged: return the average of the weights over the updates (EMA) in place of the trained parameters.
@@ -863,8 +879,8 @@ class Run:
             slice. Tensors may be those of the model or of the average, not copies.
 
         Raises:
-            UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer that has a value
-                of its own in each logical worker.
+            UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer of which each
+                logical worker has its own value.
         """
         merged = self.gradient_sync.merged()
         if not averaged:
@@ -924,8 +940,9 @@ class Run:
 
         Raises:
             UsageError: in the middle of a global batch; ``extra``, or a state of a scheduler or callback, has a value
-                of another type; or the script has replaced a parameter of the model, made a buffer, or written one that
-                has a value of its own in each logical worker.
+                of another type; the script has replaced a parameter of the model, or with pipeline stages a module; a
+                persistent buffer was made since ``tutti.prepare``; or the script has written a buffer of which each
+                logical worker has its own value.
             CheckpointError: the ranks do not share ``folder``.
             MismatchError: ranks hold different copies of a parameter; nothing is written.
             DiskError: the checkpoint could not be written; earlier checkpoints are intact.

@@ -64,9 +64,10 @@ class Checkpoints(CheckpointManager):
     def save(self, extra: Mapping[str, Any], evaluated: Mapping[str, float] | None = None) -> None:
         """Write a checkpoint of the run, in the background if memory has room for a copy of this rank's state.
 
-        Every rank writes its own tensors. Collective over all ranks, which compare copies of tensors first, by digest,
-        and call ``GradientSync.state``. Blocks until the previous save is complete; call ``wait`` to learn whether this
-        one has succeeded.
+        Every rank writes its own tensors. Collective over all ranks: all-gathers of digests of their copies of tensors,
+        which are compared first; then over the data ranks all-gathers of the buffers of all logical workers (fixed
+        shares of the global batch), and of parameters where workers have their own. Blocks until the previous save is
+        complete; call ``wait`` to learn whether this one has succeeded.
 
         Args:
             extra: further JSON values by key to store in the manifest, besides the run's own.
@@ -101,9 +102,10 @@ class Checkpoints(CheckpointManager):
     def restore(self, named: NamedChanges = NOTHING_NAMED) -> Mapping[str, Any] | None:
         """Restore the run from the newest checkpoint in the run's folder whose files are intact.
 
-        Collective over all ranks: a broadcast of the checkpoint's path, and what ``GradientSync.load`` does.
-        Parameters, optimizer state and counters are overwritten in place; epoch, optimizer settings and callbacks of a
-        script are not (``restore_run``).
+        Collective over all ranks: a broadcast of the checkpoint's path, after which each rank reads for itself. ZeRO
+        stage 1 then all-gathers parameters over the shard ranks, and ranks meet at a barrier with ``central_storage``
+        and parameter servers. Parameters, optimizer state and counters are overwritten in place; epoch, optimizer
+        settings and callbacks of a script are not (``restore_run``).
 
         The number of logical workers (fixed shares of the global batch) may differ from the checkpoint's only if the
         user named this setting; a warning then says which state starts afresh.

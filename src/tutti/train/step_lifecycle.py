@@ -182,9 +182,11 @@ class StepLifecycle:
         self._written.compare()
 
     def watch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
-        """Choose the check of the losses of a step (``values``), and return whether it watches this step.
+        """Choose the check of this step's losses, set ``values`` to it, and return whether it checks this step.
 
-        To be called once in each step, before the micro-batches. Not collective.
+        The check is that for samples of another logical worker (``CarriedValues``, in the first two steps of a rank
+        with several micro-batches); in other steps that for values which each data rank has kept of its own samples
+        (``KeptValues``), where it is due. To be called once in each step, before the micro-batches. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
@@ -258,21 +260,22 @@ class StepLifecycle:
         return [*work[:index], (worker, [*dummies, *micro_batches_here]), *work[index + 1 :]]
 
     def guarded(self, loss: LossFn, work: WorkerBatches) -> LossFn:
-        """Return the loss function of ``run.step`` with the checks of the first steps around it.
+        """Return the loss function of ``run.step`` with the checks that are due in this step around it.
 
-        Called once in each step, after ``begin``. In the first steps of a run the returned function raises UsageError
-        for a loss that depends on samples of another logical worker (share of the global batch), and for a forward that
-        changes parameters in every micro-batch; it warns of a loss that mixes samples. In steps 1 to 8, 16, 32, 64, …
-        it also raises UsageError for a loss that depends on Python objects which another worker's micro-batch has
-        changed, and in steps 1 and 2 for a loss that takes batches of a DataLoader. In other steps it is ``loss``
-        itself. Not collective.
+        Called once in each step, after ``begin``. The returned function raises UsageError for a loss that depends on
+        samples of another logical worker (share of the global batch; checked in steps 1 and 2), for a forward that
+        changes parameters in every micro-batch (steps 1 to 3), for a loss that depends on Python objects which another
+        worker's micro-batch has changed (steps 1 to 8, 16, 32, 64, …), and for a loss that takes batches of a
+        DataLoader (steps 1 and 2). In the first step it warns of a loss that mixes samples. In some steps it records
+        values of earlier steps on which the loss depends, which data ranks then compare with the gradients. Not
+        collective.
 
         Args:
             loss: the loss function.
             work: this rank's micro-batches of the step, in the order in which the runner computes them.
 
         Returns:
-            A function with the arguments and the result of ``loss``.
+            A function with the arguments and the result of ``loss``; ``loss`` itself where no check is due.
         """
         # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
         probed = self._run.checks.probed(loss)
@@ -281,9 +284,11 @@ class StepLifecycle:
         return self.loaders.watched(guarded, sum(len(micro_batches) for _, micro_batches in work))
 
     def uncompiled(self) -> AbstractContextManager[None]:
-        """Return a context manager for the computation of a step; see ``CarriedValues.uncompiled``.
+        """Return a context manager around a step's forwards and backwards, in which compiled code may run uncompiled.
 
-        Called after ``guarded``, and entered at once.
+        Code of ``torch.compile`` runs uncompiled in the first two steps if the losses are checked for samples of
+        another logical worker (``guarded``), as the check does not see the calls of compiled code; otherwise the
+        context does nothing. To be called after ``guarded``, and entered at once.
         """
         return self._carried.uncompiled()
 
@@ -317,10 +322,11 @@ class StepLifecycle:
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Return a context of forward, backward and update of a step, of which the script may catch exceptions.
+        """Return a context manager around a step's forward, backward and update, to skip a step that an exception ends.
 
-        After an exception the step's gradients and loss sums are dropped, as if the script had skipped the batch. Where
-        this is not possible (``GradientSync.abandon_step``), ``check_left`` refuses further steps. Not collective.
+        The exception propagates, and the script may catch it and go on. The step's gradients and loss sums are dropped,
+        as if the script had skipped the batch. Where other ranks may hold a part of them, so that this is not possible,
+        ``check_left`` raises UsageError in further steps. Not collective.
         """
         try:
             yield
@@ -330,15 +336,19 @@ class StepLifecycle:
             raise
 
     def leave(self, error: BaseException) -> None:
-        """Let ``check_left`` refuse further steps, because an exception has ended one that cannot be skipped.
+        """Record that an exception has ended a step that cannot be skipped, so that ``check_left`` raises from now on.
 
         Args:
-            error: the exception, whose class the refusal names.
+            error: the exception, whose class the UsageError names.
         """
         self._left = self.context.taken + 1, type(error).__name__
 
     def check_left(self) -> None:
-        """Raise UsageError if an exception has ended a step that cannot be skipped. Not collective."""
+        """Raise UsageError if an exception has ended an earlier step that cannot be skipped. Not collective.
+
+        Such a step has left a part of its gradients here, with other ranks or with servers; the script has caught the
+        exception and goes on. The run calls this at the beginning of each step and in ``run.backward``.
+        """
         if self._left is not None:
             step, name = self._left
             raise UsageError(

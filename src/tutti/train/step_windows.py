@@ -184,7 +184,7 @@ class Window:
 def planned_windows(
     config: TrainConfig, run: Run, total: int | None, directory: str | None, resumes: bool, listener: Listener
 ) -> list[Window]:
-    """Return the windows of steps to profile and to trace, as ``--profile`` and ``--trace`` say.
+    """Return the windows of steps to profile and to trace, as the options ``--profile`` and ``--trace`` ask for.
 
     Args:
         config: the configuration.
@@ -192,10 +192,13 @@ def planned_windows(
         total: steps of the run; None if unknown.
         directory: the run directory; None for no windows.
         resumes: whether the run is resumed.
-        listener: is warned if a resumed run has too few steps left.
+        listener: is warned if a resumed run has too few steps left, for which the window is left out.
+
+    Returns:
+        A list with a ``Window`` for each of the two options that is set, the profile first.
 
     Raises:
-        UsageError: a fresh run has too few steps.
+        UsageError: a run that is not resumed has fewer steps than an option asks for.
     """
     found = []
     for name, watch, table in (("profile", profiled, profile.TABLE), ("trace", traced, trace.TABLE)):

@@ -132,14 +132,18 @@ def make_train_plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int
 
 
 def make_lr_schedule(config: TrainConfig, epochs: Epochs) -> Schedule:
-    """Return the function from a step to the factor on the initial learning rate.
+    """Return the function from a step to the factor on the initial learning rate, for the whole run.
 
     Args:
-        config: the configuration.
+        config: the configuration, which names the schedule and the length of the run.
         epochs: global batches of all epochs.
 
+    Returns:
+        A function from the number of steps so far (an int from 0) to the factor (a float).
+
     Raises:
-        UsageError: as ``make_train_plan``.
+        UsageError: a length in epochs rounds to no step, or is a part of an epoch of unknown length; or the schedule
+            decreases over the whole run, and the run's number of steps is unknown.
     """
     total = make_train_plan(config, epochs)[1]
     scaled = config.lr_rule.factor(epochs.first.batch)

@@ -64,10 +64,12 @@ def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Sou
         A ``Source`` for a map-style data set, a ``Stream`` for an iterable one.
 
     Raises:
-        UsageError: a stream (iterable data set) with ``shuffle``, ``identical_batches``
-            or ``steps=all``, or a stream that shards itself with ``drop_last`` or ``reproducible``; a sampler with
-            ``steps=all``; ``drop_last`` with ``batch_growth``; or an own ``collate`` with synchronised batch norm and
-            several workers or micro-batches.
+        UsageError: the data set has an unknown type; a stream (iterable data set) with ``shuffle`` or
+            ``identical_batches``; a stream that shards itself with ``drop_last`` or ``reproducible``; a stream or a
+            sampler with parameter servers of which each rank makes as many steps as it can (``steps=all``);
+            ``drop_last`` with ``batch_growth``; or a ``collate`` of the script with synchronised batch norm and several
+            workers or micro-batches.
+        DataError: the data set is empty, or its tensors have different numbers of samples.
     """
     data = adapt_training(sampling.dataset, sampling.collate, sampling.drop_last, sampling.processes)
     identical, reproducible = o.identical_batches, o.reproducible

@@ -37,10 +37,13 @@ class VoidBody:
 
     @staticmethod
     def backward(loss: Any, retain_graph: bool) -> None:
-        """Compute gradients of the dummy samples into ``.grad``, for a body that reads them. Not collective.
+        """Compute gradients of another worker's samples into ``.grad``, in place of ``run.backward``. Not collective.
+
+        The loop's body may read them as in any other step; ``undo`` removes them. A loss without gradient is left
+        alone.
 
         Args:
-            loss: what the script gave ``run.backward``.
+            loss: what the script gave ``run.backward``; of a tuple or list the first element is the loss.
             retain_graph: keep the graph for another backward.
         """
         losses = loss[0] if isinstance(loss, tuple | list) else loss

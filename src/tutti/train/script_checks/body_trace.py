@@ -57,15 +57,15 @@ class BodyTrace:
         self._generators = 0
 
     def begin_batch(self) -> None:
-        """Forget the bodies of the previous global batch."""
+        """Begin a global batch, whose bodies are compared with one another alone: forget those of the batch before."""
         self._first.clear()
 
     def begin(self, place: Place, batch: Any) -> None:
-        """Begin the body of a micro-batch.
+        """Begin to record the body of a custom loop for a micro-batch, to compare it with the first of equal shapes.
 
         Args:
-            place: worker and index of the micro-batch.
-            batch: its samples. Batches with other leaves than tensors are not compared.
+            place: index of the logical worker, and of the micro-batch, whose samples the body trains on.
+            batch: these samples. If a leaf of the batch is no tensor, the body is not compared.
         """
         leaves = tree_leaves(batch)
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
@@ -74,15 +74,20 @@ class BodyTrace:
         self._other = found if found.place != place else None
 
     def note(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Place | None:
-        """Record a call of PyTorch of the present body, right after the call.
+        """Record a PyTorch call of the present body, right after the call, and compare it with that of the first body.
+
+        The first body is that of the global batch's first micro-batch with the same shapes as this one. A call is
+        compared with the call at the same position there. Once a body has read a value of a tensor, or has drawn from
+        Python's or NumPy's global generators, it is no longer compared.
 
         Args:
-            func, name: the function, and its name.
+            func, name: the function that is called, and its name.
             args, kwargs: its arguments.
             result: what it has returned.
 
         Returns:
-            The first body's micro-batch, if that body has made the same call with other numbers; else None.
+            The ``Place`` of the first body (worker and micro-batch), if its call has the same name and result shapes,
+            and other Python numbers among its arguments; else None.
         """
         if not self._comparable or func in METADATA or name in _CLEARS or tutti_caller(__name__) is not None:
             return None
@@ -105,12 +110,16 @@ class BodyTrace:
     def other_graph(self, loss: Tensor) -> Place | None:
         """Compare the autograd graph of a loss with that of the same loss of the first body.
 
+        The first body is that of the global batch's first micro-batch with the same shapes as this one; the same loss
+        is the one with the same index among the losses of a body.
+
         Args:
             loss: the loss of the present body, before its backward.
 
         Returns:
-            The first body's micro-batch, if that body has computed its loss by other functions or of other parameters;
-            else None.
+            The ``Place`` of the first body (worker and micro-batch), if it has computed its loss by other functions or
+            of other parameters; else None, also where bodies are no longer compared, as they have read values or drawn
+            random numbers.
         """
         graph = _graph(loss) if self._comparable else None
         index = len(self._own.graphs)

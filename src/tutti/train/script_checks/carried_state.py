@@ -210,14 +210,15 @@ class CarriedValues(LossWatch):
         """Count a global batch as begun, and return whether the losses of its micro-batches are to be checked.
 
         To be called once for each global batch, before its first forward. If the result is True, the caller surrounds
-        the code of each micro-batch by ``begin`` and ``end``. Not collective.
+        the code of each micro-batch by ``begin`` and ``end``, and enters ``uncompiled`` around it. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
 
         Returns:
-            True in the first two global batches, if this rank has several micro-batches of the batch. Their code runs
-            ``uncompiled``; False if it is compiled and the run is reproducible or records graphs.
+            True in the first two global batches, if this rank has several micro-batches of the batch. False in all
+            others, and if the script's code is compiled in a run that is reproducible or records CUDA graphs, which
+            must not run it uncompiled.
         """
         run = self._run
         self._batches += 1
@@ -242,7 +243,15 @@ class CarriedValues(LossWatch):
         return may or not compiled
 
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
-        """See the base class. Called in global batches for which ``begin_batch`` has returned True."""
+        """Enter this function mode for the code that computes the loss of a micro-batch; ``end`` leaves it.
+
+        From then on the mode follows the batch's tensors through calls of PyTorch. To be called in global batches for
+        which ``begin_batch`` has returned True. Not collective.
+
+        Args:
+            micro_batch: the micro-batch, whose logical worker is read.
+            batch: its samples, as the code gets them.
+        """
         self._here = worker_place(micro_batch, self._run)
         self._leaves = {key: (leaf, place) for key, (leaf, place) in self._leaves.items() if leaf() is not None}
         self._found = {storage: origins for storage, origins in self._found.items() if not storage.expired()}
@@ -263,18 +272,21 @@ class CarriedValues(LossWatch):
         self.enter()
 
     def uncompiled(self) -> AbstractContextManager[None]:
-        """Return a context manager within which compiled code runs uncompiled, in a global batch that is watched.
+        """Return a context manager within which code of ``torch.compile`` runs uncompiled, in a checked global batch.
 
-        A function mode does not see the calls of compiled code. To be entered at once, around both the forward and the
-        backward of a micro-batch: backward computes checkpointed modules again, as they ran in the forward.
+        A function mode does not see the calls of compiled code. The context is to be entered around both the forward
+        and the backward of a micro-batch, because backward computes checkpointed modules again, and must do so as the
+        forward did. In global batches that are not checked (``begin_batch``) it does nothing.
         """
         return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
         """Enter this function mode for the body of a custom loop, as ``begin`` does, and compare it with the first one.
 
-        Bodies of one global batch whose numbers and branches differ without a reason in their samples count as moved by
-        the code for another micro-batch (``BodyTrace``).
+        Within the mode compiled code runs uncompiled. If the body gives other numbers to PyTorch than the body for an
+        earlier micro-batch, or computes its loss by other functions, although the two have equal shapes and have read
+        no values of their samples (``BodyTrace``), the loss counts as dependent on the earlier one, and ``check``
+        raises UsageError.
 
         Args:
             micro_batch: the micro-batch whose body follows.
@@ -288,7 +300,11 @@ class CarriedValues(LossWatch):
             self._trace.begin(worker_place(micro_batch, self._run), micro_batch.batch)
 
     def ended(self) -> None:
-        """Count the micro-batch, and make numbers plain after the last one."""
+        """End the check of a micro-batch: let compiled code run compiled again, and note what numbers modules keep.
+
+        After the last micro-batch that is checked in a run, numbers that remember their origins, which the script may
+        keep, are replaced by plain floats and ints. ``end`` calls this.
+        """
         self._uncompiled.close()
         self._left -= 1
         if self._left > 0:
@@ -299,13 +315,14 @@ class CarriedValues(LossWatch):
 
     @contextmanager
     def stage(self, given: Any) -> Iterator[Callable[[Any], None]]:
-        """Return a context manager in which this mode follows the forward of a pipeline stage.
+        """Return a context manager in which this mode follows the forward of a pipeline stage, if the batch is checked.
 
         Args:
             given: the tensors that the stage is given, which depend on the present micro-batch.
 
-        Returns:
-            Its value raises UsageError where the stage's results depend on another logical worker's samples.
+        Yields:
+            A function of the stage's results. It raises UsageError if they depend on another logical worker's samples,
+            or on a tensor that the code for another micro-batch has changed as a function of its former values.
         """
         if not self._active or not torch.is_grad_enabled():
             yield lambda result: None
@@ -324,7 +341,13 @@ class CarriedValues(LossWatch):
             self.check(leaf)
 
     def check(self, loss: Any) -> None:
-        """See the base class.
+        """Check that the loss of the present micro-batch depends on no other logical worker's samples. Not collective.
+
+        Does nothing outside of ``begin`` and ``end``.
+
+        Args:
+            loss: return value of the loss function, of which a tuple's first element is the loss; or the loss that the
+                script passed to ``run.backward``.
 
         Raises:
             UsageError: the loss depends on samples of another logical worker, or on a tensor that the code for another

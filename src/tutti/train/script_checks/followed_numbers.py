@@ -60,8 +60,9 @@ class FollowedNumbers:
 
         Args:
             value: a float or an int; a value of another type, also of a subclass such as bool, is returned as it is.
-            origins: the micro-batches (``Place``: worker and index) from whose samples the number was computed, each
-                with the script's line, as text for an error, where their values met those of another micro-batch.
+            origins: a line of the script, as text for an error, for each micro-batch (``Place``: worker and index) from
+                whose samples the number was computed: the line where values of this micro-batch met those of another
+                one.
 
         Returns:
             A ``FollowedFloat`` or ``FollowedInt``, a subclass of the type of ``value``, with ``origins`` as attribute.

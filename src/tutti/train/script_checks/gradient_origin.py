@@ -143,8 +143,10 @@ class GradientOrigin:
     def plain_backward(self, loss: Tensor, micro_batch: MicroBatch) -> Iterator[None]:
         """Return a context manager around a plain ``loss.backward()`` in the body of a loop, which looks at the loss.
 
-        The gradient of a loss that is no mean over the micro-batch's samples cannot be averaged over micro-batches:
-        ``local`` refuses it, unless the script clears it before.
+        Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
+        over micro-batches. Gradients that such a loss makes within the context are marked: ``local`` raises UsageError
+        for them, unless the script clears them before. A micro-batch that is the whole global batch is not looked at.
+        Not collective.
 
         Args:
             loss: the tensor whose ``backward`` the script calls.
@@ -232,16 +234,16 @@ class GradientOrigin:
 
         Args:
             members: parameters to look at.
-            means: gradients that the script assigned to ``.grad`` are means over the micro-batch's samples, as
-                ``run.reduce_gradients`` declares.
+            means: whether gradients that the script assigned to ``.grad`` count as means over the micro-batch's
+                samples, as ``run.reduce_gradients`` declares.
 
         Returns:
             A list in the order of ``members``; empty if none of them has a local gradient.
 
         Raises:
             UsageError: the script has edited a local gradient (a mean over micro-batches of clipped gradients is not
-                the clipped mean), or assigned one without ``means``, or a gradient is the sum of a complete and a local
-                one.
+                the clipped mean); has assigned one, and ``means`` is False; has computed one from a loss that is no
+                mean over samples (``plain_backward``); or has added a local gradient to a reduced one.
         """
         found = [p for p in members if p.grad is not None and self._is_local(p)]
         for parameter in found:

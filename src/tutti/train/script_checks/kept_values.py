@@ -147,10 +147,17 @@ class KeptValues(LossWatch):
         self._hooks: list[Any] = []
 
     def begin_batch(self, watched: bool) -> bool:
-        """Count a global batch as begun, and return whether this mode is to watch its micro-batches. Not collective.
+        """Count a global batch as begun, and return whether this mode is to check its micro-batches. Not collective.
+
+        To be called once for each global batch. Records of the batch before are dropped, but for the values that its
+        code has left, which a loss of this batch may read.
 
         Args:
-            watched: whether another mode watches them.
+            watched: whether another mode checks this batch already, so that this one must not.
+
+        Returns:
+            True if ``watched`` is False; the step, counted from 1, is at most 5, a power of two or the step after it;
+            there are several data ranks, or ``run.step`` runs pipeline stages; and the model is not compiled.
         """
         run = self._run
         self._steps += 1
@@ -178,7 +185,15 @@ class KeptValues(LossWatch):
         return not has_compiled_code(parts, run.context)
 
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
-        """See the base class."""
+        """Enter this function mode for the code that computes the loss of a micro-batch; ``end`` leaves it.
+
+        From then on the mode follows values of earlier steps' samples through calls of PyTorch. Where modules may get a
+        recurrent state, adds forward pre-hooks to them, which ``ended`` removes. Not collective.
+
+        Args:
+            micro_batch: the micro-batch, of which the number of samples is read.
+            batch: its samples, as the code gets them.
+        """
         self._samples = micro_batch.samples
         self._plain.begin(micro_batch, batch)
         modules = [module for part in self._run.replica.parts for module in part.modules()]
@@ -191,7 +206,7 @@ class KeptValues(LossWatch):
         self.enter()
 
     def ended(self) -> None:
-        """Remove the hooks of ``begin``."""
+        """Remove the forward pre-hooks that ``begin`` has added to the model's modules; ``end`` calls this."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -208,9 +223,17 @@ class KeptValues(LossWatch):
             self._own = memories_of(_own_tensors(self._run.replica.parts))
 
     def check(self, loss: Any) -> None:
-        """See the base class. Records the values on which the loss depends, for ``digest``.
+        """Record on which values of earlier steps this micro-batch's loss depends, for ``digest`` and ``compare``.
 
-        Where ranks compare nothing in this step, raises UsageError for tensors that the script trains.
+        Does nothing outside of ``begin`` and ``end``. Not collective.
+
+        Args:
+            loss: return value of the loss function, of which a tuple's first element is the loss; or the loss that the
+                script passed to ``run.backward``.
+
+        Raises:
+            UsageError: ranks compare nothing (workers make updates of their own, or ``run.step`` runs pipeline stages),
+                and the loss depends on a tensor that the script trains and that is not in the model.
         """
         if self._active and (total := tensor_of_loss(loss)) is not None:
             origin = self._joined([total], with_ints=False)
@@ -252,15 +275,19 @@ class KeptValues(LossWatch):
             self._plain.note_state(name, value, reached)
 
     def digest(self) -> int:
-        """Return a hash of the kept values on which the losses of this step depend so far; 0 without any."""
+        """Return a hash of the values of earlier steps on which the losses of this step depend so far; 0 without any.
+
+        Data ranks compare the hash together with the gradients; where it differs, they call ``compare``. Not collective
+        itself.
+        """
         found = self._plain.digests().union(*self._reached.values())
         return mix(*sorted(found)) if found else 0
 
     def compare(self) -> None:
-        """Raise UsageError, on every data rank, if a kept value on which losses depend differs between data ranks.
+        """Raise UsageError, on every data rank, if values of earlier steps that losses depend on differ between ranks.
 
-        Called on the data ranks in a step in which their digests differ. Collective over them: two small all-gathers,
-        and a third one where values differ.
+        All data ranks call this in a step in which their hashes of such values, or of the parameters, differ.
+        Collective over them: two small all-gathers, and a third one where a value differs. If none does, it returns.
 
         Raises:
             UsageError: a value differs; the error names the line that reads it.

@@ -33,16 +33,29 @@ class LoaderWatch:
         self._taken: set[LoaderIterator] | None = None
 
     def begin_batch(self) -> None:
-        """Begin a global batch of a custom training loop."""
+        """Begin a global batch of a custom training loop: count it, and forget which DataLoaders the last one used.
+
+        The first two global batches are checked.
+        """
         self._batches += 1
         self._taken = None
 
     def begin_body(self, several: bool) -> None:
-        """Look at the DataLoaders before a body of the loop; ``several``: whether the global batch has several."""
+        """Record the positions of all DataLoader iterators of this process before the loop's body for a micro-batch.
+
+        In the first two global batches; later, and without ``several``, nothing is recorded, and ``check`` does
+        nothing.
+
+        Args:
+            several: whether some rank has several micro-batches of this global batch.
+        """
         self._before = _positions() if several and self._batches <= _WATCHED else None
 
     def check(self) -> None:
-        """Raise UsageError if this body, and the one before, have taken batches of the same DataLoader."""
+        """Raise UsageError if this loop body and the one before it have both taken a batch of the same DataLoader.
+
+        To be called in the body, before its first backward; later calls in the same body do nothing. Not collective.
+        """
         if self._before is None:
             return
         taken, self._before = _advanced(self._before), None
@@ -59,11 +72,15 @@ class LoaderWatch:
             )
 
     def watched(self, loss: LossFn, micro_batches: int) -> LossFn:
-        """Return the loss function of ``run.step`` with a check in the first steps; to be called once in each step.
+        """Return the loss function of ``run.step`` with a check in the first two steps. To be called once in each step.
 
         Args:
             loss: the loss function.
             micro_batches: number of micro-batches of this rank in the step.
+
+        Returns:
+            A function with the arguments and the result of ``loss``, which raises UsageError if the call takes a batch
+            of a DataLoader. ``loss`` itself from the third step on, and where the only rank has one micro-batch.
         """
         self._batches += 1
         if self._batches > _WATCHED or (micro_batches == 1 and self._run.context.comms.world.size == 1):

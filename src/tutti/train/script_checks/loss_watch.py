@@ -67,13 +67,16 @@ class LossWatch(TorchFunctionMode):
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
         """Enter this function mode for the code that computes the loss of a micro-batch; ``end`` leaves it.
 
+        Within the mode PyTorch hands it each call of a function on tensors. The last action of an implementation is a
+        call of ``enter``.
+
         Args:
             micro_batch: the micro-batch, whose logical worker is read.
             batch: its samples, as the code gets them.
         """
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
-        """Enter this function mode for the body of a custom loop, as ``begin`` does.
+        """Enter this function mode for the body of a custom loop, as ``begin`` does, and empty ``size_lines``.
 
         Args:
             micro_batch: the micro-batch whose body follows.
@@ -85,13 +88,15 @@ class LossWatch(TorchFunctionMode):
         self.begin(micro_batch, batch)
 
     def note_size(self, func: Any, args: Sequence[Any]) -> None:
-        """Record the script's line if a call of PyTorch reads the size of a tensor with a row for each sample.
+        """Add the script's line to ``size_lines`` if a call reads the size of a tensor with a row for each sample.
+
+        The samples are those of the micro-batch of a custom loop's body. At most eight lines are kept for a body.
 
         Reads in the model's forward, which has hundreds, are left out.
 
         Args:
-            func: the function of PyTorch.
-            args: its positional arguments.
+            func: the function of PyTorch that is called.
+            args: its positional arguments, of which the first is the tensor.
         """
         if func not in SIZES or len(self.size_lines) == _READS or not self._rows:
             return
@@ -129,7 +134,7 @@ class LossWatch(TorchFunctionMode):
 
     @abstractmethod
     def check(self, loss: Any) -> None:
-        """Look at what the loss of the present micro-batch depends on; do nothing outside of ``begin`` and ``end``.
+        """Check on what the loss of the present micro-batch depends; do nothing outside of ``begin`` and ``end``.
 
         Not collective.
 
@@ -138,15 +143,21 @@ class LossWatch(TorchFunctionMode):
                 script passed to ``run.backward``.
 
         Raises:
-            UsageError: the loss depends on values that another logical worker's samples have made.
+            UsageError: the loss depends on values that this micro-batch's logical worker would not have on a device of
+                its own, such as values computed from another worker's samples.
         """
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
-        """Return the loss function of ``run.step`` within this mode, with a ``check`` of each result.
+        """Return a function that calls the loss function of ``run.step`` within this mode, and checks each result.
+
+        A batch that is not that of a micro-batch of ``work`` is passed to ``loss`` without a check.
 
         Args:
             loss: the loss function.
-            work: the micro-batches of this rank in the step, in the order in which they are computed.
+            work: pairs (index of a logical worker, its micro-batches) of this rank in the step.
+
+        Returns:
+            A function with the arguments and the result of ``loss``, which raises UsageError as ``check``.
         """
         # A rank with several stages calls it once for each, in the order of its schedule.
         by_batch = {id(micro_batch.batch): micro_batch for _, micro_batches in work for micro_batch in micro_batches}
@@ -166,7 +177,7 @@ class LossWatch(TorchFunctionMode):
         return watch
 
     def enter(self) -> None:
-        """Put this mode on PyTorch's stack, as the last action of ``begin``."""
+        """Put this mode on PyTorch's stack of function modes; an implementation of ``begin`` calls this at its end."""
         self._active = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -179,13 +190,13 @@ class LossWatch(TorchFunctionMode):
             self.ended()
 
     def ended(self) -> None:
-        """Do what is due after the code for a micro-batch; called by ``end``."""
+        """Clean up after the code for a micro-batch; ``end`` calls this. The base class does nothing."""
 
     def updating(self) -> AbstractContextManager[None]:
         """Return a context manager for a backward or an update of parameters, in which this mode follows no tensors.
 
-        Updated parameters depend on the samples of all workers, and so may what the script computes from them. The
-        gradients of sharded parameters of all micro-batches pass through the same memory.
+        A parameter then does not count as computed from one worker's samples: updates depend on those of all workers.
+        Outside of ``begin`` and ``end`` the context does nothing.
         """
         return self._inactive() if self._active else nullcontext()
 
@@ -211,7 +222,7 @@ class WatchHook(ModelHook):
 
 
 def tensor_of_loss(loss: Any) -> Tensor | None:
-    """Return the loss of a loss function's result, of which a tuple's or list's first element is the loss.
+    """Return the loss tensor in a loss function's result: the result itself, or the first element of a tuple or list.
 
     Args:
         loss: the result.
@@ -224,10 +235,13 @@ def tensor_of_loss(loss: Any) -> Tensor | None:
 
 
 def reads_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Return whether a call of PyTorch tells a script values of a tensor, as numbers or as the size of the result.
+    """Return whether the result of a call of PyTorch reveals values of its arguments' elements to the script.
+
+    It does if it has Python numbers, texts or a NumPy array, or if its size depends on the values, as that of
+    ``nonzero`` and of an index by a mask does.
 
     Args:
-        name: the function's name; of no function that reads metadata.
+        name: the function's name. Functions that read metadata alone, such as ``size``, must not be passed.
         args, kwargs: its arguments.
         result: what it has returned.
     """
@@ -259,19 +273,25 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Return the storage of a tensor, or of this rank's slice of it; None for sparse tensors and other subclasses."""
+    """Return a weak reference to a tensor's storage; of a tensor that is split over ranks, to its slice's here.
+
+    None for a tensor that is not strided (sparse), or of another subclass of ``Tensor`` than ``nn.Parameter``.
+    """
     own = _own(tensor)
     plain = type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
     return StorageWeakRef(own.untyped_storage()) if plain else None
 
 
 def memories_of(values: Iterable[Any]) -> set[StorageWeakRef]:
-    """Return the storages of the tensors among values, as ``memory_of`` returns them."""
+    """Return weak references to the storages of those values that are tensors, as a set; other values are ignored.
+
+    Tensors for which ``memory_of`` returns None, such as sparse ones, are left out.
+    """
     found = (memory_of(each) for each in values if isinstance(each, Tensor))
     return {memory for memory in found if memory is not None}
 
 
 def fills_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor, or this rank's slice of it, has all elements of its storage."""
+    """Return whether a tensor is as large as its storage; of a tensor split over tensor ranks, this rank's slice."""
     own = _own(tensor)
     return own.nbytes == own.untyped_storage().nbytes()

@@ -152,7 +152,9 @@ class Checks:
         self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
 
     def repeated(self, epoch: int) -> None:
-        """Report that the script trains again on an epoch that was over. Not collective.
+        """Warn, as of a mistake, that the script trains again on an epoch that was over; once in a run, on rank 0.
+
+        Not collective.
 
         Args:
             epoch: the epoch, from 0.

@@ -54,9 +54,11 @@ class ModuleTrials:
         self._trying = False
 
     def begin_batch(self) -> None:
-        """Note the values before a global batch; those that the script has written since the last are every worker's.
+        """Record the numbers and texts in the script's modules before a global batch.
 
-        What a loop's last body writes after its backward counts as written by the script, too.
+        A value that the script has written since the last micro-batch's code ended counts as the own value of every
+        worker. So does what a custom loop's last body of the batch before has written after its backward. Not
+        collective.
         """
         modules = {module for part in self._run.replica.parts for module in part.modules()}
         self._begun = {module: _values(module) for module in modules if is_of_script(type(module))}
@@ -67,10 +69,13 @@ class ModuleTrials:
                 own[module] = {**own.get(module, now), **written}
 
     def begin(self, place: Place) -> None:
-        """Begin a worker's micro-batch: watch the modules that have other values than the worker's own.
+        """Begin a micro-batch: let each module with other values than its worker's own be tried in its next forward.
+
+        A worker's values are those that its own micro-batches and the script have left in the module. The trial, in a
+        forward pre-hook, calls ``refuse`` of the constructor if the module's output depends on the others.
 
         Args:
-            place: the micro-batch's worker.
+            place: the micro-batch's logical worker, and its index where ranks share workers.
         """
         self._place = place
         for module, own in self._own.setdefault(place, dict(self._begun)).items():
@@ -78,11 +83,14 @@ class ModuleTrials:
                 self._hooks[module] = module.register_forward_pre_hook(WatchHook(self._try), with_kwargs=True)
 
     def note(self) -> None:
-        """Note the values that the code for the micro-batch has left."""
+        """Record the values that the code for the micro-batch has left in the modules so far, for ``end``."""
         self._left = {module: _values(module) for module in self._begun}
 
     def end(self) -> None:
-        """End the micro-batch."""
+        """End a micro-batch: keep the values of the last ``note`` as its worker's own, and remove the trials' hooks.
+
+        Values of a module with such a hook are left out, because the trial itself records them.
+        """
         if self._place is not None:
             self._own[self._place] |= {m: values for m, values in self._left.items() if m not in self._hooks}
         for hook in self._hooks.values():
@@ -90,7 +98,7 @@ class ModuleTrials:
         self._place, self._hooks = None, {}
 
     def forget(self) -> None:
-        """Forget all values, once no micro-batch is watched any more."""
+        """Drop all recorded values, once the run checks no further micro-batches."""
         self._begun, self._left, self._own = {}, {}, {}
 
     def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -186,7 +186,12 @@ class MovedValues:
 
 
 def fills_tensor(name: str, args: Sequence[Any]) -> bool:
-    """Return whether a function that replaces values writes all elements of its tensor: not so ``t[0] = 1``."""
+    """Return whether a function that replaces a tensor's values replaces all of them: yes, but for ``t[0] = 1``.
+
+    Args:
+        name: the function's name, one of those that replace values, such as ``copy_`` or ``__setitem__``.
+        args: its positional arguments; of ``__setitem__`` the second must be ``...`` or ``:`` for True.
+    """
     return name != "__setitem__" or args[1] is ... or (isinstance(args[1], slice) and args[1] == slice(None))
 
 

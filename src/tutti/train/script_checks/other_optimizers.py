@@ -87,7 +87,11 @@ class OtherSteps:
         self._hooked = WeakSet[Optimizer]()
 
     def look(self) -> None:
-        """Add a step pre-hook to the optimizers of this process that no ``tutti.prepare`` was given. Not collective."""
+        """Add a step pre-hook to each optimizer of this process that no ``tutti.prepare`` was given; one to each.
+
+        Before such an optimizer steps, the hook passes its tensors outside of the run's model to the constructor's
+        ``note``. To be called again to find optimizers that were made since. Not collective.
+        """
         stepping = WeakMethod(self._stepping)
 
         def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -68,11 +68,15 @@ class PlainNumbers:
         self._states_before, self._states = list[Any](), list[Any]()
 
     def begin_batch(self) -> None:
-        """Begin a global batch, watched or not."""
+        """Begin a global batch: forget the numbers and objects on which losses of the batch before depend."""
         self._reached, self._named = set(), {}
 
     def begin_watched(self) -> None:
-        """Begin a global batch that is watched."""
+        """Begin a global batch whose calls of PyTorch are recorded, after ``begin_batch``.
+
+        The numbers of the recorded batch before become the former ones, with which numbers of this batch are compared,
+        and the states of Python's and NumPy's generators are recorded, to find out whether code draws from them.
+        """
         for before, here in ((self._before, self._here), (self._read_before, self._read_here)):
             for line, digests in here.items():
                 before.setdefault(line, set()).update(digests)
@@ -84,19 +88,27 @@ class PlainNumbers:
         self._states_before, self._states = self._states, _states(self._generators)
 
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
-        """Begin a micro-batch; numbers are compared if its samples are tensors, whose shapes are all that is known."""
+        """Begin a micro-batch of a recorded global batch.
+
+        Args:
+            micro_batch: the micro-batch; the numbers of one without samples are not compared.
+            batch: its samples; numbers are not compared if a leaf is no tensor.
+        """
         leaves = tree_leaves(batch)
         self._comparable = bool(micro_batch.samples) and all(isinstance(each, Tensor) for each in leaves)
         self._shapes = hash(tuple(tuple(each.shape) for each in leaves if isinstance(each, Tensor)))
 
     def note(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any, samples: bool) -> None:
-        """Record what a call of PyTorch has told the script of its samples, right after the call.
+        """Record, right after a call of PyTorch, whether its result tells the script values, or else its shapes.
+
+        Once a call has told values, numbers of this micro-batch are no longer compared over ranks.
 
         Args:
-            name: the function's name; of no function that reads metadata.
+            name: the function's name; functions that read metadata alone, such as ``size``, must not be passed.
             args, kwargs: its arguments.
             result: what it has returned.
-            samples: whether the result depends on samples.
+            samples: whether the result depends on samples. If it does not, and tells values, it counts as a random
+                draw.
         """
         if reads_values(name, args, kwargs, result):
             self._comparable, self._drawn = False, self._drawn or not samples
@@ -105,11 +117,15 @@ class PlainNumbers:
             self._shapes = hash((self._shapes, *made))
 
     def number(self, value: Any, with_ints: bool) -> PlainNumber | None:
-        """Return a number among the arguments of a call, if ranks are to compare it once a loss depends on it.
+        """Record a number among the arguments of a call of PyTorch, with the script's line that makes the call.
 
         Args:
-            value: an argument of any type.
-            with_ints: whether ints are values, and not sizes or indices.
+            value: an argument of any type; numbers and small arrays are recorded.
+            with_ints: whether ints are values, and not sizes or indices, which are not recorded.
+
+        Returns:
+            The number with its line, for ``reach`` once a loss depends on it. None for another type, and if ranks are
+            not to compare the number, because the code has read values of the micro-batch's samples before.
         """
         is_number = isinstance(value, _KINDS[with_ints]) and not isinstance(value, bool | FollowedNumber)
         digest = plain_digest(value) if is_number or isinstance(value, np.ndarray) else None
@@ -123,23 +139,37 @@ class PlainNumbers:
         return PlainNumber(line, self._shapes, digest)
 
     def reach(self, numbers: Iterable[PlainNumber]) -> None:
-        """Record numbers on which a loss depends."""
+        """Record that a loss of this step depends on numbers, which ranks then compare.
+
+        Args:
+            numbers: results of the method ``number`` in this step.
+        """
         self._reached.update(numbers)
 
     def note_state(self, name: str, value: Any, reached: bool) -> None:
-        """Record a Python object that has changed since the first step; see ``KeptValues.note_state``."""
+        """Record a Python object that has changed since the first step, to be compared over ranks if it has a hash.
+
+        Args:
+            name: the object, for an error message; equal on all ranks.
+            value: its value, of which ``plain_digest`` makes a hash, or none.
+            reached: whether the loss depends on it.
+        """
         if (digest := plain_digest(value)) is not None:
             self._named[name] = digest, reached
 
     def digests(self) -> set[int]:
-        """Return the hashes of the numbers and objects on which losses of this step depend."""
+        """Return the hashes of the recorded numbers and objects on which losses of this step depend, as a set."""
         named = {digest for digest, reached in self._named.values() if reached}
         return named.union(each.digest for each in self._reached)
 
     def rows(self) -> list[tuple[int, int, bool]]:
-        """Return a row for each number and object: key of its line or name, hash of its value, and whether it is kept.
+        """Return the rows that ranks compare: one for each number that losses of this step depend on, and each object.
 
-        Empty if this process has drawn random numbers since the watched step before.
+        Returns:
+            Tuples: key (a hash of the line and of the shapes seen before, or of the object's name); hash of the value;
+            and whether it counts as kept from earlier steps (a number that is new at its line, or was there after a
+            read), for an object whether the loss depends on it. Empty if this process has drawn from a random generator
+            since the watched step before.
         """
         if not (self._reached or self._named) or self._drew or self._drawn or self._has_drawn():
             return []
@@ -147,7 +177,11 @@ class PlainNumbers:
         return rows + [(_key(PlainNumber(name, 0, 0)), *pair) for name, pair in self._named.items()]
 
     def line(self, key: int) -> str:
-        """Return the line, or the object's name, of a row; an empty text if this rank has no such row."""
+        """Return the line ``FILE:LINE``, or the object's name, of a row; an empty text if this rank has no such row.
+
+        Args:
+            key: the first element of a tuple of ``rows``, of this rank or another one.
+        """
         named = (PlainNumber(name, 0, 0) for name in self._named)
         return next((each.line for each in chain(self._reached, named) if _key(each) == key), "")
 
@@ -162,12 +196,23 @@ class PlainNumbers:
 
 
 def is_number_key(key: int) -> bool:
-    """Return whether the key of a row is that of a number, and not of a line of ``KeptValues``, which is smaller."""
+    """Return whether a key comes from ``PlainNumbers.rows``; ``KeptValues`` has keys for its tensors, too.
+
+    Args:
+        key: key of a row that ranks compare. Those of numbers are at least 2³³, those of tensors smaller.
+    """
     return key >= _KEYS
 
 
 def plain_digest(value: Any) -> int | None:
-    """Return a hash of a number, an array of numbers or a container of numbers; None of other and of large objects."""
+    """Return a hash of a number, an array or a container of numbers; None for everything else.
+
+    Containers are lists, tuples, deques and dicts, also nested. An array or container is hashed if it has 1 to 1,024
+    elements, all of them numbers.
+
+    Args:
+        value: the object.
+    """
     if isinstance(value, np.ndarray):
         value = value.tolist() if value.size <= _LARGEST else None
     leaves, keys = tree_leaves(list(value) if isinstance(value, deque) else value), ""

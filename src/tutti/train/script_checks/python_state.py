@@ -39,8 +39,10 @@ _MISSING = object()
 def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
     """Return a context manager that, at its end, restores attributes of modules and variables of a function.
 
-    tutti calls models and loss functions within it where a call serves a check and must leave no trace. See
-    ``PythonState`` for what is restored.
+    tutti calls models and loss functions within it where a call serves a check and must leave no trace. Restored are
+    the Python attributes and hooks of the modules; the global and enclosing variables that their forwards and
+    ``function`` read, with the elements of lists, dicts, sets, small tensors and arrays there; random generators among
+    these; and buffers of modules that ``function`` reads.
 
     Args:
         parts: modules, whose submodules are included.
@@ -156,7 +158,14 @@ class PythonState:
         return list(dict.fromkeys(change.name for change in self.changes()))
 
     def changes(self) -> list[Change]:
-        """Return the objects that have another value than when this snapshot was made, as ``changed`` compares them."""
+        """Return the objects that have another value than when this snapshot was made.
+
+        Buffers of modules and the states of random generators are not compared.
+
+        Returns:
+            A list with a ``Change`` for each: ``name`` (``{class}.{attribute}``, or the variable's name), ``value``
+            (the present one) and ``restore`` (a function that gives this object alone its former value).
+        """
         return [change for changes in self._changes for change in changes()]
 
     def _attributes_and_hooks(self, module: nn.Module) -> None:

@@ -9,9 +9,10 @@ _SINGLE = "Expected more than 1 value per channel when training"
 
 
 def note_single_sample(error: BaseException, contract: BatchContract) -> None:
-    """Add a note to PyTorch's error of a batch norm that has one value a channel: how few samples a micro-batch has.
+    """Explain, by a note on the exception, PyTorch's error that batch norm in training got a single value a channel.
 
-    Does nothing for other errors, and for an error that has a note already.
+    The note computes how few samples a micro-batch has, and names remedies. Other errors, and an error that has a note
+    already, are left as they are.
 
     Args:
         error: an exception that ended a step.

@@ -31,7 +31,7 @@ class SkippedBodies:
         self._smallest: int | None = None
 
     def end_body(self, micro_batch: MicroBatch, trained: bool, lines: Iterable[str]) -> None:
-        """End the body of a micro-batch.
+        """Check, at the end of a custom loop's body, that it has not skipped the micro-batch because of its size.
 
         Args:
             micro_batch: the micro-batch.
@@ -39,7 +39,9 @@ class SkippedBodies:
             lines: the script's lines, as ``FILE:LINE``, that have read the size of a tensor of the micro-batch.
 
         Raises:
-            UsageError: the body has not trained, by an ``if`` in the script's loop that tests the size.
+            UsageError: the body has not trained; an ``if`` in the loop tests a size read in ``lines``; the micro-batch
+                is a part of the global batch; and the body would have trained on the whole, as that is complete, or at
+                least as large as a micro-batch on which it has trained.
         """
         own, whole = micro_batch.samples, self._run.lifecycle.context.samples
         if trained:

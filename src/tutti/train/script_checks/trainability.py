@@ -70,10 +70,11 @@ class TrainabilityWatch:
     def follow(self, late: bool) -> bool:
         """Let the ``GradientSync`` train parameters that the script has thawed, or added to its optimizers' groups.
 
-        A parameter is thawed if its ``requires_grad`` has become True since the last call; then
-        ``GradientSync.reattach`` is called, which is collective over the data ranks: all of them must thaw the same
-        parameters before the same step. ``GradientSync.adopt`` is called if a group has changed its size. Otherwise
-        nothing is sent; freezing sends nothing.
+        A parameter is thawed if its ``requires_grad`` has become True since the last call. If one is, the call is
+        collective over the data ranks, by an all-gather of digests of ``requires_grad``: all of them must thaw the same
+        parameters before the same step. If a group has another number of parameters, the strategy begins to update the
+        new ones; only tensor ranks then all-gather, where they build an optimizer. Otherwise, also for freezing,
+        nothing is sent.
 
         Args:
             late: whether a forward of this step has been computed already.
@@ -82,9 +83,9 @@ class TrainabilityWatch:
             Whether ``requires_grad`` of any parameter has changed, by thawing or freezing.
 
         Raises:
-            UsageError: the strategy or the average of the weights cannot take a thawed parameter; the script has no
-                optimizer object; or the script has added a parameter to an optimizer that the model did not have in
-                ``tutti.prepare``.
+            UsageError: the strategy or the average of the weights cannot take a thawed parameter, or the strategy an
+                added one; a parameter is thawed, and the script has no optimizer object; or the script has added a
+                parameter to an optimizer that the model did not have in ``tutti.prepare``.
             MismatchError: data ranks have thawed different parameters, or one did not.
         """
         changed = self.changed

@@ -73,10 +73,14 @@ class WrittenParameters:
         self._versions = [tensor_version(p) for p in self._parameters]
 
     def digest_once(self) -> Callable[[], int]:
-        """Return a function whose first call returns ``digest``, and each later call the same number.
+        """Return a function without arguments that calls ``digest`` when it is called first, and then keeps the result.
 
-        To be called before a step; the function after the step's forwards, which may write parameters, too: a layer
-        that is initialised from its first batch (ActNorm, arXiv 1807.03039) has other values on each data rank.
+        The returned function is to be called after a step's forwards: a forward may write parameters, too, as a layer
+        that is initialised from its first batch (ActNorm, arXiv 1807.03039), which then has other values on each data
+        rank.
+
+        Returns:
+            The function; each call returns the result of the one call of ``digest``.
         """
         found: list[int] = []
 
@@ -134,9 +138,10 @@ class WrittenParameters:
                 batch).
 
         Returns:
-            The wrapped function in the first three calls of this method; ``loss`` itself afterwards, where this rank's
-            parameters see only one micro-batch a step, where parameters are sharded, in pipeline stages (``unmoved``),
-            and where other ranks write into the same memory, so that a change during a forward need not be its own.
+            The wrapped function in the first three calls of this method, ``loss`` itself in later ones. ``loss`` itself
+            in the first three, too, if no parameter of this rank sees several micro-batches of the step, if parameters
+            are sharded, in pipeline stages (``unmoved`` checks these), and if other ranks write into the same memory (a
+            change during a forward may then be theirs).
         """
         run = self._run
         self._steps += 1
@@ -157,14 +162,17 @@ class WrittenParameters:
 
     @contextmanager
     def unmoved(self, stage: int) -> Iterator[None]:
-        """Return a context manager around a pipeline stage's forward that refuses what ``guarded`` does for a loss.
+        """Return a context manager around a pipeline stage's forward that raises UsageError if it writes parameters.
+
+        Checks the first three steps of a rank with several micro-batches; else it does nothing. A stage's first forward
+        of a step may change parameters, unless backwards of other micro-batches follow.
 
         Args:
             stage: number of the stage.
 
         Raises:
-            UsageError: the forward moves parameters in every micro-batch, or writes them while backwards of other
-                micro-batches are still to come.
+            UsageError: a later forward of the step changes a parameter again; or a forward writes one while backwards
+                of other micro-batches are still to come.
         """
         if not self._guards or self._run.context.grid.stage == 1 or not torch.is_grad_enabled():
             yield
@@ -189,9 +197,10 @@ class WrittenParameters:
     def compare(self) -> None:
         """Raise UsageError, on every data rank, if copies of a parameter differ because the script has written them.
 
-        Called on the data ranks in a step in which their hashes (``digest``) differ; those of another pipeline stage,
-        whose parameters the script has not written, do not call. Collective over the data ranks: two small all-gathers
-        of digests of the copies, and a third one where copies differ. Returns if they are equal.
+        To be called on all data ranks of a pipeline stage (without stages, on all data ranks) in a step in which their
+        hashes of parameters (``digest``), or of other values that the script keeps, differ. Collective over these
+        ranks: two small all-gathers of digests of each copy, and a third one where copies differ. If all copies turn
+        out to be equal, the method returns.
 
         Raises:
             UsageError: copies differ; the error names a parameter and the ranks that differ.
