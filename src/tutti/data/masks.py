@@ -77,7 +77,8 @@ class MaskSource:
                 for evaluation, without augmentation.
 
         Returns:
-            ``image``: float32 in [-2, 2], and ``mask``: uint8, 0 or 1; both (samples, 1, height, width).
+            ``image``: float32 in [-2, 2], (grey level - 127.5) / 63.75, and ``mask``: uint8, 0 or 1; both (samples, 1,
+            height, width).
         """
         import torch
 

@@ -165,13 +165,14 @@ def given_sampling(
 
     Returns:
         A ``Sampling``: data set, size of the global batch, collate function, sampler and number of loader processes.
-        The object has the values of a ``DataLoader`` where one is given, else those of the arguments. ``batch_size`` is
-        also taken for a loader whose batch sampler is the script's own, as the size of its largest batch.
+        The object has the values of a ``DataLoader`` where one is given, else those of the arguments. If the loader has
+        a batch sampler of the script's own, the argument ``batch_size`` is taken, as the size of its largest batch.
 
     Raises:
         UsageError: with a ``DataLoader``, ``collate``, ``shuffle`` or ``drop_last`` is given, ``batch_size`` or
-            ``data_workers`` differs from the loader's, or the loader has a feature that cannot be reproduced on several
-            ranks, such as an ``__iter__`` of its own or a ``DistributedSampler`` (see ``of_loader``).
+            ``data_workers`` differs from the loader's, or the loader cannot be reproduced on several ranks: it has an
+            ``__iter__`` of its own, makes no batches, has a ``tutti.data.Source`` as its data set, divides its samples
+            over ranks as a ``DistributedSampler`` does, or has a sampler without a length.
     """
     if not isinstance(dataset, DataLoader):
         return Sampling(

@@ -245,7 +245,7 @@ class Cursor:
             count: number of samples; fewer are returned at the end of the epoch.
 
         Raises:
-            DataError: a sample cannot be read (see ``take``).
+            DataError: reading a sample raised IndexError, KeyError, OSError or ValueError.
         """
         self.more(count)
         return self._ahead[:count]
@@ -261,7 +261,7 @@ class Cursor:
             A list of one element, the last sample discarded; empty if none was.
 
         Raises:
-            DataError: a sample cannot be read (see ``take``).
+            DataError: reading a sample raised IndexError, KeyError, OSError or ValueError.
         """
         last: list[Any] = []
         while self.number < count and (taken := self.take(min(count - self.number, _SKIPPED_TOGETHER))):
@@ -277,7 +277,7 @@ class Cursor:
             count: number of samples.
 
         Raises:
-            DataError: a sample cannot be read (see ``take``).
+            DataError: reading a sample raised IndexError, KeyError, OSError or ValueError.
         """
         with own_generators():
             while len(self._ahead) < count and (item := self._next(self.number + len(self._ahead))):

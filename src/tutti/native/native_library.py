@@ -58,9 +58,9 @@ def kernels() -> str:
 def library(source: Path) -> ctypes.CDLL | None:
     """Load the shared library of a C++ file from the user's cache, or build it in about a second.
 
-    The library is kept in the cache under a digest of source, flags and processor. A file lock lets other processes
-    that need the same library wait for the build. Where the cache cannot be used (see ``cache_folder``), each call
-    builds in a temporary folder.
+    The library is kept in the cache (``cache_folder``) under a digest of source, flags and processor. A file lock lets
+    other processes that need the same library wait for the build. If the cache cannot be written, or another user could
+    write to it, each call builds in a temporary folder.
 
     Args:
         source: path of the C++ file.

@@ -87,7 +87,7 @@ class Callbacks:
     def ended(self) -> bool:
         """Return True if a callback has asked to stop training of the run.
 
-        Every rank gets the same answer after each event, because the ranks then exchange their reasons to stop.
+        Every rank gets the same answer, because after each event the ranks exchange the reasons to stop.
         """
         return self.reason is not None
 
@@ -104,8 +104,10 @@ class Callbacks:
     def begin(self, run: Run) -> None:
         """Call ``on_train_begin`` of the run's callbacks, once for each run: later calls of this method do nothing.
 
-        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
-        callback propagates; other ranks raise PeerError.
+        A callback is called on rank 0, or on every rank if its attribute ``ranks`` is ``"all"``. Collective over all
+        ranks if a callback has the method: afterwards the ranks all-gather the reasons to stop training that callbacks
+        have given (a text or True as result, or a call of ``stop``). An exception of a callback propagates; other ranks
+        raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -117,8 +119,10 @@ class Callbacks:
     def end(self, run: Run) -> None:
         """Call ``on_train_end`` of the run's callbacks; each call of this method does so.
 
-        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
-        callback propagates; other ranks raise PeerError.
+        A callback is called on rank 0, or on every rank if its attribute ``ranks`` is ``"all"``. Collective over all
+        ranks if a callback has the method: afterwards the ranks all-gather the reasons to stop training that callbacks
+        have given (a text or True as result, or a call of ``stop``). An exception of a callback propagates; other ranks
+        raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -128,26 +132,32 @@ class Callbacks:
     def begin_epoch(self, run: Run, number: int) -> None:
         """Call ``on_epoch_begin`` of the run's callbacks, and set ``in_epoch``.
 
-        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
-        callback propagates; other ranks raise PeerError.
+        A callback is called on rank 0, or on every rank if its attribute ``ranks`` is ``"all"``. Collective over all
+        ranks if a callback has the method: afterwards the ranks all-gather the reasons to stop training that callbacks
+        have given (a text or True as result, or a call of ``stop``). An exception of a callback propagates; other ranks
+        raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
-            number: the epoch, from 0.
+            number: the epoch, from 0, passed to the callbacks.
         """
         self.in_epoch = True
         self._call("on_epoch_begin", run, number)
 
     def end_epoch(self, run: Run, number: int) -> None:
-        """Call ``on_epoch_end`` of the run's callbacks, once for each call of ``begin_epoch``: otherwise do nothing.
+        """Call ``on_epoch_end`` of the run's callbacks, and clear ``in_epoch``; do nothing unless it is set.
 
-        Collective over all ranks if a callback has the method and an epoch is open: an all-gather of the reasons to
-        stop. ``tutti train`` calls this before it saves, because a checkpoint holds the states of callbacks after the
-        events of its step. An exception of a callback propagates; other ranks raise PeerError.
+        ``begin_epoch`` sets it, so that each epoch has the event once. ``tutti train`` calls this before it saves,
+        because a checkpoint holds the states of callbacks after the events of its step.
+
+        A callback is called on rank 0, or on every rank if its attribute ``ranks`` is ``"all"``. Collective over all
+        ranks if ``in_epoch`` is set and a callback has the method: afterwards the ranks all-gather the reasons to stop
+        training that callbacks have given (a text or True as result, or a call of ``stop``). An exception of a callback
+        propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
-            number: the epoch, from 0.
+            number: the epoch, from 0, passed to the callbacks.
         """
         if self.in_epoch:
             self.in_epoch = False
@@ -161,10 +171,13 @@ class Callbacks:
         """Call ``on_step_end`` of the run's callbacks for the step taken last, unless that has been done for this step.
 
         ``step_taken`` makes the event due, and this method makes it no longer due; while it is not due, a call does
-        nothing and is not collective. If it is due and a callback has the method (a plain function has), the call is
-        collective over all ranks: an all-gather of the reasons to stop. ``tutti train`` calls this before it saves,
-        because a checkpoint holds the states of callbacks after the events of its step. An exception of a callback
-        propagates; other ranks raise PeerError.
+        nothing and is not collective. ``tutti train`` calls this before it saves, because a checkpoint holds the states
+        of callbacks after the events of its step.
+
+        A callback is called on rank 0, or on every rank if its attribute ``ranks`` is ``"all"``. Collective over all
+        ranks if the event is due and a callback has the method (a plain function has): afterwards the ranks all-gather
+        the reasons to stop training that callbacks have given (a text or True as result, or a call of ``stop``). An
+        exception of a callback propagates; other ranks raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -212,21 +225,25 @@ class Callbacks:
     def checkpoint_written(self, run: Run, path: Path) -> None:
         """Call ``on_checkpoint`` of the run's callbacks, after a checkpoint is on disk.
 
-        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop. An exception of a
-        callback propagates; other ranks raise PeerError.
+        A callback is called on rank 0, or on every rank if its attribute ``ranks`` is ``"all"``. Collective over all
+        ranks if a callback has the method: afterwards the ranks all-gather the reasons to stop training that callbacks
+        have given (a text or True as result, or a call of ``stop``). An exception of a callback propagates; other ranks
+        raise PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
-            path: the checkpoint's directory.
+            path: the checkpoint's directory, passed to the callbacks.
         """
         self._call("on_checkpoint", run, path)
 
     def evaluated(self, run: Run, evaluation: Evaluation) -> None:
         """Call ``on_evaluation`` of the run's callbacks with the result of an evaluation, the same on every rank.
 
-        Collective over all ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and after
-        the callbacks the ranks all-gather their reasons to stop. Without such a callback nothing happens. An exception
-        of a callback propagates; other ranks raise PeerError.
+        A callback is called on rank 0, or on every rank if its attribute ``ranks`` is ``"all"``. Collective over all
+        ranks if a callback has the method: rank 0's loss and metrics are broadcast first, and after the callbacks the
+        ranks all-gather the reasons to stop training that callbacks have given (a text or True as result, or a call of
+        ``stop``). Without such a callback nothing happens. An exception of a callback propagates; other ranks raise
+        PeerError.
 
         Args:
             run: the training run, passed to the callbacks.
@@ -509,8 +526,11 @@ class BestModel(_Follower):
             evaluation: loss and metrics of the evaluation, the same on every rank.
 
         Raises:
-            UsageError: the evaluation does not report the metric.
-            DiskError, CheckpointError, MismatchError: as ``Run.save``.
+            UsageError: the evaluation does not report the metric, or the run cannot be saved now, such as in the middle
+                of a global batch.
+            DiskError: the checkpoint could not be written.
+            CheckpointError: the ranks do not share the folder.
+            MismatchError: ranks hold different copies of a parameter.
         """
         if self.better(evaluation):
             self.path = run.save(self.folder, keep=1)

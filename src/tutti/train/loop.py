@@ -54,9 +54,9 @@ def train_loop(
         header: reported to the listener first.
         listener: receives every step, evaluation and warning.
         saver: writes checkpoints as planned, also at the end, and before the run stops on request; None for none.
-        means: means of the epoch under way in a restored run.
+        means: means of the epoch under way in a restored run; None for an epoch that begins.
         windows: steps to profile or to trace.
-        clock: first start of a resumed run, and its seconds of training; default: the run starts now.
+        clock: first start of a resumed run, and its seconds of training; None: the run starts now.
         throughput: returns tokens and FLOP of one sample and peak FLOP/s of a device, from this rank's first batch;
             None to report no tokens/s and MFU.
         watch: tells which evaluation ends the run; None: only the plan ends it.
@@ -70,8 +70,8 @@ def train_loop(
         ``diagnoses`` (findings of the checks for mistakes).
 
     Raises:
-        UsageError: the loss function does not report the metric that ``watch`` follows; or as ``Run.step`` and
-            ``Run.evaluate``.
+        UsageError: the loss function does not report the metric that ``watch`` follows, or a step or an evaluation
+            cannot be made, such as with a gradient hook of the script that the strategy cannot call.
         NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         MismatchError, PeerError: ranks differ in copies or calls, or a rank has died.
         DiskError: too many saves in a row have failed.

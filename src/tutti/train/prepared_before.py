@@ -72,11 +72,12 @@ def is_prepared(optimizer: Optimizer) -> bool:
 def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -> None:
     """Replace methods of an optimizer instance by functions of the same names, which ``check_earlier`` removes.
 
-    ``check_earlier`` runs before another run is prepared with the same optimizer.
+    ``check_earlier`` runs before another run is prepared with the same optimizer, and gives it back what it had before.
 
     Args:
         optimizer: one of the script's optimizers; its class stays.
-        wrappers: the functions, named as the methods. They take the optimizer first, and call what it had before.
+        wrappers: the functions, each with the ``__name__`` of the method that it replaces. They get the optimizer as
+            their first argument, as methods do, and themselves call the method that they replace.
     """
     for wrapper in wrappers:
         name = wrapper.__name__

@@ -54,8 +54,8 @@ def differing_copies(run: Run, comm: Communicator, what: str) -> tuple[str, str]
 
     Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
     that are tied over stages. Collective over the ranks of ``comm``: two small all-gathers, a third one where copies
-    differ, none if ranks keep no copies. Calls ``GradientSync.replicated`` first. Sets ``run.compared``, the step of
-    the last comparison.
+    differ, none if ranks keep no copies; before them ZeRO stage 1 all-gathers rows that the script has written, over
+    the shard ranks. Sets ``run.compared``, the step of the last comparison.
 
     Args:
         run: the training run.

@@ -40,8 +40,8 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
         ``processes`` (number of loader processes of each rank).
 
     Raises:
-        UsageError: an option differs from that of the ``DataLoader``, or the loader has a feature that tutti cannot
-            reproduce.
+        UsageError: an option differs from that of the ``DataLoader``, or the loader cannot be reproduced on several
+            ranks, such as one with an ``__iter__`` of its own or a ``DistributedSampler``.
         DataError: the batch sampler yields no list, or anything but lists of indices in the data set.
     """
     found = given_sampling(dataset, o.batch_size, o.collate, o.shuffle, o.drop_last, o.data_workers)

@@ -330,10 +330,11 @@ class GradientOrigin:
     def edited(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters whose ``.grad`` the script has written to or replaced since the gradients were reduced.
 
-        Identity and version counter of each tensor are compared with the record of ``remember``. Where there is no such
-        record, any ``.grad`` counts as edited. A placeholder of a gradient that the script cannot read counts as edited
-        where the script has written to it. In steps whose number is a power of two norms are compared, too; where
-        shards of tensor-parallel slices are updated, norms alone, in every step. Not collective.
+        A parameter counts if its ``.grad`` is another object than in the record of ``remember`` (also None), has
+        another version counter, or is not in the record. In steps whose number is a power of two a changed norm counts
+        as well, because writes through ``.grad.data`` change no counter. If the strategy updates shards of
+        tensor-parallel slices, a changed norm is the only sign, in every step. A placeholder, for a gradient that the
+        script cannot read, counts once the script has written to it. Not collective.
 
         Args:
             members: parameters to look at, as the script's model has them.
