@@ -81,8 +81,8 @@ def tuned_batches(
     """Train to a target (``--until``) at each batch size: a grid of learning rates, then the best with several seeds.
 
     The grid has three rates: the optimizer's rate times √(batch ÷ batch size of ``base``), a third of it and three
-    times it. While the best rate is the smallest or the largest, one more is tried beyond it, a factor of 3 away, twice
-    at most. The best rate needs the fewest samples to the target. Finished runs are kept: the same call trains only the
+    times it. The best rate needs the fewest samples to the target. While it is the smallest or the largest, one more
+    rate is tried beyond it, a factor of 3 away, twice at most. Finished runs are kept: the same call trains only the
     missing ones.
 
     Args:

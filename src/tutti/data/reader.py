@@ -169,8 +169,8 @@ class MapReader:
 
         Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: the ranks all-gather
         and compare digests of this order. Otherwise no collective is performed. In the first call on several ranks
-        without loader processes, the rank's first item is read twice, to check that it does not depend on earlier
-        reads.
+        without loader processes, an item of a data set that is no ``Source`` of the script's own is read twice, to
+        check that it does not depend on earlier reads (not with ``TUTTI_DIAGNOSTICS=off``).
 
         Args:
             epoch: from 0.

@@ -72,7 +72,7 @@ def is_prepared(optimizer: Optimizer) -> bool:
 def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -> None:
     """Replace methods of an optimizer instance by functions of the same names, which ``check_earlier`` removes.
 
-    ``check_earlier`` runs before another run is prepared with the same optimizer, and gives it back what it had before.
+    ``check_earlier`` runs before another run is prepared with the same optimizer, and restores the script's methods.
 
     Args:
         optimizer: one of the script's optimizers; its class stays.

@@ -405,7 +405,7 @@ class Run:
                 closure; the caller made the batch, and the batch size grows, or this rank has no sample of it and the
                 strategy needs samples on every rank; the loss has an unknown form; the script has converted the model,
                 or written or hooked tensors where the strategy cannot follow; or the script has caught an exception of
-                an earlier step, of which other ranks may hold a part (on one device such a step is skipped).
+                an earlier step, of which other ranks may hold a part (under ``single`` every step can be skipped).
             NonFiniteError: ``max_nonfinite`` updates in a row were skipped because a gradient is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """
@@ -533,7 +533,7 @@ class Run:
         micro-batches of a global batch it has this micro-batch's part. Several calls before ``optimizer.step()``
         accumulate gradients, as in PyTorch. Collective over the data ranks in the last micro-batch: an all-reduce of
         the gradients, with shards a reduce-scatter, with parameter servers an exchange with them, under local SGD an
-        all-reduce of losses alone.
+        exchange of losses alone.
 
         Args:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
@@ -590,9 +590,9 @@ class Run:
 
         Raises:
             UsageError: outside of a loop over ``run.microbatches()``; the script has edited the gradient of a single
-                micro-batch, or gradients differently on each rank; with AdaScale, gradients were reduced several times;
-                with parameter servers none was computed; or the body makes other calls than for the rank's first
-                micro-batch.
+                micro-batch, or ranks have edited gradients in different ways; with AdaScale, gradients were reduced
+                several times; with parameter servers none was computed; or the body makes other calls than for the
+                rank's first micro-batch.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         return self.custom.step(None)

@@ -287,7 +287,8 @@ class KeptValues(LossWatch):
         """Raise UsageError, on every data rank, if values of earlier steps that losses depend on differ between ranks.
 
         All data ranks call this in a step in which their hashes of such values, or of the parameters, differ.
-        Collective over them: two small all-gathers, and a third one where a value differs. If none does, it returns.
+        Collective over them: two small all-gathers, and a third one where a value differs. If none does, the method
+        returns.
 
         Raises:
             UsageError: a value differs; the error names the line that reads it.

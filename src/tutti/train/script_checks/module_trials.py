@@ -72,7 +72,8 @@ class ModuleTrials:
         """Begin a micro-batch: let each module with other values than its worker's own be tried in its next forward.
 
         A worker's values are those that its own micro-batches and the script have left in the module. The trial, in a
-        forward pre-hook, calls ``refuse`` of the constructor if the module's output depends on the others.
+        forward pre-hook, calls ``refuse`` of the constructor if the module's output with its present values differs
+        from that with the worker's own.
 
         Args:
             place: the micro-batch's logical worker, and its index where ranks share workers.
