@@ -149,8 +149,8 @@ def branch_trials(
         multiples: global batch sizes of the branches, as multiples of the run's; 1 is always added.
         seeds: number of branches of each multiple, each with an order of samples of its own.
         window: number of epochs that each branch trains after the checkpoint.
-        rule: how the learning rate grows with the batch: ``linear``, ``sqrt`` or ``none``; read only if the run has no
-            rule of its own (``--lr-scale``). None: ``linear`` for SGD, else ``sqrt``.
+        rule: factor on the learning rate: the multiple (``linear``), its square root (``sqrt``) or 1 (``none``); read
+            only if the run has no rule of its own (``--lr-scale``). None: ``linear`` for SGD, else ``sqrt``.
 
     Returns:
         One trial (configuration, seed and run directory, below ``branches`` in the run's own) for each branch, ordered

@@ -69,10 +69,10 @@ def evaluate_samples(
     """Return mean loss and metrics of a run's model on held-out samples, each counted once. Collective over all ranks.
 
     Where replicas of the model differ between synchronisations, their merged weights are evaluated. All ranks first
-    compare the call (an all-gather of digests), and data ranks merge buffers and replicas (``GradientSync.merged``).
-    Each data rank evaluates a part of the samples in eval mode; rank 0 broadcasts the names of the metrics, and an
-    all-reduce over the data ranks sums the results. The model is unchanged afterwards. If a rank is killed meanwhile,
-    the ranks alive evaluate all samples again.
+    compare the call (an all-gather of digests), and data ranks all-gather the buffers, and replicas that differ, of all
+    logical workers (fixed shares of the global batch), to merge them. Each data rank evaluates a part of the samples in
+    eval mode; rank 0 broadcasts the names of the metrics, and an all-reduce over the data ranks sums the results. The
+    model is unchanged afterwards. If a rank is killed meanwhile, the ranks alive evaluate all samples again.
 
     Args:
         run: the run, whose model is evaluated.
@@ -91,8 +91,8 @@ def evaluate_samples(
     Raises:
         UsageError: neither ``loss`` nor the run gives a loss function; the loss function updates a metric object (with
             ``update``, ``compute`` and ``reset``) and weights are sharded, so that dummy forwards would count;
-            ``averaged`` without an average; or ``source`` is a ``DataLoader`` with a feature that cannot be reproduced,
-            or a stream that shards itself.
+            ``averaged`` without an average; or ``source`` is a ``DataLoader`` that cannot be reproduced on several
+            ranks, such as one with a ``DistributedSampler``, or a stream that shards itself.
         MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
         DataError: the stream has no samples.
     """
@@ -122,8 +122,9 @@ def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Resul
 
     If a rank is killed meanwhile, its samples are missing, and the ranks alive compute all of them again. All ranks of
     the run must call it. Collective over the data ranks: all-gathers of the buffers, of which each logical worker
-    (fixed share of the global batch) has its own; all-gathers of parameters where workers have their own (local SGD) or
-    parameter servers have newer ones; then the collectives of ``compute``.
+    (fixed share of the global batch) has its own; under local SGD, where each also has its own parameters, an
+    all-to-all and an all-gather of these; with parameter servers, which may have newer ones, two barriers around a
+    read; then the collectives of ``compute``.
 
     Args:
         run: the run, whose model has its weights of training and its mode back afterwards.

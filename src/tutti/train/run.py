@@ -677,7 +677,8 @@ class Run:
         Raises:
             UsageError: no loss function; ``averaged`` without an average; the weights are sharded, and the loss
                 function updates a metric object (with ``update``, ``compute`` and ``reset``); or ``source`` is a
-                ``DataLoader`` with a feature that cannot be reproduced, or a stream that shards itself.
+                ``DataLoader`` that cannot be reproduced on several ranks, such as one with a ``DistributedSampler``, or
+                a stream that shards itself.
             MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
             DataError: the stream has no samples.
         """
@@ -867,8 +868,8 @@ class Run:
 
         A logical worker is a fixed share of the global batch, with buffers of its own; under local SGD each worker has
         its own parameters, too, and their mean over workers is returned. Collective over the data ranks, and all ranks
-        must call it: all-gathers of the workers' buffers, and of parameters where workers have their own or parameter
-        servers have newer ones.
+        must call it: all-gathers of the workers' buffers; under local SGD an all-to-all and an all-gather of
+        parameters; with parameter servers, which may have newer ones, two barriers around a read.
 
         Args:
             averaged: return the average of the weights over the updates (EMA) in place of the trained parameters.

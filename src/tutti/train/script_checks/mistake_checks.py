@@ -109,10 +109,10 @@ class Checks:
         the model that step once a micro-batch. Rank 0 reports findings as warnings. To be called before a step while
         ``looking`` is True. Nothing is raised. If the run has several logical data-parallel workers (fixed shares of
         the global batch), the call is collective over the data ranks: an all-gather of digests of samples in the first,
-        second, fourth and eighth call until each worker has enough samples, and in the second also
-        ``GradientSync.merged``, where the model of a script has batch-norm statistics. Samples of batches that the
-        script's own ``collate`` has made are not compared. On rank 0 the first call may compute the loss of a few
-        samples in eval mode.
+        second, fourth and eighth call until each worker has enough samples, and in the second, where the model of a
+        script has batch-norm statistics, also all-gathers that merge the workers' buffers (under local SGD parameters,
+        too). Samples of batches that the script's own ``collate`` has made are not compared. On rank 0 the first call
+        may compute the loss of a few samples in eval mode.
 
         Args:
             batch: this rank's batch of the step that begins.

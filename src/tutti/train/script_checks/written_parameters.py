@@ -94,12 +94,15 @@ class WrittenParameters:
     def digest(self) -> int:
         """Return a positive hash of the bytes of all parameters in steps that compare them over ranks, else 0.
 
-        A step compares parameters if a version counter has changed since ``note``, so that the script has written one;
-        if it is the first step of an epoch; or if the number of steps so far is a power of two, for writes that change
-        no counter. A hash reads every parameter; to save time, after changed counters only the first four calls return
-        one and then the 8th, 16th, 32nd and so on, and of the first steps of epochs the first four and then each at
-        least 16 steps after the last. Always 0 with one data rank, or where not every data rank has all parameters. Not
-        collective: the hash is compared over ranks together with the gradients.
+        A hash reads every parameter, and therefore not every step compares them:
+
+        - If a version counter has changed since ``note``, so that the script has written a parameter: the first four of
+          such steps, then the 8th, 16th, 32nd and so on.
+        - Otherwise the first steps of epochs: the first four, then each that is at least 16 steps after the last one
+          compared; and steps before which a power of two of steps was taken, for writes that change no counter.
+
+        Always 0 with one data rank, or where not every data rank has all parameters. Not collective: the hash is
+        compared over ranks together with the gradients.
         """
         if self._seen():
             self._count += 1
