@@ -105,7 +105,8 @@ class PartialState(MutableMapping[Tensor, Any]):
             default: result for a parameter without state.
 
         Raises:
-            UsageError: the script makes the call, and the strategy lets it read no state.
+            UsageError: the script makes the call, and the strategy lets it read no state, as under local SGD where a
+                rank has several logical workers: the optimizer has the state of one.
         """
         if key not in self:
             return default
@@ -117,7 +118,8 @@ class PartialState(MutableMapping[Tensor, Any]):
         This mapping takes the place of ``optimizer.state`` where parameters are split over ranks.
 
         Raises:
-            UsageError: the script makes the call, and the strategy does not let it change state.
+            UsageError: the script makes the call, and the strategy does not let it change state, as under local SGD
+                where a rank has several logical workers: the optimizer has the state of one.
         """
         self._refuse_script()
         self._plain.clear()

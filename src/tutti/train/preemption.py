@@ -55,11 +55,11 @@ def stop_on_signals(run: Run) -> Iterator[StopReason]:
     """Return a context manager within which signals ask all ranks of a run to stop training after the next step.
 
     The signals are SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C. Entering installs handlers on this rank, leaving
-    restores the earlier ones; neither is collective. The steps carry the request to the other ranks. After the next
-    step ``run.stats.stop`` is true on all ranks. A second signal ends the process at once; in a job of Slurm a second
-    SIGTERM, SIGUSR1 or SIGUSR2 is ignored, because Slurm sends a signal both to the ranks and to the process that
-    started them, which passes it on, and itself kills a job that does not end. Outside of the main thread no signal
-    handler is installed.
+    restores the earlier ones, except for signals that are ignored by then (Slurm); neither is collective. The steps
+    carry the request to the other ranks. After the next step ``run.stats.stop`` is true on all ranks. A second signal
+    ends the process at once; in a job of Slurm a second SIGTERM, SIGUSR1 or SIGUSR2 is ignored, because Slurm sends a
+    signal both to the ranks and to the process that started them, which passes it on, and itself kills a job that does
+    not end. Outside of the main thread no signal handler is installed.
 
     Args:
         run: the run to stop.

@@ -79,7 +79,8 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
     Returns:
         A list of ``SettingDifference``s: ``name``, ``saved`` and ``now`` (the two values; for an option of a parameter
         group texts, with the group's index if there are several); settings of the run first, then options of parameter
-        groups, each sorted by name. Options are left out if the optimizers differ in class or number of groups.
+        groups, each sorted by name. Options are left out if the optimizers differ in class or number of groups, and
+        ``lr_scale`` if AdaScale begins or ends, which the load of its state refuses.
     """
     found = [
         SettingDifference(name, facts[key], run_facts[key])
