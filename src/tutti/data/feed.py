@@ -120,6 +120,8 @@ class Feed:
         Raises:
             MismatchError: ranks have read different samples, or their samplers have drawn different orders.
             DataError: a sample cannot be read or collated, or a sampler yields invalid indices.
+            UsageError: an item of a map-style data set, which on several ranks is read twice in the first call,
+                differs.
             LoaderError: a loader process ended, or gave no batch within the timeout.
         """
         parts = self.reader.read(epoch, start)

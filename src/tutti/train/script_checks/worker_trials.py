@@ -70,10 +70,12 @@ class WorkerTrials:
     def watched(self, loss: LossFn, guarded: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return ``guarded`` with a check for losses that depend on Python objects another worker has changed.
 
-        To be called once in each step. The check is due in steps 1 to 8, 16, 32, 64, …, if this rank computes several
-        logical workers (fixed shares of the global batch), or shares one with other ranks, by forwards that are not
-        collective, and the loss function uses no metric object (with ``update``, ``compute`` and ``reset``). Not
-        collective.
+        To be called once in each step. A check is due in steps 1 to 8, 16, 32, 64, … if forwards are not collective and
+        the loss function uses no metric object (with ``update``, ``compute`` and ``reset``). It is that for such
+        objects if this rank computes several logical workers (fixed shares of the global batch), or shares one with
+        other ranks. If the rank has one worker for itself, and there are other data ranks, steps 2 to 8 find numbers
+        that have changed since step 1 and on which the loss depends, and pass them to the constructor's ``kept``, by
+        which ranks compare them. Not collective.
 
         Args:
             loss: the script's loss function, of which the check makes further calls without gradients.
@@ -82,8 +84,8 @@ class WorkerTrials:
 
         Returns:
             A function with the arguments and the result of ``guarded``, to be called once for each micro-batch, in the
-            order of ``work``; it raises UsageError, after its call of ``guarded``, if the loss depends on such objects.
-            ``guarded`` itself if no check is due.
+            order of ``work``; on a rank that computes several workers or shares one it raises UsageError, after its
+            call of ``guarded``, if the loss depends on such objects. ``guarded`` itself if no check is due.
         """
         run = self._run
         self._steps += 1
