@@ -127,7 +127,7 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
     """Check that the settings that the user changes on resuming can change at this point and in this run.
 
     Batch size, data and seed can change only at the end of an epoch. In a run with batch growth, AdaScale or a strategy
-    that has options in epochs, batch size and data cannot change at all. Other settings always can.
+    that has options in epochs, batch size and data cannot change at all. Other settings are not checked here.
 
     Args:
         manifest: the checkpoint.

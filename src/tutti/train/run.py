@@ -976,7 +976,9 @@ class Run:
             folder: the directory that ``save`` was given.
             change: names of the settings in which this run may differ from the saved one, such as ``"lr,batch_size"``:
                 options of the optimizer, ``batch_size``, ``data`` and ``seed``, the last three only from a checkpoint
-                at the end of an epoch. Options of the optimizer that are not named get their saved values.
+                at the end of an epoch. An option of the optimizer that is not named must have been given as in the
+                saved run, and gets the value that it had when the run was saved, such as a rate that a scheduler had
+                set.
 
         Returns:
             ``extra`` as ``save`` was given it, empty if it was given none; None if there is no checkpoint, and the run
@@ -985,10 +987,11 @@ class Run:
         Raises:
             UsageError: ``change`` has an unknown name, or ``lr`` and the run has schedulers; or ``folder`` is a file, a
                 checkpoint, or a run directory with its checkpoints in another folder.
-            CheckpointError: no checkpoint of ``folder`` is intact; the newest is of another model, data set, batch
-                size, seed or optimizer with other options, and ``change`` does not name the difference; a named setting
-                cannot change at this position; or the checkpoint has another number of workers, and ``tutti.prepare``
-                was not given ``workers`` (if it was, there is only a warning).
+            CheckpointError: no checkpoint of ``folder`` is intact; the newest is of another model or class of
+                optimizer; its data set, batch size, seed or an option of the optimizer was given otherwise, and
+                ``change`` does not name the setting; a named setting cannot change at this position; or the checkpoint
+                has another number of workers, and ``tutti.prepare`` was not given ``workers`` (if it was, there is only
+                a warning).
         """
         self.callbacks.end_left(self)
         named = NamedChanges.parse(change)
