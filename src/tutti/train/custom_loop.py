@@ -451,12 +451,13 @@ class CustomLoop:
             UsageError: outside of a loop over ``run.microbatches()``; the script has edited or assigned ``.grad`` of a
                 micro-batch before; the body makes other calls than for the rank's first micro-batch of this global
                 batch; the loss has an unknown form or requires no gradient; in the first steps, the loss depends on
-                another worker's samples, or the body takes batches of a DataLoader of its own for each micro-batch; the
-                loss counts another unit than samples, such as tokens, and a gradient hook of the script saw gradients
-                divided by samples; a plain ``loss.backward()`` has left gradients that cannot be reduced together with
-                these, because the model is split, the run has ``gradient_noise``, or this loss counts another unit than
-                samples; or with parameter servers an earlier gradient was not cleared, or this is a second one of the
-                global batch and the servers do not wait for all workers.
+                another worker's samples or is a sum divided by the global batch's size, or the body takes batches of a
+                DataLoader of its own for each micro-batch; the loss counts another unit than samples, such as tokens,
+                and a gradient hook of the script saw gradients divided by samples; a plain ``loss.backward()`` has left
+                gradients that cannot be reduced together with these, because the model is split, the run has
+                ``gradient_noise``, or this loss counts another unit than samples; or with parameter servers an earlier
+                gradient was not cleared, or this is a second one of the global batch and the servers do not wait for
+                all workers.
             MismatchError: ranks are in different steps, or make different calls.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """

@@ -263,12 +263,12 @@ class StepLifecycle:
         """Return the loss function of ``run.step`` with the checks that are due in this step around it.
 
         Called once in each step, after ``begin``. The returned function raises UsageError for a loss that depends on
-        samples of another logical worker (share of the global batch; checked in steps 1 and 2), for a forward that
-        changes parameters in every micro-batch (steps 1 to 3), for a loss that depends on Python objects which another
-        worker's micro-batch has changed (steps 1 to 8, 16, 32, 64, …), and for a loss that takes batches of a
-        DataLoader (steps 1 and 2). In the first step it warns of a loss that mixes samples. In some steps it records
-        values of earlier steps on which the loss depends, which data ranks then compare with the gradients. Not
-        collective.
+        samples of another logical worker (share of the global batch; checked in steps 1 and 2), for a loss that is a
+        sum divided by the global batch's size (in steps that ``watch`` chooses), for a forward that changes parameters
+        in every micro-batch (steps 1 to 3), for a loss that depends on Python objects which another worker's
+        micro-batch has changed (steps 1 to 8, 16, 32, 64, …), and for a loss that takes batches of a DataLoader (steps
+        1 and 2). In the first step it warns of a loss that mixes samples. In some steps it records values of earlier
+        steps on which the loss depends, which data ranks then compare with the gradients. Not collective.
 
         Args:
             loss: the loss function.

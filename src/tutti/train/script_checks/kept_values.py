@@ -246,10 +246,17 @@ class KeptValues(LossWatch):
                     self._refuse_trained(each.line)
 
     def noting_leaves(self, loss: LossFn) -> LossFn:
-        """Return the loss function of ``run.step``; in stages one that records the tensors to which its losses go.
+        """Return the loss function of ``run.step``; with stages one that records which tensors its losses train.
+
+        These are the leaves of the losses' autograd graphs, such as a tensor beside the model. A step of another
+        optimizer on one of them is refused, because with pipeline stages the last stage's rank alone has its gradient.
+        Not collective.
 
         Args:
             loss: the loss function.
+
+        Returns:
+            A function with the arguments and the result of ``loss``; ``loss`` itself without pipeline stages.
         """
         if not self._in_stages():
             return loss

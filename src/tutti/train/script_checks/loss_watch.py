@@ -90,9 +90,8 @@ class LossWatch(TorchFunctionMode):
     def note_size(self, func: Any, args: Sequence[Any]) -> None:
         """Add the script's line to ``size_lines`` if a call reads the size of a tensor with a row for each sample.
 
-        The samples are those of the micro-batch of a custom loop's body. At most eight lines are kept for a body.
-
-        Reads in the model's forward, which has hundreds, are left out.
+        The samples are those of the present micro-batch. Reads in the model's forward, which has hundreds, and in
+        tutti's own code are left out. At most eight lines are kept for a micro-batch.
 
         Args:
             func: the function of PyTorch that is called.
@@ -106,14 +105,15 @@ class LossWatch(TorchFunctionMode):
             self.size_lines.append(script_line())
 
     def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Refuse a sum over a part of the global batch that the script divides by the size of the global batch.
+        """Refuse a sum over a micro-batch's samples that the script divides by the size of the global batch.
 
-        ``(output - target).square().sum() / 64`` is the mean over a global batch of 64 samples. Of its parts it is that
-        mean times their share. Where the code has read the size of a tensor, the number may be twice the number of the
-        part's samples, and passes. Does nothing outside of ``begin`` and ``end``. Not collective.
+        ``(output - target).square().sum() / 64`` is the mean over a global batch of 64 samples. For a micro-batch it is
+        smaller than the micro-batch's mean, for which tutti takes a scalar loss. Nothing is checked if the micro-batch
+        is the whole global batch, or if the script has read the size of a tensor with a row for each sample
+        (``size_lines``): it may then mean the number. Does nothing outside of ``begin`` and ``end``. Not collective.
 
         Args:
-            loss: the loss of the micro-batch, or what else a loss function returns.
+            loss: the loss of the micro-batch, or what else a loss function returns; other results than a tensor pass.
             micro_batch: the micro-batch.
 
         Raises:
@@ -157,7 +157,8 @@ class LossWatch(TorchFunctionMode):
             work: pairs (index of a logical worker, its micro-batches) of this rank in the step.
 
         Returns:
-            A function with the arguments and the result of ``loss``, which raises UsageError as ``check``.
+            A function with the arguments and the result of ``loss``, which raises UsageError as ``check`` and
+            ``check_divisor``.
         """
         # A rank with several stages calls it once for each, in the order of its schedule.
         by_batch = {id(micro_batch.batch): micro_batch for _, micro_batches in work for micro_batch in micro_batches}

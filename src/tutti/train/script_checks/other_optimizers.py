@@ -89,8 +89,9 @@ class OtherSteps:
     def look(self) -> None:
         """Add a step pre-hook to each optimizer of this process that no ``tutti.prepare`` was given; one to each.
 
-        Before such an optimizer steps, the hook passes its tensors outside of the run's model to the constructor's
-        ``note``. To be called again to find optimizers that were made since. Not collective.
+        Before such an optimizer steps, the hook calls the constructor's ``note`` with its class's name and those of its
+        parameters that have gradients and are not in the run's model, if there are any. To be called again to find
+        optimizers that were made since. Not collective.
         """
         stepping = WeakMethod(self._stepping)
 
