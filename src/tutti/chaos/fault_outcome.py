@@ -112,12 +112,11 @@ class Report:
     def problems(self) -> list[str]:
         """Return one sentence for each promise of tutti that a run with injected faults broke.
 
-        There is a sentence for each problem of each fault (``FaultOutcome.problems``), for faults that could not be
-        injected because the run was over, for a non-zero exit code of a run that had to end well, for final weights
-        that differ from those of the run without faults, and for each file of an unfinished save that was left behind.
-
         Returns:
-            The sentences; an empty list means that the run survived.
+            The sentences; an empty list means that the run survived. There is one for each problem of each fault
+            (``FaultOutcome.problems``); one if any fault could not be injected because the run was over; one for a
+            non-zero exit code, if ``finished``; one if ``verdict`` is ``different`` (the final weights are not those of
+            the run without faults); and one for each file of an unfinished save that was left behind.
         """
         found = [
             f"{outcome.fault} at step {outcome.step}: {text}"

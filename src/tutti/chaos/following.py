@@ -115,7 +115,7 @@ def complete_in(folder: Path) -> list[Path]:
     """Return the directories ``step-NNNNNNNN`` in a folder that have a manifest, those of later steps first.
 
     Args:
-        folder: a run's ``checkpoints``; without it there are none.
+        folder: folder ``checkpoints`` of a run; it need not exist, and the list is then empty.
     """
     found = (path.parent for path in folder.glob("step-*/manifest.json"))
     return sorted((path for path in found if path.name[5:].isdecimal()), key=saved_step, reverse=True)

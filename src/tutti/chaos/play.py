@@ -60,9 +60,9 @@ class Rules:
                 full. Saves that fail on a full disk leave a longer gap between checkpoints.
 
         Returns:
-            Number of steps; 0 for ``slow`` and ``terminate``. None if nothing is promised: for ``fill``, if the
-            checkpoint interval is unknown, and if the run may resume from a checkpoint older than such a gap
-            (``since_full`` is 0, or for ``corrupt`` below 2).
+            Number of steps; 0 for ``slow`` and ``terminate``. For the other kinds None if nothing is promised: always
+            for ``fill``; where the checkpoint interval (``every`` of these rules) is unknown; and where the run may
+            resume from a checkpoint older than such a gap, because ``since_full`` is 0 (for ``corrupt``: 0 or 1).
         """
         if fault.kind in ("slow", "terminate"):
             return 0
@@ -104,12 +104,12 @@ class Play:
     def play(self, faults: Sequence[Fault], tell: Callable[[int, FaultOutcome], None] | None = None) -> None:
         """Inject faults into a training run in order, resume the run each time one ends it, and record ``outcomes``.
 
-        To resume is to start the run again with ``tutti train --resume``. Blocks until a run that this process started
-        has ended; a run of another process is left running after the last fault, and is never resumed. Nor is a run
-        that ends before the first fault, or with an exit code that the last fault does not explain (``Fault.ends``).
-        Faults that are left when the run ends are not injected. At the end, also after an exception, a stopped process
-        is continued and a filled disk emptied. Sets ``outcomes`` (a ``FaultOutcome`` for each injected fault) and
-        ``exit_code`` of the run.
+        To resume is to start the run again with ``tutti train --resume``. A run that this process started is resumed
+        where its exit code is one with which the last fault may end it (``Fault.ends``); it is not resumed if it ends
+        before the first fault. Blocks until the run has ended. A run of another process is never resumed, and is left
+        running after the last fault. Faults that are left when the run ends are not injected. At the end, also after an
+        exception, a stopped process is continued and a filled disk emptied. Sets ``outcomes`` (a ``FaultOutcome`` for
+        each injected fault) and ``exit_code`` of the run.
 
         Args:
             faults: faults sorted by step.

@@ -21,8 +21,8 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
     Collective over the ranks of ``comm``: several broadcasts, each after a comparison of the ranks' calls; blocks until
     all tensors are there. With one rank nothing is done.
 
-    Tensors may be on several devices: FSDP2 moves parameters itself, later than buffers are moved. Consecutive tensors
-    of equal dtype travel together; a message is closed as soon as it has 64 MiB.
+    Consecutive tensors of equal dtype travel together; a message is closed as soon as it has 64 MiB. Tensors may be on
+    several devices, as with FSDP2, which moves parameters to the accelerator later than buffers are moved there.
 
     Args:
         comm: the ranks that take part.
@@ -47,8 +47,8 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
 def broadcast_result(comm: Communicator, source: int, function: Callable[[], Any], name: str) -> Any:
     """Call a function on one rank, and return its result or raise its exception on all ranks.
 
-    Collective over the ranks of ``comm``: broadcasts a JSON value; blocks. Without the exception, which may be caught
-    on its rank, the other ranks would wait for the result until their timeout.
+    Collective over the ranks of ``comm``: broadcasts a JSON value, the result or a description of the exception;
+    blocks. So no rank waits in vain for the result of a function that has raised.
 
     Args:
         comm: the ranks that take part.

@@ -111,7 +111,7 @@ class CollectiveEngine:
     def make_group(self) -> None:
         """Make the ``torch.distributed`` process group of all ranks of the job now instead of at the first collective.
 
-        Collective over all ranks of the job; blocks. A second call does nothing, nor does any with one rank.
+        Collective over all ranks of the job; blocks. A second call, or a call in a job of one rank, does nothing.
 
         Raises:
             RuntimeError: a rank did not make the call in time.

@@ -194,8 +194,8 @@ class CollectiveSession:
     def submit(self, handle: CollectiveHandle) -> CollectiveHandle:
         """Start a collective: send its description to the coordinator on rank 0, which matches the ranks' calls.
 
-        Does not wait for other ranks. An all-reduce that was performed before sends no message if all ranks are on one
-        node: its tensors are copied to shared memory.
+        Does not wait for other ranks. Where all ranks are on one node, an all-reduce that was performed before sends no
+        message: its tensors are copied to shared memory, if that serves it (``posted_bytes`` is not 0).
 
         Args:
             handle: the new call: its description, this rank's input tensors, which must not be changed before the end
@@ -424,12 +424,20 @@ class CollectiveSession:
 
         Args:
             kind: kind of the message, see ``rest``.
-            rest: further fields of the message by kind. ``run``, perform collectives on which all ranks agree: a list
-                of (call, sizes, number, joined). ``post``, write tensors to shared memory, for which other ranks wait:
-                number of the call. ``again``, report a pending all-reduce anew: number of the call. ``done``, a call
-                without tensors is complete: its key and value. ``error``, a call failed: its key, reason and text.
-                ``joined``, all ranks have called ``join``: the last rank. ``closed``, the coordinator has noted
-                ``close``: none.
+            rest: further fields of the message; their number and meaning depend on ``kind``.
+
+                - ``run``, perform collectives on which all ranks agree: one list of quadruples (call, sizes, number,
+                  joined). ``call`` is the key of this rank's pending call (process set, name), or the number of a call
+                  that was agreed upon before; ``sizes`` are the ranks' ``extents``; ``number`` stands for the call in
+                  later messages, or is None; ``joined`` describes the call as JSON for ranks that have joined, or is
+                  None.
+                - ``post``, write the tensors of a call, for which other ranks wait, to shared memory: its number.
+                - ``again``, tell the coordinator again of a pending all-reduce in shared memory: its number.
+                - ``done``, a call without tensors, such as a barrier, is complete: its key and its result.
+                - ``error``, a call has failed: its key (None: ``join``), reason (``mismatch`` for MismatchError, else
+                  PeerError) and the error's text.
+                - ``joined``, all ranks have called ``join``: the rank that was the last.
+                - ``closed``, the coordinator has noted ``close``: no field.
 
         Raises:
             ValueError: another kind.

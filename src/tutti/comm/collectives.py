@@ -117,10 +117,11 @@ _refused = ContextVar("collectives_refused", default=False)
 def use_session(session: CollectiveSession | None) -> None:
     """Make all later collectives of this process (``tutti.allreduce`` …) use the given session.
 
-    A session is a namespace in which the ranks' calls are matched by name. Local; every rank must select the same one.
+    A session is a namespace in which the ranks' calls are matched by name. Local; every rank must select its part of
+    the same session.
 
     Args:
-        session: the session; None: the default one.
+        session: the session; None: the default session.
     """
     _current[:] = [session] if session is not None else []
 
@@ -145,8 +146,8 @@ def _refusal() -> UsageError:
 def collectives_refused() -> Iterator[None]:
     """Return a context manager within which collectives raise UsageError, tutti's public ones and PyTorch's.
 
-    For calls of a script's functions that one rank makes alone: a collective would wait for the other ranks forever.
-    Collectives of other threads are performed.
+    Use it around a function of a user's script that one rank calls alone, where a collective would wait for the other
+    ranks for ever. Affects only the thread that enters the block; other threads may call collectives.
     """
     before = _refused.set(True)
     try:
@@ -322,7 +323,7 @@ def allreduce_async(
 ) -> CollectiveHandle:
     """Start an all-reduce of one tensor; ``wait()`` of the returned handle returns the result.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable. Each result is postscale · op(prescale · tensor) over the ranks, with averages of integers
     truncated.
 
@@ -366,7 +367,7 @@ def grouped_allreduce_async(
 ) -> CollectiveHandle:
     """Start an all-reduce of several tensors as one call; ``wait()`` returns the list of results.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable. Each result is postscale · op(prescale · tensor) over the ranks, with averages of integers
     truncated.
 
@@ -494,8 +495,8 @@ def sparse_allreduce_async(
     """Start to sum or average sparse tensors by gathering indices and values; return a function that awaits the result.
 
     Collective over ``process_set``: one all-gather of indices and values, before which shapes, dtypes, operation and
-    factors of the ranks are compared. The call does not block, but for a process's first collective, which waits for
-    rank 0's; not differentiable. The numbers are those of ``allreduce`` of the dense tensors, with averages of integers
+    factors of the ranks are compared. Does not block, but a process's first collective waits for rank 0's first; not
+    differentiable. The values are equal to those of ``allreduce`` of the dense tensors, with averages of integers
     truncated.
 
     Args:
@@ -565,7 +566,7 @@ def grouped_allgather_async(
 ) -> CollectiveHandle:
     """Start an all-gather of several tensors as one call; ``wait()`` returns the list of results.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable. Each result is the concatenation of the ranks' tensors along the first dimension, in rank order.
 
     Args:
@@ -601,7 +602,7 @@ def allgather_async(
 ) -> CollectiveHandle:
     """Start an all-gather of one tensor; ``wait()`` of the returned handle returns the result, a new tensor.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable. The result is the concatenation of the ranks' tensors along the first dimension, in rank order.
 
     Args:
@@ -685,7 +686,7 @@ def grouped_broadcast_async(
 ) -> CollectiveHandle:
     """Start a broadcast of several tensors from rank ``root`` as one call; ``wait()`` returns the list of results.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable.
 
     Args:
@@ -735,7 +736,7 @@ def broadcast_async(
 ) -> CollectiveHandle:
     """Start a broadcast of ``tensor`` from global rank ``root``; ``wait()`` of the handle returns ``root``'s tensor.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable.
 
     Args:
@@ -822,7 +823,7 @@ def alltoall_async(
 ) -> CollectiveHandle:
     """Start an all-to-all; ``wait()`` returns the received rows and, as int32, how many came from each rank.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable.
 
     Args:
@@ -905,7 +906,7 @@ def grouped_reducescatter_async(
 ) -> CollectiveHandle:
     """Start a reduce-scatter of several tensors as one call; ``wait()`` returns the list of results.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable. Each result is this rank's part of the first dimension of the reduction; the first (rows mod ranks)
     ranks have one row more.
 
@@ -961,7 +962,7 @@ def reducescatter_async(
 ) -> CollectiveHandle:
     """Start a reduce-scatter of one tensor; ``wait()`` of the returned handle returns the result, a new tensor.
 
-    Collective over ``process_set``; does not block, but for a process's first collective, which waits for rank 0's; not
+    Collective over ``process_set``; does not block, but a process's first collective waits for rank 0's first; not
     differentiable. The result is this rank's part of the first dimension of the reduction; the first (rows mod ranks)
     ranks have one row more.
 
@@ -1147,8 +1148,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: the set, as ``add_process_set`` returned it; the same on all ranks.
 
     Returns:
-        Whether the set was registered and is now removed; False also for the set of all ranks, which stays. False is
-        returned without a message.
+        Whether the set was registered and is now removed. False, without communication, for a set that is not
+        registered, and for the set of all ranks, which stays.
 
     Raises:
         UsageError: ``tutti.init`` was not called.

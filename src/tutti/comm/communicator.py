@@ -115,11 +115,12 @@ class Communicator:
 
     @property
     def alive_ranks(self) -> Sequence[int]:
-        """Indices, within this communicator, of the ranks that are alive as far as known: in increasing order.
+        """Indices, within this communicator, of the ranks that are alive as far as known, in increasing order. Local.
 
-        All ranks, unless ``Communicators.tolerate_loss`` lets the run go on without killed ranks. Then it is the ranks
-        that took part in the most recent ``all_reduce``, ``broadcast``, ``all_gather`` or method built on them, of this
-        communicator or of the other one that tolerates losses (``world``, ``replica``). Local.
+        All ranks, unless ``Communicators.tolerate_loss`` has let the run go on without killed ranks. From then on they
+        are the ranks that took part in the last collective that compares calls (``all_reduce``, ``broadcast``,
+        ``all_gather`` and methods built on these). The last collective of either communicator that tolerates losses
+        counts: that of all ranks, and that of the data-parallel ranks.
         """
         return range(self.size) if self.file_all_gather is None else self.file_all_gather.alive
 

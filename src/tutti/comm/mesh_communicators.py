@@ -90,13 +90,14 @@ class Communicators:
         return True
 
     def p2p_channels(self, kinds: Mapping[str, int], *names: str) -> Communicator:
-        """Make the process groups for ``start_send`` between neighbours along mesh axes.
+        """Make the channels (process groups) for point-to-point messages between neighbours along mesh axes.
 
-        Collective over all ranks of the job; blocks. Channels connect neighbours on the axes, and the last rank with
-        the first.
+        Collective over all ranks of the job; blocks. A channel connects each rank with its neighbour along the axes,
+        and the last rank with the first. ``start_send`` of the returned communicator then does not block.
 
         Args:
-            kinds: name of each kind of message → its direction: 1 to the next rank, -1 to the previous one.
+            kinds: name of each kind of message → its direction: 1 to the next rank, -1 to the previous one. The name is
+                the argument ``kind`` of ``start_send`` and ``start_receive``.
             names: mesh axes: ``replica``, ``shard``, ``stage``, ``tensor``.
 
         Returns:
@@ -118,18 +119,18 @@ class Communicators:
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
         """Make the point-to-point channels of an all-reduce by an explicit schedule, and return the schedule.
 
-        Collective over all ranks of the job, which all-gathers the ranks' nodes and makes process groups; blocks.
-        Nothing is all-reduced yet. The all-reduce will be over the communicator ``replica`` (attribute of this object)
-        of the data-parallel ranks that hold the same part of the model.
+        Collective over all ranks of the job, which all-gathers the ranks' nodes and makes process groups; blocks. No
+        tensor is all-reduced yet: the caller does so by the messages of the schedule, over the attribute ``replica``,
+        the communicator of the data-parallel ranks that hold the same part of the model. The messages are sent by
+        ``replica.start_send`` with the kind ``ALGORITHM all-reduce``.
 
         Args:
             algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
 
         Returns:
-            A triple: the ``Schedule``, rounds of point-to-point messages, which ``start_send`` of ``replica`` sends;
-            the ranks of ``replica`` on this rank's node, as indices in ``replica``; and a communicator of these ranks.
-            The second and third value are given for ``hierarchical`` on a node with several of these ranks; otherwise
-            they are empty and None.
+            A triple. First the ``Schedule``: rounds of messages between ranks, given as indices in ``replica``. For
+            ``hierarchical``, on a node with several ranks of ``replica``, then the indices of these ranks and a
+            communicator of them; otherwise an empty sequence and None.
 
         Raises:
             MismatchError: ranks are in different calls.

@@ -132,10 +132,13 @@ class HubConnection:
                 return found
 
     def readable(self, seconds: float | None) -> bool:
-        """Block until a message of rank 0, or the end of this connection, has arrived; return whether it has.
+        """Block until ``receive`` would not: a message of rank 0 has arrived, or the connection has ended.
 
         Args:
             seconds: longest wait; None: no limit.
+
+        Returns:
+            True if ``receive`` would not block; False if ``seconds`` have passed before.
         """
         return bool(select.select([self._socket], [], [], seconds)[0])
 

@@ -36,16 +36,18 @@ def run(
         hosts: hosts and slots such as ``localhost:2``, a slot being room for one rank; only this machine may be named.
         num_proc: another name of ``np``.
         start_timeout: seconds that ranks may wait for each other in a collective.
-        settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect. The names of the
-            parameters that are set are printed on standard error.
+        settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect. The names of those
+            with a true value are printed on standard error.
 
     Returns:
         List of what ``func`` returned in each rank, in rank order. The values must be possible to pickle.
 
     Raises:
         UsageError: ``hosts`` is malformed, names another machine or has fewer slots than ranks; ``settings`` ask for an
-            elastic job; the number of ranks is below 1; this process is a rank itself, already trains, or has used the
-            accelerator or autograd; or the call is made outside the main thread.
+            elastic job (whose ranks change while it runs) by ``min_np``, ``max_np``, ``min_num_proc``,
+            ``max_num_proc``, ``host_discovery_script``, ``reset_limit`` or ``slots``; the number of ranks is below 1;
+            this process is a rank itself, already trains, or has used the accelerator or autograd; or the call is made
+            outside the main thread.
         PeerError: a rank was killed, or ended without a result.
         Preempted: a rank ended with exit code 75.
         KeyboardInterrupt: a signal stopped the job, and no rank raised an error.

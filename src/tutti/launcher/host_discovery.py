@@ -91,8 +91,9 @@ class SlotTable:
         """Start the host discovery script if it is due, or read its output if it has ended. Does not block.
 
         To be called often; does nothing without a script. The script is due half a second after its last call ended. A
-        call that cannot start, ends with an error or prints a malformed line leaves the hosts and their slots as they
-        were; a call that lasts longer than a minute is killed, and counts as such.
+        call of the script fails if it cannot start, ends with an error, prints a malformed line, or lasts longer than a
+        minute, after which it is killed. A failed call leaves the hosts and their slots as they were; the first of
+        several in a row is reported by the function ``warn`` of the constructor.
 
         Args:
             now: seconds of a monotonic clock.

@@ -191,8 +191,8 @@ def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, p
 def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
     """Choose the address and the TCP port at which rank 0 will host the job's key-value store.
 
-    The address is ``MASTER_ADDR`` of this process's environment; if that is not set, the address of the first host, for
-    which a job of several hosts takes this machine's host name if the first host is this machine. The port is
+    The address is ``MASTER_ADDR`` of this process's environment. If that is not set, it is the address of the first
+    host as given, but in a job of several hosts whose first one is this machine, this machine's host name. The port is
     ``MASTER_PORT``; if that is not set to a number, a random one from 10000 to 29999, which may be in use.
 
     Args:

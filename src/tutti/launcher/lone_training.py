@@ -8,10 +8,12 @@ from typing import Any
 
 
 def warn_of_lone_training(script: str) -> None:
-    """Let rank 0 of several warn, before its first update, if neither tutti nor ``torch.distributed`` joins the ranks.
+    """Let rank 0 print a warning at its first optimizer step if the script has not joined the ranks by then.
 
-    ``tutti run`` imports torch before it forks the ranks. A rank that another launcher has started, without torch, is
-    not watched. Not collective.
+    Each of several ranks then trains the whole model alone. A script joins them by ``tutti.init`` (which
+    ``tutti.prepare`` calls) or ``torch.distributed``. To be called in every rank before the script runs; registers a
+    hook in rank 0. Does nothing with one rank, or in a process without torch: ``tutti run`` imports torch before it
+    forks the ranks, other launchers do not. Not collective.
 
     Args:
         script: name of the script, for the message.

@@ -170,7 +170,7 @@ class RayEngine:
 
         New output goes to the terminal (rank 0) and the log files (other ranks). Waits a fraction of a second for
         answers. A rank whose actor does not answer for 30 seconds counts as killed, with its slot (place for a rank)
-        lost. Time in which this process itself did not poll, such as a stopped one, does not count.
+        lost; the 30 seconds begin anew where this process has not polled for five, for example because it was stopped.
 
         Returns:
             One entry for each rank, in rank order: None for a rank that still runs; else ``code`` (exit code, -N if
@@ -205,11 +205,14 @@ class RayEngine:
         return [rank.end for rank in self._ranks]
 
     def stop(self, number: int) -> None:
-        """Send a signal to every rank that still runs on the Ray cluster; a silent rank gets it within two seconds.
+        """Send a signal to every rank that still runs on the Ray cluster, through the actor that holds its process.
+
+        Blocks until all actors have passed the signal on, for at most five seconds; an actor that waits for output of
+        its rank takes up to two. A cluster that does not answer raises nothing.
 
         Args:
             number: number of the signal. For SIGKILL the actors are ended too, and the call then waits, for at most
-                half a minute, until Ray reports their resources as free. A cluster that does not answer raises nothing.
+                half a minute, until Ray reports their resources as free.
         """
         running = [rank for rank in self._ranks if rank.end is None]
         with suppress(Exception):

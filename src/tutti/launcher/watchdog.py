@@ -157,7 +157,8 @@ class Watch:
         may stay so for the limit of the compute phase.
 
         Args:
-            passed: seconds since the last call in which this process ran, which are added to the time without progress.
+            passed: seconds since the last call, without time in which the watchdog process itself did not run; added to
+                the time without progress.
             stopped: whether a signal has stopped the rank.
 
         Returns:
@@ -185,8 +186,8 @@ _limits = WatchdogLimits()
 def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False) -> None:
     """Fork a watchdog process that kills this rank when it makes no progress; a second call does nothing.
 
-    Call it early: the fork inherits all memory that the process has by then. No effect if ``limits`` switch it off, or
-    without ``os.fork``.
+    Call it early: the fork inherits all memory that the process has by then. Forks nothing if all ``limits`` are 0
+    (never), or without ``os.fork``.
 
     Args:
         rank: this process's rank, for messages.

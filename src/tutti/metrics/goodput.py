@@ -151,8 +151,8 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
     Args:
         lines: the records of ``metrics.jsonl``, in order.
         launched: Unix time at which the run was first started.
-        ended: Unix time at which the run ended; None, or an earlier time than that of the last step or evaluation in
-            ``lines``, for the latter.
+        ended: Unix time at which the run ended; the time of the last step or evaluation in ``lines`` is taken instead
+            where this is None or earlier.
 
     Returns:
         A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),

@@ -23,14 +23,15 @@ _SMALL_SET = 1000
 def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.0) -> float | None:
     """Return the usual peak learning rate at ``batch`` if ``rate`` is far from it; else, or without a rule, None.
 
-    Usual are (1 - momentum) · batch / 256 for ``sgd`` and 0.001 · √(batch / 256) for Adam. Far is thirty times too
-    high, where a batch below 256 counts as 256. For ``sgd`` with a batch of 1024 or more, far is also ten times too
-    low: under a tenth of the usual rate, or of 0.1 · batch / 256 (the usual rate for momentum 0.9) if that is less.
-    Such a rate was meant for a small batch. A low rate of Adam is no sign of a mistake: fine-tuning uses it.
+    The usual rate is (1 - momentum) · batch / 256 for ``sgd`` and 0.001 · √(batch / 256) for Adam, where a batch below
+    256 counts as 256. A rate is far from it if it is more than 30 times the usual rate. For ``sgd`` with a batch of
+    1024 or more, a rate is also far if it is under a tenth of the usual rate and under a tenth of 0.1 · batch / 256,
+    the usual rate for momentum 0.9: such a rate was meant for a small batch. A low rate of Adam is no sign of a
+    mistake: fine-tuning uses it.
 
     Args:
         optimizer: ``sgd``, ``adam`` or ``adamw``; other optimizers have no rule.
-        rate: peak learning rate.
+        rate: peak learning rate; 0 or a negative rate is never far from the usual one.
         batch: samples in a global batch.
         momentum: momentum coefficient of ``sgd``; ignored for other optimizers.
 

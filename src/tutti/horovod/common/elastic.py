@@ -247,8 +247,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable
         propagate.
 
     Raises:
-        HorovodInternalError: from the returned function: the resets are more than ``HOROVOD_RESET_LIMIT``; or ranks'
-            calls of a collective differ (MismatchError is the cause), and have differed since the same commit before.
+        HorovodInternalError: from the returned function: there were more resets than ``HOROVOD_RESET_LIMIT``; or the
+            ranks' calls of a collective differ (MismatchError is the cause) for the second time since the last commit.
         ValueError: from the returned function: ``HOROVOD_RESET_LIMIT`` is not a whole number.
     """
 

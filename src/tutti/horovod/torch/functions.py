@@ -175,8 +175,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         process_set: ranks that take part; default: all ranks.
 
     Raises:
-        ValueError: a rank's object has a part of another type; the message names both, on every rank. Or ``init`` was
-            not called, or an all-gather named ``name`` is still pending on this rank.
+        ValueError: a rank's object has a part of another type; the message names rank and type, on every rank. Or
+            ``init`` was not called, or an all-gather named ``name`` is still pending on this rank.
         HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
     mpi_ops.check_initialized()

@@ -100,8 +100,8 @@ def _options() -> SessionOptions:
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the job that the environment describes and start the thread that runs collectives, as ``hvd.init``.
 
-    Collective over all ranks; blocks until all have called it. A second call does nothing. In an elastic job it calls
-    ``rejoin``, and raises what that raises.
+    Collective over all ranks; blocks until all have called it. A second call does nothing. In an elastic job, whose set
+    of ranks changes while it runs, this function calls ``rejoin``, which joins the next set, and passes on its errors.
 
     Args:
         comm: None, an empty list, or the list of all ranks. Lists of some ranks and MPI communicators are refused.

@@ -532,8 +532,8 @@ def DistributedOptimizer(
     This call itself sends nothing. Backward starts an all-reduce of each bucket of gradients, without waiting for it;
     ``step`` is collective over ``process_set`` and waits for all of them. With ``Adasum``, each rank steps on its own
     gradients, and ``step`` combines the ranks' changes of the parameters by one Adasum all-reduce. A gradient that is
-    None counts as zeros in the reduction, and is the reduced tensor afterwards; with ``Adasum`` over several ranks
-    gradients that are None become zeros at once.
+    None counts as zeros in the reduction, and is the reduced tensor afterwards; with ``Adasum`` over several ranks this
+    call itself replaces gradients that are None by zeros.
 
     Args:
         optimizer: an optimizer of PyTorch's interface.

@@ -46,10 +46,10 @@ class SyncBatchNorm(BatchNormBase):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``, in training by the statistics of all ranks' samples, else by the running statistics.
 
-        Without running statistics the samples' statistics serve in evaluation too. Collective over all ranks wherever
-        the samples' statistics serve: all-reduces their sums, then their squared deviations; blocks. The backward then
-        all-reduces the gradients of both, and blocks too. In training the running statistics are updated. With one rank
-        it is plain batch norm, without communication.
+        A layer without running statistics uses those of the samples in evaluation, too. Where the samples' statistics
+        are used, the call is collective over all ranks: it all-reduces sums, then squared deviations, and blocks; its
+        backward all-reduces the gradients of both, and blocks, too. In training the running statistics are updated.
+        With one rank it is plain batch norm, without communication.
 
         Args:
             input: tensor of shape (N, C, …), with any N on each rank.
@@ -58,8 +58,8 @@ class SyncBatchNorm(BatchNormBase):
             Tensor of the shape and dtype of ``input``.
 
         Raises:
-            ValueError: ``input`` has fewer than two dimensions, or statistics of the samples serve and ``init`` was not
-                called.
+            ValueError: ``input`` has fewer than two dimensions, or the samples' statistics are used and ``init`` was
+                not called.
             HorovodInternalError: ranks' calls differ, such as by another number of channels C, or a rank is lost.
         """
         self._check_input_dim(input)

@@ -22,7 +22,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     The decorated function calls ``func`` again after each of these, as Horovod's ``hvd.elastic.run`` does. After a
     failed collective the state is first set back to its last ``commit``. Before each call all ranks get the state of
-    rank 0, unless hosts were merely removed. The call is collective over all ranks.
+    rank 0. The call is collective over all ranks.
 
     Args:
         func: training function, whose first argument is a state, such as ``TorchState``.
@@ -34,8 +34,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         HorovodInternalError: from the decorated function: a rank has ended and the job is not elastic; the ranks of an
             elastic job could not join each other in 21 attempts, or its launcher has ended; there were more resets
             (failed collectives and changes of hosts) than ``HOROVOD_RESET_LIMIT``; or the ranks' calls of a collective
-            differ, and have differed since the same commit before. After a failed collective the state is that of the
-            last commit.
+            differ for the second time since the last commit. After a failed collective the state is that of the last
+            commit.
         ValueError: from the decorated function: ``HOROVOD_RESET_LIMIT`` is not a whole number.
         SystemExit: from the decorated function: this rank's slot in an elastic job was removed; the code is 0.
     """
