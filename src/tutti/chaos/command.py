@@ -144,9 +144,9 @@ class Running:
     def code(self) -> int | None:
         """Return the exit code that a run of another process has written to its summary; None while the run goes on.
 
-        A run that ended without an exit code in its summary counts as killed: ``-SIGKILL``. The run goes on while its
-        launcher exists or, without a launcher, the first rank that was found. Does not wait. Not to be called where the
-        constructor has found no process of the run (``devices`` is 0).
+        A run that ended without an exit code in its summary counts as killed: ``-SIGKILL``. The run goes on while the
+        process ``launcher`` exists; where ``launcher`` is None, while the lowest rank that was found exists. Does not
+        wait. Not to be called where the constructor has found no process of the run (``devices`` is 0).
         """
         main = self._members[0]
         with suppress(psutil.NoSuchProcess):
@@ -165,7 +165,7 @@ class Running:
 def reference(command: Command, directory: Path, output: IO[str]) -> None:
     """Run a training command once more in ``directory``, without faults, to get the weights of an uninterrupted run.
 
-    Blocks until the run has ended. The run writes no checkpoints, which do not change its weights.
+    Blocks until the run has ended. The run writes no checkpoints, on which its weights do not depend.
 
     Args:
         command: the command line to repeat.

@@ -88,8 +88,8 @@ def draw_faults(
         fault: gives ``kind``, ``seconds`` and ``factor`` of every planned fault; its ``step`` and ``rank`` are
             replaced.
         step: training step of the first fault and distance between faults; 0: as soon as the run has a checkpoint, for
-            a single fault; ``random``: distinct steps, none of them in the last 5 % of the run nor in its last 100
-            steps (half of a run of less than 200) unless so many faults need these.
+            a single fault; ``random``: distinct steps. Steps in the last 5 % of the run, or among its last 100 (in a
+            run of less than 200 steps: in its second half), are drawn only if there are more faults than other steps.
         rank: target rank, or ``LAUNCHER`` (-1), the run's launcher process; ``random``: a rank drawn for each fault.
         times: number of faults.
         ranks: number of processes of the run.
@@ -118,7 +118,8 @@ def draw_faults(
 def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None, seed: int) -> tuple[Fault, ...]:
     """Plan faults of several kinds at distinct random steps of a run.
 
-    The kinds are shuffled; their counts differ by at most one.
+    The kinds are shuffled; their counts differ by at most one. Steps in the last 5 % of the run, or among its last 100
+    (in a run of less than 200 steps: in its second half), are drawn only if there are more faults than other steps.
 
     >>> [f"{fault} at {fault.step}" for fault in draw_soak(["kill", "terminate"], count=3, ranks=2, total=100, seed=0)]
     ['kill rank 1 at 3', 'kill rank 1 at 17', 'terminate at 33']

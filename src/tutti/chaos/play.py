@@ -105,11 +105,11 @@ class Play:
         """Inject faults into a training run in order, resume the run each time one ends it, and record ``outcomes``.
 
         To resume is to start the run again with ``tutti train --resume``. A run that this process started is resumed
-        where its exit code is one with which the last fault may end it (``Fault.ends``); it is not resumed if it ends
-        before the first fault. Blocks until the run has ended. A run of another process is never resumed, and is left
-        running after the last fault. Faults that are left when the run ends are not injected. At the end, also after an
-        exception, a stopped process is continued and a filled disk emptied. Sets ``outcomes`` (a ``FaultOutcome`` for
-        each injected fault) and ``exit_code`` of the run.
+        at most once after each fault, if its exit code is one with which this fault may end it (``Fault.ends``); it is
+        not resumed if it ends before the first fault. Blocks until the run has ended. A run of another process is never
+        resumed, and is left running after the last fault. Faults that are left when the run ends are not injected. At
+        the end, also after an exception, a stopped process is continued and a filled disk emptied. Sets ``outcomes`` (a
+        ``FaultOutcome`` for each injected fault) and ``exit_code`` of the run.
 
         Args:
             faults: faults sorted by step.

@@ -95,8 +95,8 @@ class CollectiveEngine:
         ranks.
 
         Args:
-            options: seconds after which an incomplete call is reported and fails, bytes up to which all-reduces are
-                fused, and number of cached calls; those of rank 0 hold for all ranks.
+            options: the seconds after which an incomplete call is reported, and those after which it fails; the bytes
+                up to which all-reduces are fused; and the number of cached calls. Rank 0's options hold for all ranks.
 
         Returns:
             The session, an object with ``submit`` (start a collective), ``join`` (no more data on this rank) and
@@ -148,8 +148,8 @@ class CollectiveEngine:
     def performing(self, ranks: tuple[int, ...], call: CollectiveCall) -> Iterator[None]:
         """Return a context manager for the execution of a collective, which turns exceptions into errors on all ranks.
 
-        If the block raises, or a member is lost while the block runs, all pending and later calls of this process fail
-        with PeerError, and the other ranks are told. An exception of the block is not passed on.
+        If the block raises, or one of ``ranks`` is lost while the block runs, all pending and later calls of this
+        process fail with PeerError, and the other ranks are told. An exception of the block is not passed on.
 
         Args:
             ranks: global ranks that take part.

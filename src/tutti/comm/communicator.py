@@ -138,9 +138,10 @@ class Communicator:
         """Make collectives of small CPU tensors on this communicator use shared memory instead of Gloo.
 
         Small are tensors of at most 1 MiB on a rank. Faster on one node. Affects ``sum_in_place``, ``gather_slices``,
-        ``gather_into`` and ``scatter_sum``. To make the memory is collective over the ranks of this communicator (a
-        broadcast of the file's name and all-reduces) and blocks. No effect on accelerators, with ranks on several
-        nodes, where there is no shared memory, or if this communicator has some already.
+        ``gather_into`` and ``scatter_sum``. Collective over the ranks of this communicator where it makes new memory (a
+        broadcast of the file's name and all-reduces); blocks. The collectives stay with Gloo if the ranks are on
+        several nodes or shared memory is not available. A call for accelerators, or for a communicator that has shared
+        memory already, does nothing.
 
         Args:
             like: a communicator whose shared memory is used, without a message, if it has the same ranks; otherwise,
@@ -158,10 +159,10 @@ class Communicator:
             self._small = attach_small(self)
 
     def sum_in_place(self, tensor: Tensor, text: str) -> None:
-        """All-reduce (sum) ``tensor`` in place, a small CPU tensor through shared memory where ranks share some.
+        """All-reduce (sum) ``tensor`` in place, a small CPU tensor through shared memory if ``share_memory`` made some.
 
-        Collective over the ranks of this communicator; blocks. Shape and dtype must be equal on all ranks, which is not
-        always checked.
+        Collective over the ranks of this communicator; blocks. Shape and dtype must be equal on all ranks; only in
+        shared memory number of elements and dtype are checked.
 
         Args:
             tensor: contiguous, overwritten by the sum over the ranks.
@@ -493,8 +494,8 @@ class Communicator:
         """Make control messages of up to 16 KiB use shared memory instead of Gloo, where all ranks are on one node.
 
         Faster: one barrier in place of two collectives over sockets. Affects ``all_reduce``, ``broadcast``,
-        ``all_gather`` and the methods built on them, for tensors on the CPU. To make the memory is collective over the
-        ranks of this communicator (a broadcast of the file's name and all-reduces) and blocks.
+        ``all_gather`` and the methods built on them, for tensors on the CPU. Collective over the ranks of this
+        communicator where it makes new memory (a broadcast of the file's name and all-reduces); blocks.
 
         Args:
             like: a communicator whose memory for control messages is used, without a message, if it has the same ranks;
@@ -665,8 +666,8 @@ class Communicator:
 
         Args:
             call: describes this rank's call, as text that the error shows.
-            other: position in ``alive_ranks`` of a rank whose call differs from that of the first rank in it; equal on
-                all ranks.
+            other: position in ``alive_ranks`` of a rank whose call differs from the call of the first rank in
+                ``alive_ranks``; equal on all ranks.
 
         Returns:
             The error, whose message names both ranks and their calls.

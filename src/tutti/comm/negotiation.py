@@ -407,9 +407,16 @@ class Coordinator:
 
         Args:
             rank: global rank of the sender.
-            message: JSON list: kind, number of the session, further fields. Kinds are ``open`` (a session), ``call``
-                and ``hit`` (a new call, or one that was agreed upon before, by its number), ``posted`` (all-reduces in
-                shared memory, by number and attempt), ``join``, ``wait`` (all threads of the rank wait) and ``close``.
+            message: JSON list of kind, number of the session, and at most one field of the kind, except ``hit``:
+
+                - ``open``, open the session: its options, of which those of rank 0 are used.
+                - ``call``, a collective: its description as JSON.
+                - ``hit``, a collective that was agreed upon before: its number, and the ``extents`` of this call.
+                - ``posted``, all-reduces for which the rank has written its tensors to shared memory: a list of pairs
+                  (number of the collective, attempt).
+                - ``join``: the rank has no more data.
+                - ``wait``, all threads of the rank wait in collectives: key of one of them (process set, name).
+                - ``close``: the rank leaves the session.
 
         Raises:
             ValueError: another kind.
@@ -494,10 +501,11 @@ class Coordinator:
         ]
 
     def check_stalls(self) -> list[str]:
-        """Warn about collectives that wait too long for some ranks, and fail calls that wait beyond their time limit.
+        """Return warnings about collectives that wait long for some ranks, and fail calls beyond their time limit.
 
-        The times are ``warn`` and ``limit`` (seconds) of the `SessionOptions` of the session (namespace of calls) in
-        which the call was made. ``take_answers`` afterwards returns the messages by which the ranks learn of failures.
+        A call is warned about after ``warn`` seconds, and fails after ``limit`` seconds, two values of the
+        `SessionOptions` of the session (namespace of calls) in which it was made. ``take_answers`` afterwards returns
+        the messages by which the ranks learn of failures.
 
         Returns:
             One text for each warning, which names the missing ranks.

@@ -454,10 +454,14 @@ class TellFailures(contextlib.ContextDecorator):
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
     """Return whether a collective or transfer waits for no rank any more, as far as the ranks' descriptions tell.
 
-    Each rank of the call must wait in an equal call (``waiting[rank] == call``), have completed the call already
-    (``left`` of ``waiting[rank]`` counts it; not for barriers in shared memory, whose ``counted`` is False) or, for a
-    point-to-point transfer, have begun to send (``sent`` of ``waiting[rank]`` lists it). ``StallInspector`` reports a
-    deadlock only if no rank's call is complete.
+    True if for each rank of the call at least one of these holds:
+
+    - The rank waits in an equal call: ``waiting[rank] == call``.
+    - The rank has completed the call already: ``left`` of ``waiting[rank]`` counts it. Not considered for barriers in
+      shared memory, whose ``counted`` is False.
+    - The call is a point-to-point transfer that the rank has begun to send: ``sent`` of ``waiting[rank]`` lists it.
+
+    ``StallInspector`` reports a deadlock only if no rank's call is complete.
 
     Args:
         call: description of the collective or transfer.

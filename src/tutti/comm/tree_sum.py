@@ -80,9 +80,9 @@ class TreeSum:
         A logical worker is a fixed share of the global batch, and its vector for example its gradient.
 
         Args:
-            worker: index of the worker among all N logical workers; calls must be in increasing order. Where there are
-                more ranks than workers, it is the one worker whose micro-batches this rank shares with other ranks,
-                with a call for each micro-batch, possibly none.
+            worker: index of the worker among all N logical workers. With at least as many workers as ranks: each worker
+                of this rank once, in increasing order. With more ranks than workers: always the one worker whose
+                micro-batches this rank shares with other ranks, in one call for each micro-batch, possibly none.
             vector: the worker's (or micro-batch's) vector, shape (length,); this object keeps and overwrites it.
         """
         if self._shared:

@@ -242,10 +242,12 @@ def from_death(rank: int, code: int, seen: float) -> Failure:
 def root_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that most likely caused the failures of the other ranks.
 
-    A failure record says why the process of one rank ended. Records are preferred in this order, and of several the
-    earliest: a rank that a signal other than SIGABRT killed, because no error in one rank kills another; then a failure
-    that is not about a lost peer, or a rank that SIGABRT killed, which some libraries raise when a peer is lost; then
-    an exception about a lost peer (exit code ``ExitCode.PEER``).
+    A failure record says why the process of one rank ended. The earliest record of the first of these kinds is chosen:
+
+    1. A signal other than SIGABRT killed the rank: no error in one rank kills another.
+    2. SIGABRT killed the rank (some libraries abort when a peer is lost), or an exception that is not about a lost peer
+       ended it.
+    3. An exception about a lost peer (exit code ``ExitCode.PEER``) ended the rank.
 
     Args:
         failures: records of ranks that ran at the same time, between one start of the ranks by the launcher and the

@@ -37,7 +37,7 @@ def launch_function(
     its return value does. Rank 0 writes to this process's output. The call blocks until all ranks have ended.
 
     Args:
-        function: called in every rank; it calls ``tutti.prepare``.
+        function: called in every rank; it joins the job itself, by ``tutti.prepare`` or ``tutti.init``.
         args: positional arguments of ``function``.
         devices: number of ranks, one for each device.
         timeout: seconds that ranks may wait for each other in a collective.
@@ -63,6 +63,7 @@ def launch_function(
 
     >>> import tutti
     >>> def square_of_rank(base):
+    ...     tutti.init()
     ...     return (base + tutti.rank()) ** 2
     >>> tutti.launch(square_of_rank, 3, devices=2)  # doctest: +SKIP
     [9, 16]

@@ -192,7 +192,7 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
     """Choose the address and the TCP port at which rank 0 will host the job's key-value store.
 
     The address is ``MASTER_ADDR`` of this process's environment. If that is not set, it is the address of the first
-    host as given, but in a job of several hosts whose first one is this machine, this machine's host name. The port is
+    host; if that host is this machine and there are several hosts, it is this machine's host name instead. The port is
     ``MASTER_PORT``; if that is not set to a number, a random one from 10000 to 29999, which may be in use.
 
     Args:

@@ -195,7 +195,8 @@ def requeue(code: int) -> None:
     refuses or does not answer, nothing is printed or raised, and the job is not requeued.
 
     Args:
-        code: exit code of the run, a member of ``tutti.errors.ExitCode`` or 128 + the number of a signal.
+        code: exit code of the run, a member of ``tutti.errors.ExitCode`` (75: preempted) or 128 + the number of a
+            signal.
     """
     job = os.environ[JOB]
     # A job that is cancelled, preempted or out of time ends already; requeuing would bring a cancelled one back.

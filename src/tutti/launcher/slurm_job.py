@@ -70,7 +70,7 @@ def batch_file(
 
 
 def check_slurm() -> None:
-    """Raise UsageError where one of the programs by which a job is submitted and followed is not on this machine."""
+    """Raise UsageError if ``sbatch`` or ``scontrol``, which submit and follow a Slurm job, is not on this machine."""
     for program in ("sbatch", "scontrol"):
         if shutil.which(program) is None:
             raise UsageError(

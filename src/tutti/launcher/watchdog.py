@@ -59,10 +59,11 @@ _WHEN = {
 def phase_limit(limits: WatchdogLimits, phase: int) -> float:
     """Return the seconds for which a rank may stay in a phase without progress before its watchdog kills it.
 
-    The limit ``start`` is that of the phases ``START``, ``EVALUATE`` and ``END``, ``step`` that of ``DATA``,
-    ``COMPUTE`` and ``WAITING`` (collectives that poll, with 4 seconds more), and ``save`` that of ``SAVE`` and
-    ``REPORT``. In ``MEETING``, where native code waits for other ranks, it is twice the job's timeout and a minute; in
-    ``IDLE`` it is infinite.
+    - ``START``, ``EVALUATE``, ``END``: ``limits.start``.
+    - ``DATA``, ``COMPUTE``: ``limits.step``; ``WAITING`` (in a collective that polls): 4 seconds more.
+    - ``SAVE``, ``REPORT``: ``limits.save``.
+    - ``MEETING`` (native code waits for other ranks): twice the job's timeout for collectives, plus a minute.
+    - ``IDLE``: infinite.
 
     Args:
         limits: seconds for start, step and save; None stands for the job's timeout for collectives, 0 for no limit

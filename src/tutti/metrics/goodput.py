@@ -157,11 +157,16 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
     Returns:
         A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),
         ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
-        what the records do not tell). Causes are ``start`` (until the first step, and its excess over the median step),
-        ``data`` (waits for batches), ``evaluation``, ``save`` (waits for checkpoints and traces, and the time after the
-        last record), ``failure`` (lost steps, and the time until the next start), ``stopped`` (between a stop without
-        lost steps and the next start), ``restart`` (from the next start to its first step, and that step's excess) and
-        ``slow steps`` (their excess over the median, of steps over 1.5 times the median).
+        what the records do not tell). The causes:
+
+        - ``start``: from the launch to the first step, and what this step took more than the median step.
+        - ``data``: waits for batches.
+        - ``evaluation``: evaluations on held-out samples.
+        - ``save``: waits for checkpoints and traces, and the time after the last record.
+        - ``failure``: steps that a failure has undone, and the time from the failure to the next start.
+        - ``stopped``: from a stop that undid no step to the next start.
+        - ``restart``: from a later start to its first step, and what this step took more than the median step.
+        - ``slow steps``: what steps of more than 1.5 times the median took more than the median.
 
     Raises:
         UsageError: no step is recorded, or the records have no times.

@@ -71,8 +71,8 @@ def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
 def update_rates(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
     """Return the rate of updates over time, as means over at most ``most`` intervals between the given points.
 
-    An interval begins at the end of the one before it, and ends at the first point by which at least 1/``most`` of the
-    whole time has passed. A last interval that would be shorter is left out.
+    An interval begins where the one before it ends, and ends at the first point that is at least 1/``most`` of the
+    whole time later. A last interval that would be shorter is left out.
 
     Args:
         points: pairs (seconds, updates so far), in order of time.

@@ -53,10 +53,11 @@ def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.
 def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> bool:
     """Return whether the global batch leaves too few updates, while the batch of one logical worker would leave enough.
 
-    A logical worker is a fixed share of the global batch. Few means under 200, in a run whose batch is a twentieth of
-    the data or more; enough means 100 or more with batches of one worker's share. A data set of under 1,000 samples is
-    a toy, for which the answer is False. Smith et al. 2018, arXiv 1711.00489, stop growing the batch at a tenth; Hoffer
-    et al. 2017, arXiv 1705.08741, find that as many updates bring the accuracy back.
+    A logical worker is a fixed share of the global batch. True if all of these hold: there are several workers; the run
+    has under 200 updates, but would have 100 or more (``updates · workers``) with batches of one worker's share; the
+    global batch is at least a twentieth of the data set; and the data set has at least 1,000 samples, so that it is no
+    toy. Smith et al. 2018, arXiv 1711.00489, stop growing the batch at a tenth; Hoffer et al. 2017, arXiv 1705.08741,
+    find that as many updates bring the accuracy back.
 
     Args:
         updates: optimizer updates in the whole run.

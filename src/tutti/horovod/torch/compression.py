@@ -66,9 +66,9 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Cast a floating-point tensor to float16; return it with its former dtype as the context.
+        """Return (``tensor`` in float16, its former dtype); a tensor that is not floating-point keeps its dtype.
 
-        Other tensors are returned as they are.
+        The dtype is the context for ``decompress``.
         """
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 

@@ -57,17 +57,18 @@ def learning_rate_schedule(
 ) -> LambdaLR:
     """Return a learning-rate scheduler with linear warm-up for large-batch training; step it after each optimizer step.
 
-    With n = ``hvd.size()`` ranks, read at each step, and e the steps so far / ``steps_per_epoch``, the optimizer's
-    learning rate is multiplied by (1 + (n - 1) · e / ``warmup_epochs``) / n in the warm-up, which grows from 1/n to 1,
-    and by ``multiplier(e)`` afterwards. Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    Let n be ``hvd.size()``, read at each step, and e the steps so far divided by ``steps_per_epoch``. While e is less
+    than ``warmup_epochs``, the optimizer's learning rate is multiplied by (1 + (n - 1) · e / ``warmup_epochs``) / n,
+    which grows from 1/n to 1; afterwards by ``multiplier(e)``. Source: Goyal et al. 2017, arXiv:1706.02677, section
+    2.2.
 
     Args:
         optimizer: the optimizer, wrapped by ``DistributedOptimizer`` or not. Its learning rate must be that of one rank
             times n.
         steps_per_epoch: optimizer steps of this rank in an epoch.
         warmup_epochs: length of the warm-up in epochs; 0: no warm-up.
-        multiplier: returns the factor on the learning rate in an epoch, counted from 0.
-        staircase: True calls ``multiplier`` with whole epochs, False with fractions, such as 1.5 in mid-epoch.
+        multiplier: takes e, in epochs, and returns the factor on the learning rate; default: 1.
+        staircase: True rounds e down to whole epochs for ``multiplier``; False passes fractions, such as 1.5.
 
     Raises:
         ValueError: ``steps_per_epoch`` is not positive, ``warmup_epochs`` is negative, or there is a warm-up and

@@ -554,8 +554,8 @@ def DistributedOptimizer(
     Returns:
         New optimizer of a subclass of the class of ``optimizer``, which shares its options and state. The script steps
         it in place of ``optimizer``, whose own ``step`` would reduce no gradients. It has Horovod's further methods
-        ``synchronize``, ``skip_synchronize`` and ``set_backward_passes_per_step``. Without a second rank in the process
-        set, or on a rank outside of it, gradients are not reduced, unless the job is elastic.
+        ``synchronize``, ``skip_synchronize`` and ``set_backward_passes_per_step``. Gradients are not reduced on a rank
+        outside of the process set; in a process set of one rank they are reduced only if the job is elastic.
 
     Raises:
         ValueError: ``init`` was not called; ``optimizer`` is wrapped already; ``named_parameters`` lacks a parameter of

@@ -73,9 +73,9 @@ class StateHandler:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def skip_sync(self) -> None:
-        """Exchange the parts of this handler's object that differ between ranks when hosts were merely removed.
+        """Exchange the parts of this handler's object that differ between ranks, after hosts were merely removed.
 
-        ``TorchState.skip_sync`` calls this method instead of ``sync`` then. Does nothing here: the state of models,
+        ``TorchState.skip_sync`` calls this method, in place of ``sync``. Does nothing here: the state of models,
         optimizers and schedulers is equal on all ranks. A handler overrides it if its object's state differs between
         ranks, as that of a sampler does.
         """
