@@ -145,7 +145,7 @@ class Running:
         """Return the exit code that a run of another process has written to its summary; None while the run goes on.
 
         A run that ended without an exit code in its summary counts as killed: ``-SIGKILL``. The run goes on while the
-        process ``launcher`` exists; where ``launcher`` is None, while the lowest rank that was found exists. Does not
+        process ``launcher`` exists; where ``launcher`` is None, while the first rank that was found exists. Does not
         wait. Not to be called where the constructor has found no process of the run (``devices`` is 0).
         """
         main = self._members[0]

@@ -570,8 +570,8 @@ def grouped_allgather_async(
     differentiable. Each result is the concatenation of the ranks' tensors along the first dimension, in rank order.
 
     Args:
-        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row. They
-            must not be changed before ``wait``.
+        tensors: the same number on all ranks, each (rows, …), with trailing dimensions and dtype that are equal on all
+            ranks. A scalar counts as one row. They must not be changed before ``wait``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
@@ -659,7 +659,8 @@ def grouped_allgather(
     ranks' gradients, for which backward performs an all-reduce and an all-gather of the numbers of rows.
 
     Args:
-        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        tensors: the same number on all ranks, each (rows, …), with trailing dimensions and dtype that are equal on all
+            ranks. A scalar counts as one row.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
@@ -911,7 +912,8 @@ def grouped_reducescatter_async(
     ranks have one row more.
 
     Args:
-        tensors: each (rows, …), of equal shape and dtype on all ranks; must not be changed before ``wait``.
+        tensors: the same number on all ranks, each (rows, …), of equal shape and dtype on all ranks; must not be
+            changed before ``wait``.
         op: ``average`` or ``sum``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.
@@ -1044,7 +1046,7 @@ def grouped_reducescatter(
     times prescale · postscale, and for a sum times the number of ranks.
 
     Args:
-        tensors: each (rows, …), of equal shape and dtype on all ranks.
+        tensors: the same number on all ranks, each (rows, …), of equal shape and dtype on all ranks.
         op: ``average`` or ``sum``.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         prescale: factor on the tensors before the reduction.

@@ -935,7 +935,8 @@ def grouped_allgather(
     ranks' gradients.
 
     Args:
-        tensors: shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A scalar counts as one row.
+        tensors: as many on all ranks, of shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A
+            scalar counts as one row.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -962,8 +963,8 @@ def grouped_allgather_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A scalar counts as one row.
-            Not to be changed before ``synchronize`` returns.
+        tensors: as many on all ranks, of shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A
+            scalar counts as one row. Not to be changed before ``synchronize`` returns.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         process_set: ranks that take part; default: all ranks.
 
@@ -1291,7 +1292,7 @@ def grouped_reducescatter(
     times both factors, and for a sum times the number of ranks.
 
     Args:
-        tensors: each of shape (rows, …), of equal shape and dtype on all ranks.
+        tensors: as many on all ranks, each of shape (rows, …), of equal shape and dtype on all ranks.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
         op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
@@ -1332,8 +1333,8 @@ def grouped_reducescatter_async(
     where ranks' calls differ or a rank is lost.
 
     Args:
-        tensors: each of shape (rows, …), of equal shape and dtype on all ranks. Not to be changed before
-            ``synchronize`` returns.
+        tensors: as many on all ranks, each of shape (rows, …), of equal shape and dtype on all ranks. Not to be
+            changed before ``synchronize`` returns.
         name: name by which the ranks' calls are matched; None: calls without a name are matched by their order.
         op: ``Average`` (default) or ``Sum``; averages of integers are truncated.
         process_set: ranks that take part; default: all ranks.
@@ -1341,8 +1342,8 @@ def grouped_reducescatter_async(
         postscale_factor: factor on the result after it.
 
     Returns:
-        Handle for ``poll`` and for ``synchronize``, which returns the list of this rank's slices along the first
-        dimension.
+        Handle for ``poll`` and for ``synchronize``, which returns the list of this rank's rows of each reduction;
+        the first (rows mod ranks) ranks have one row more than the others.
 
     Raises:
         ValueError: ``init`` was not called; a call of this kind named ``name`` is still pending on this rank; a tensor
