@@ -47,8 +47,8 @@ def survive(
         list of names of files of unfinished saves.
 
     Raises:
-        UsageError: ``known`` is no finished run, or a fault cannot be injected, see ``Play.play``. Errors that ``plan``
-            raises are passed on, before the run is started.
+        UsageError: ``known`` is no finished run; or a fault is for the run's launcher, which is not known, or would
+            fill more bytes than ``rules`` permit. Errors that ``plan`` raises are passed on, before the run is started.
         DiskError: the disk cannot be filled.
     """
     summary = _finished(known) if known else {}
@@ -91,8 +91,8 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
         ``report.problems()`` is empty if the run went on, or ended, as tutti promises for these faults.
 
     Raises:
-        UsageError: no process of a run in ``directory`` was found, or a fault cannot be injected, see ``Play.play``.
-            Errors that ``plan`` raises are passed on.
+        UsageError: no process of a run in ``directory`` was found; or a fault is for the run's launcher, which is not
+            known, or would fill more bytes than ``rules`` permit. Errors that ``plan`` raises are passed on.
         DiskError: the disk cannot be filled.
     """
     begun = time.monotonic()

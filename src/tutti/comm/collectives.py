@@ -1217,7 +1217,8 @@ def allgather_object(value: Any, name: str | None = None, *, process_set: Proces
     Collective over ``process_set``; blocks.
 
     Args:
-        value: this rank's value, of a type that ``broadcast_object`` takes; may differ between ranks.
+        value: this rank's value, which may differ between ranks: None, a bool, number, string, bytes, list, tuple, set,
+            dict, tensor or NumPy array, or a nesting of these.
         name: key that matches the ranks' calls, equal on all ranks; default: the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 

@@ -367,7 +367,8 @@ class Communicator:
     def start_receive(self, tensor: Tensor, source: int, kind: str) -> Pending:
         """Start to receive the next message of a kind from rank ``source`` into ``tensor``.
 
-        Does not block if the channel was made beforehand, see ``start_send``.
+        Does not block if ``Communicators.p2p_channels`` or ``Communicators.connect`` has made the channel; otherwise
+        the first message makes a process group, for which it waits until all ranks of the job do so.
 
         Args:
             tensor: contiguous, of the shape and dtype sent; overwritten, and not to be read before ``wait`` of the

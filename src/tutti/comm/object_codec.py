@@ -86,8 +86,8 @@ def decode_object(data: bytes, tensors: list[Tensor] | None = None) -> Any:
         A value equal to the encoded one; its tensors are new ones on the CPU, or those of ``tensors`` themselves.
 
     Raises:
-        UsageError: the bytes have an unknown tag, as of another version of tutti; or they are those of an error of
-            ``encode_or_error``, which is raised.
+        UsageError: the bytes have an unknown tag, as of another version of tutti; or they hold an error that
+            ``encode_or_error`` has serialised in place of a value, and which is raised here.
     """
     return _Decoder(data, tensors).value()
 
@@ -105,7 +105,8 @@ def tensors_described(data: bytes) -> list[Tensor]:
         Uninitialised tensors of the dtypes and shapes of that list, in its order.
 
     Raises:
-        UsageError: ``data`` has an unknown tag, or has the error of ``encode_or_error``, which is raised.
+        UsageError: ``data`` has an unknown tag, or holds an error that ``encode_or_error`` has serialised in place of a
+            value, and which is raised here.
     """
     decoder = _Decoder(data, None)
     decoder.value()

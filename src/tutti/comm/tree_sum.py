@@ -59,7 +59,7 @@ class TreeSum:
         dtype: dtype of the vectors.
 
     Attributes:
-        addends: number of vectors in the last total: N, or those of all ranks where ranks share workers.
+        addends: number of vectors in the last total: N; where ranks share workers, the calls of ``add`` on all ranks.
     """
 
     def __init__(self, comm: Communicator, workers: int, length: int, dtype: torch.dtype) -> None:

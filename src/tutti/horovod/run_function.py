@@ -26,7 +26,8 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in new processes on this machine, the ranks of one job, as ``horovod.run`` does.
 
-    Blocks until all ranks have ended. The ranks are forked, see ``tutti.launch``; each calls ``hvd.init()``.
+    Blocks until all ranks have ended. The ranks are forked, so that ``func`` may be defined anywhere; only its result
+    reaches this process, and not its changes to variables. Each rank must call ``hvd.init()`` itself.
 
     Args:
         func: function that trains.

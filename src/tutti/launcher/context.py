@@ -36,10 +36,10 @@ from tutti.torch_compat import default_store, flight_recorder, forget_process_gr
 
 @dataclass
 class FailureNote:
-    """Count of the errors that ended collective code of tutti on this rank; tells whether a note of the last is stored.
+    """Record of the errors that ended collective code of tutti on this rank.
 
     Attributes:
-        count: number of such errors of this rank, or of the rank that this rank has learnt of, if that is larger.
+        count: number of these errors, or the number that another rank has told of its own errors, if that is larger.
         written: whether the job's store holds a note about this rank's last error.
     """
 

@@ -228,8 +228,9 @@ def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> list[str]:
     """Make the command line that starts a rank: by ``env`` on this node, by ``ssh`` on another one.
 
-    The command sets the variables of the rank and those that a launcher passes on (``passed_variables``), and one that
-    makes the rank's process take signals from its standard input and end when the input is closed.
+    The command sets the variables of the rank, those that a launcher passes on (``passed_variables``: ``TUTTI_…``,
+    ``NCCL_…`` and others, as this process has them), and one that makes the rank's process take signals from its
+    standard input and end when the input is closed.
 
     Args:
         process: node and environment of the rank.

@@ -112,7 +112,8 @@ def end_of_rank(error: Exception, node: str, alive: bool) -> EndedRank | None:
         ``why`` has Ray's reason and ``remedy`` advice. None if the actor may answer again.
 
     Raises:
-        Exception: the result of ``failure_of``, if no rank was lost: a defect, or a failure of Ray itself.
+        Exception: no rank was lost: the error is a defect, or a failure of Ray itself, for which ``failure_of`` gives
+            the exception to raise, such as ``EngineGone``.
     """
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return None

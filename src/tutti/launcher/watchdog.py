@@ -87,7 +87,8 @@ def polling_interval(limits: WatchdogLimits) -> float:
     A twentieth of the shortest time for which the rank may stay in a phase without progress, at most 1.
 
     Args:
-        limits: seconds for start, step and save, from which ``phase_limit`` computes the limit of each phase.
+        limits: seconds for start, step and save, from which ``phase_limit`` computes the limit of each phase; None
+            stands for the job's timeout for collectives, 0 for no limit.
     """
     return min(1.0, min(phase_limit(limits, phase) for phase in range(len(Phase.NAMES))) / 20)
 

@@ -233,10 +233,12 @@ def run_goodput(path: Path) -> Goodput:
         path: directory of a run, with ``env.json`` and ``metrics.jsonl``.
 
     Returns:
-        A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause: ``start``, ``data``,
-        ``evaluation``, ``save``, ``failure``, ``stopped``, ``restart`` and ``slow steps``, as far as measured),
+        A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),
         ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
-        what the records do not tell).
+        what the records do not tell). Causes are ``start`` (until the first step), ``data`` (waits for batches),
+        ``evaluation``, ``save``, ``failure`` (steps undone by it, and the time until the next start), ``stopped``
+        (from a stop that undid no step to the next start), ``restart`` (from a later start to its first step) and
+        ``slow steps`` (their excess over the median).
 
     Raises:
         UsageError: ``env.json`` or ``metrics.jsonl`` is missing or unreadable, ``env.json`` is no JSON object or lacks

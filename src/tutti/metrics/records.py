@@ -444,8 +444,9 @@ def read_environment(path: Path) -> dict[str, Any]:
         path: the run directory.
 
     Returns:
-        The JSON object: the entries of ``environment``, and the Unix times ``launched`` and ``started`` at which the
-        run's command and its training began; as far as the run has recorded them.
+        The JSON object: the entries of ``environment`` (``versions``, ``platform``, ``devices`` and so on), and the
+        Unix times ``launched`` and ``started`` at which the run's command and its training began; as far as the run has
+        recorded them.
     """
     with contextlib.suppress(OSError, ValueError):
         return read_json(path / ENVIRONMENT)
