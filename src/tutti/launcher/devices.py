@@ -16,9 +16,9 @@ _PATIENCE = 120.0
 def count_accelerators(choice: str, environ: Mapping[str, str]) -> int:
     """Return the number of accelerators that a process with ``--device choice`` may use; 0 for ``cpu``.
 
-    The driver's files are read first. If they do not tell, a subprocess imports torch and counts the devices, 0 if it
-    fails; this call waits some seconds for it. This process itself neither imports torch nor touches a driver, because
-    it is to fork the ranks later.
+    The driver's files are read first. If they do not tell, a subprocess imports torch and counts the devices; the call
+    waits for it, at most two minutes, and returns 0 if it fails. This process itself neither imports torch nor touches
+    a driver, because it is to fork the ranks later.
 
     Args:
         choice: value of ``--device``: ``auto``, ``cpu`` or an accelerator's type; all but ``cpu`` give the same count.

@@ -67,7 +67,8 @@ def launch(
         logs: directory for logs and failure records; made if missing. Such files of an earlier run are deleted.
         timeout: seconds that ranks may wait for each other in a collective.
         show_all: show the output of ranks above 0 too, as ``[rank 3] …``; also by ``TUTTI_LOG_RANKS=all``.
-        restarts: how often in a row to restart all ranks after a failure without progress.
+        restarts: how often in a row to restart all ranks after a failure without progress; none follows a failure that
+            would recur, such as wrong usage or missing data.
         progress: function without arguments that returns a number which grows with saved progress, such as the step of
             the newest checkpoint; None: nothing is ever saved.
         limits: how long a rank may make no progress before its watchdog kills it; None: the default limits.

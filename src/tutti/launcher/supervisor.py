@@ -111,10 +111,11 @@ def supervise(engine: Engine, job: EngineJob) -> int:
     """Run a job on an engine, which starts ranks on this node, over SSH, by Slurm or Ray; return the run's exit code.
 
     Blocks until the job has ended. When a rank fails, all ranks are ended, the first cause is printed, and the job is
-    restarted as often as ``job.restarts`` allows, with the largest of ``job.sizes`` for which there are slots (places
-    for a rank). When slots for a larger size become free, the ranks are ended by SIGTERM, on which they save, and as
-    many as fit are started. A signal is passed on to all ranks once; a second signal kills the ranks. To be called in
-    the main thread. The ranks' logs of an earlier run in ``job.logs`` are deleted first.
+    restarted, unless the cause would recur (such as wrong usage or missing data), as often as ``job.restarts`` allows,
+    with the largest of ``job.sizes`` for which there are slots (places for a rank). When slots for a larger size become
+    free, the ranks are ended by SIGTERM, on which they save, and as many as fit are started. A signal is passed on to
+    all ranks once; a second signal kills the ranks. To be called in the main thread. The ranks' logs of an earlier run
+    in ``job.logs`` are deleted first.
 
     Args:
         engine: starts, polls and ends the ranks.

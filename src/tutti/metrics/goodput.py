@@ -168,6 +168,8 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
         - ``restart``: from a later start to its first step, and what this step took more than the median step.
         - ``slow steps``: what steps of more than 1.5 times the median took more than the median.
 
+        The median is over steps of as many samples, of which there must be five; otherwise no step exceeds it.
+
     Raises:
         UsageError: no step is recorded, or the records have no times.
     """

@@ -179,7 +179,7 @@ def table(rows: Sequence[Row]) -> str:
 def chrome(rows: Sequence[Row]) -> dict[str, Any]:
     """Return a timeline as a trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing.
 
-    Times are microseconds; the trace begins at the first segment.
+    Times in the trace are microseconds from the start of the first segment.
 
     Args:
         rows: for each rank in order its ``TimelineSegment``s (intervals of time in one phase of training).
