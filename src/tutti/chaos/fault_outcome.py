@@ -114,9 +114,9 @@ class Report:
 
         Returns:
             The sentences; an empty list means that the run survived. There is one for each promise that was broken
-            under a single fault (``FaultOutcome.problems``); one if any fault could not be injected because the run was over; one for a
-            non-zero exit code, if ``finished``; one if ``verdict`` is ``different`` (the final weights are not those of
-            the run without faults); and one for each file of an unfinished save that was left behind.
+            under a single fault (``FaultOutcome.problems``); one if any fault could not be injected because the run was
+            over; one for a non-zero exit code, if ``finished``; one if ``verdict`` is ``different`` (the final weights
+            are not those of the run without faults); and one for each file of an unfinished save that was left behind.
         """
         found = [
             f"{outcome.fault} at step {outcome.step}: {text}"
@@ -156,7 +156,8 @@ def summarize(outcomes: Sequence[FaultOutcome]) -> list[tuple[str, ...]]:
         are: kind; number of faults; median and longest time without a training step, in seconds, such as ``0.42 s``;
         median and largest number of steps that had to be repeated; number of restarts of the ranks by the run's own
         launcher; number of times that the run ended and was started again with ``--resume``; number of faults under
-        which the run broke no promise (``FaultOutcome.problems`` is empty). Killing the launcher is a kind of its own, ``kill the launcher``.
+        which the run broke no promise (``FaultOutcome.problems`` is empty). Killing the launcher is a kind of its own,
+        ``kill the launcher``.
     """
     rows: list[tuple[str, ...]] = []
     for kind in dict.fromkeys(_named(outcome) for outcome in outcomes):
