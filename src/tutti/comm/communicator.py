@@ -138,10 +138,10 @@ class Communicator:
         """Make collectives of small CPU tensors on this communicator use shared memory instead of Gloo.
 
         Small are tensors of at most 1 MiB on a rank. Faster on one node. Affects ``sum_in_place``, ``gather_slices``,
-        ``gather_into`` and ``scatter_sum``. Collective over the ranks of this communicator where it makes new memory (a
-        broadcast of the file's name and all-reduces); blocks. The collectives stay with Gloo if the ranks are on
-        several nodes or shared memory is not available. A call for accelerators, or for a communicator that has shared
-        memory already, does nothing.
+        ``gather_into`` and ``scatter_sum``. To make new memory, the call is collective over the ranks of this
+        communicator (a broadcast of the file's name and all-reduces) and blocks; if the ranks are on several nodes, or
+        there is no shared memory, none is made, and Gloo stays in use. A call for accelerators, or for a communicator
+        that has shared memory already, does nothing.
 
         Args:
             like: a communicator whose shared memory is used, without a message, if it has the same ranks; otherwise,
@@ -495,8 +495,9 @@ class Communicator:
         """Make control messages of up to 16 KiB use shared memory instead of Gloo, where all ranks are on one node.
 
         Faster: one barrier in place of two collectives over sockets. Affects ``all_reduce``, ``broadcast``,
-        ``all_gather`` and the methods built on them, for tensors on the CPU. Collective over the ranks of this
-        communicator where it makes new memory (a broadcast of the file's name and all-reduces); blocks.
+        ``all_gather`` and the methods built on them, for tensors on the CPU. To make new memory, the call is collective
+        over the ranks of this communicator (a broadcast of the file's name and all-reduces) and blocks; if the ranks
+        are on several nodes, or there is no shared memory, none is made, and Gloo stays in use.
 
         Args:
             like: a communicator whose memory for control messages is used, without a message, if it has the same ranks;
