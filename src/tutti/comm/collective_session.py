@@ -261,8 +261,8 @@ class CollectiveSession:
         """Block until an asynchronous collective is complete or has failed; leave the outcome in its handle.
 
         The outcome is in the attributes ``result`` and ``error`` of ``handle``; this method raises neither. If after
-        two seconds all threads of this rank that make collective calls are waiting, the coordinator on rank 0 is told,
-        so that it can find a deadlock between ranks that wait for different calls.
+        two seconds all threads of this rank that make collective calls are waiting, the coordinator on rank 0, which
+        matches the ranks' calls, is told, so that it can find a deadlock between ranks that wait for different calls.
 
         Args:
             handle: the collective, from ``submit``.
@@ -366,7 +366,7 @@ class CollectiveSession:
             self.turn += 1
 
     def close(self) -> None:
-        """End this rank's part in a session of named collectives; a second call does nothing.
+        """End this rank's part in a session (namespace of collectives); a second call does nothing.
 
         Not a barrier: other ranks may go on. Collectives on which all ranks have agreed already are performed first.
         Pending calls that some rank has not made fail with PeerError, on all ranks, and so do later calls in this

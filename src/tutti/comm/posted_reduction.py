@@ -174,7 +174,7 @@ class PostedReduction:
         that has joined. Local; does not wait. Other ranks see the cancellation by ``revoked``.
 
         Args:
-            attempt: number that ``post`` returned.
+            attempt: number of one repetition of the all-reduce, as ``post`` returned it.
 
         Returns:
             True if the attempt is cancelled; False if it is complete.
@@ -198,7 +198,7 @@ class PostedReduction:
 
         Args:
             outputs: tensors of the shapes of the all-reduce; overwritten by the results.
-            attempt: an attempt for which ``complete`` was True.
+            attempt: number of one repetition of the all-reduce, for which ``complete`` was True.
         """
         total, (first, second, *others) = self._total, self._buffers[attempt >> _ATTEMPTS & 1]
         if total.dtype in (torch.float16, torch.bfloat16):

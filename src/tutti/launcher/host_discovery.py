@@ -90,10 +90,11 @@ class SlotTable:
     def poll(self, now: float) -> None:
         """Start the host discovery script if it is due, or read its output if it has ended. Does not block.
 
-        To be called often; does nothing without a script. The script is due half a second after its last call ended. A
-        call of the script fails if it cannot start, ends with an error, prints a malformed line, or lasts longer than a
-        minute, after which it is killed. A failed call leaves the hosts and their slots as they were; the first of
-        several in a row is reported by the function ``warn`` of the constructor.
+        The script prints the hosts and their slots (places for a rank). To be called often; does nothing without a
+        script. The script is due half a second after its last call ended. A call of the script fails if it cannot
+        start, ends with an error, prints a malformed line, or lasts longer than a minute, after which it is killed. A
+        failed call leaves the hosts and their slots as they were; the first of several in a row is reported by the
+        function ``warn`` of the constructor.
 
         Args:
             now: seconds of a monotonic clock.
@@ -117,8 +118,8 @@ class SlotTable:
     def fail(self, host: str, now: float) -> None:
         """Take one slot of a host away because a rank on the host failed, for a time that doubles with each failure.
 
-        The time starts with the first value of ``cooldown`` and is at most the second, both given to the constructor in
-        seconds. If ``cooldown`` is None, the slot does not come back.
+        A slot is room for one rank. The time starts with the first value of ``cooldown`` and is at most the second,
+        both given to the constructor in seconds. If ``cooldown`` is None, the slot does not come back.
 
         Args:
             host: host name, as the script prints it.

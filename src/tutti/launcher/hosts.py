@@ -116,7 +116,7 @@ def parse_host_file(path: Path) -> str:
     """Read a host file, and return its hosts as a value of ``-H``, such as ``host0:2,host1:1``.
 
     Args:
-        path: file with lines ``HOST`` (one slot), ``HOST slots=N`` as Open MPI has them, perhaps with ``max_slots=N``,
+        path: file with lines ``HOST`` (one rank), ``HOST slots=N`` as Open MPI has them, perhaps with ``max_slots=N``,
             which has no effect, or ``HOST:N`` as MPICH has them; text after ``#`` and blank lines are skipped.
 
     Raises:

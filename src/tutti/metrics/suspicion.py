@@ -103,8 +103,8 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
 def tells(samples: Sequence[str], least: int) -> bool:
     """Return whether a sequence of samples is long and varied enough that an equal second one is no coincidence.
 
-    Called before two logical workers are said to train on the same data (``equal_pairs``). True if there are at least
-    ``least`` samples, and if the number of different ones is more than half of all.
+    Called before two logical workers (fixed shares of the global batch) are said to train on the same data. True if
+    there are at least ``least`` samples, and if the number of different ones is more than half of all.
 
     Args:
         samples: a hash of each sample, in the order in which a worker has seen them.

@@ -323,7 +323,9 @@ def rocm_built() -> bool:
 
 @translated
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set, so that collectives can be called on it. Collective over all ranks; blocks.
+    """Register a process set (a set of ranks), so that collectives can be called on it.
+
+    Collective over all ranks; blocks.
 
     Args:
         process_set: the set, or the global ranks of its members; equal on all ranks, whether they are members or not.
@@ -342,7 +344,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 @translated
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a process set, which collectives can no longer use. Collective over all ranks; blocks.
+    """Unregister a process set (a set of ranks), which collectives can then no longer use.
+
+    Collective over all ranks; blocks.
 
     Args:
         process_set: the set, as ``add_process_set`` returned it; the same on all ranks, whether they are members or

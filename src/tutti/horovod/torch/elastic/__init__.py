@@ -37,7 +37,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             differ for the second time since the last commit. After a failed collective the state is that of the last
             commit.
         ValueError: from the decorated function: ``HOROVOD_RESET_LIMIT`` is not a whole number.
-        SystemExit: from the decorated function: this rank's slot in an elastic job was removed; the code is 0.
+        SystemExit: from the decorated function: this rank's slot (place for a rank) in an elastic job was removed, or
+            other ranks have finished training before this rank joined them; the code is 0.
     """
     return run_fn(func, _reset, _hear)
 
