@@ -34,7 +34,8 @@ class LostRankNotes:
     def clear(self) -> None:
         """Delete all records of expendable and lost ranks of this job, and all messages of ``comm.file_all_gather``.
 
-        Expendable ranks are those without which the run can go on. Leaves three empty folders for new records and messages. Called in the launcher.
+        Expendable ranks are those without which the run can go on. Leaves three empty folders for new records and
+        messages. Called in the launcher.
         """
         for folder in (self._spare, self._lost, self.messages):
             shutil.rmtree(folder, ignore_errors=True)
