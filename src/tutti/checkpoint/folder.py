@@ -76,15 +76,15 @@ def scan(folder: Path) -> list[Manifest]:
 
 
 def other_folder(folder: Path) -> tuple[str, str] | None:
-    """Return why a path without checkpoints in it is not the folder that its user means; None if it may be.
-
-    A missing or empty folder may be that of a run that has yet to begin.
+    """Return what a path without checkpoints in it is instead, and what to give in its place.
 
     Args:
-        folder: the path of a run's ``checkpoints``, as a user has given it.
+        folder: the path that a user has given as a run's ``checkpoints``.
 
     Returns:
-        What the path is, and what to give in its place.
+        A pair of texts for an error, (what ``folder`` is, what to do), if it is a file, a single checkpoint, or the
+        directory of a run, which has its checkpoints in a subfolder. None otherwise: a missing or empty folder may be
+        that of a run that has yet to begin.
     """
     if folder.exists() and not folder.is_dir():
         remedy = "give the folder that run.save was given; load a file of torch.save by model.load_state_dict"

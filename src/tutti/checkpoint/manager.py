@@ -329,8 +329,10 @@ class CheckpointManager:
             tensors.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or this rank cannot read the manifest that rank 0 has found.
-            UsageError: the folder is a file, a checkpoint, or a run directory with its checkpoints in another folder.
+            CheckpointError: on all ranks if all checkpoints are damaged; on this rank if it cannot read the manifest
+                that rank 0 has found.
+            UsageError: on all ranks if the folder is a file, a checkpoint, or a run directory with its checkpoints in
+                another folder.
             MismatchError: the ranks are in different calls.
             PeerError: a rank has ended, or did not make the call in time.
         """

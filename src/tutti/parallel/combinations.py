@@ -118,8 +118,9 @@ def check_custom_loop(choice: Choice, workers: int, ranks: int) -> None:
         ranks: number of data ranks.
 
     Raises:
-        UsageError: the strategy supports only ``run.step(batch)``, or with so many workers; the message names
-            strategies that support both.
+        UsageError: the strategy supports only ``run.step(batch)``; its options combine pipeline stages with shards or
+            tensor parallelism; or each worker has weights of its own, and there are more workers than data ranks. The
+            message names a way out.
     """
     if not choice.row.custom_loop:
         able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)

@@ -28,7 +28,7 @@ def norm_across_model(comm: Communicator, square: float, stop: bool, step_contex
 
     Raises:
         MismatchError: the ranks are in different steps.
-        UsageError: the script has edited, in different ways on the ranks, tensors of which each has a part.
+        UsageError: the script's edits of parameters or gradients that are split over ranks differ between these ranks.
     """
     if comm.size == 1:
         return square, stop

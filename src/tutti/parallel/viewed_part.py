@@ -28,23 +28,26 @@ class ViewedPart(SourceValues):
     def unchanged(self) -> bool:
         """Return whether this rank's part has the values that it had when this object was made. Not collective.
 
-        Digests are compared; a change of another rank's part is not seen.
+        A ``StateCopy``, the gathered copy that a script has got for a view of the parameter, is up to date as long as
+        this is True. Digests are compared; a change of another rank's part is not seen.
         """
         return _digest(self._part) == self._before
 
     def undo(self) -> None:
         """Do nothing: the script's writes to this rank's part stay.
 
-        Called before a ``StateCopy`` refuses a read or write of the script; other sources of copies revert here the
-        script's writes to the model. Not collective.
+        A ``StateCopy``, the gathered copy that a script has got for a view of the parameter, calls this before it
+        raises UsageError for a read or write. Other classes revert the script's writes to the model here. Not
+        collective.
         """
 
 
 def as_views(func: Any, result: Any, wholes: Mapping[Tensor, tuple[str, Tensor]]) -> Any:
     """Replace gathered copies of parameters, and views of them, in the result of a function that the script has called.
 
-    The model's own parameter replaces a copy; a ``StateCopy`` with the same memory replaces a view of a copy, and
-    raises UsageError when the script writes it, or reads it after the parameter has changed. Not collective.
+    The model's own parameter replaces a copy; a ``StateCopy`` (tensor subclass) with the same memory replaces a view of
+    a copy, and raises UsageError when the script writes it, or reads it after the parameter has changed. Not
+    collective.
 
     Args:
         func: the function, as ``__torch_function__`` is given it.
@@ -69,7 +72,10 @@ def as_views(func: Any, result: Any, wholes: Mapping[Tensor, tuple[str, Tensor]]
 
 
 def refuse_shared_data(name: str) -> NoReturn:
-    """Raise UsageError: the script assigns a parameter's memory to ``.data`` of a whole tensor. Never returns.
+    """Raise UsageError: the script assigns a split parameter's memory to the ``.data`` of another tensor.
+
+    This rank has a part of the parameter; the other tensor would get a gathered copy, which does not change with the
+    parameter. Never returns.
 
     Args:
         name: the parameter's name in the model.

@@ -599,15 +599,17 @@ def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: 
 
 
 def refuse_changed_settings(optimizer: Optimizer | None, mixing: Mixing) -> None:
-    """Raise UsageError for an optimizer whose steps change its parameter groups, where another object makes the steps.
+    """Raise UsageError for an optimizer whose steps change its parameter groups, if another optimizer object steps.
 
     Args:
         optimizer: this rank's optimizer, named in the error.
-        mixing: result of the optimizer's trial, of which ``writes`` is read.
+        mixing: result of the optimizer's trial, whose ``writes`` are the names of entries of parameter groups that
+            steps change.
 
     Raises:
-        UsageError: ``mixing.writes`` is not empty: the settings in the script's parameter groups, which do not change,
-            replace those of the optimizer that steps, such as a count or an estimated learning rate.
+        UsageError: ``mixing.writes`` is not empty. The optimizer that steps (on a server, a stage or an owner of
+            tensors) takes its settings from the script's optimizer before each step, so that what its last step has
+            written into its groups, such as a count or an estimated learning rate, would be lost.
     """
     if mixing.writes:
         raise UsageError(

@@ -99,9 +99,9 @@ class CustomLoopSync(GradientSync, Protocol):
         """Return the gradients that earlier reductions left in ``.grad``, and set every ``.grad`` to None.
 
         A custom training loop calls this method before the next backward, and ``add_gradients`` after it, to accumulate
-        over several reductions. Gradients that the script has cleared are not returned. Not collective, except where
-        synchronous parameter servers hold sums of which no update was made: these are read, and the call is collective
-        over the data ranks, which have the servers drop them. With other parameter servers the sums stay on the
+        over several reductions. Gradients that the script has cleared are not returned. Not collective, except with
+        synchronous parameter servers that hold sums of which no update was made: then all data ranks must call this
+        together, read the sums, and tell the servers to drop them. With other parameter servers the sums stay on the
         servers, and the result is empty.
 
         Returns:
@@ -116,12 +116,13 @@ class CustomLoopSync(GradientSync, Protocol):
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier reductions and those just reduced, and put the sums into ``.grad``.
 
-        As in PyTorch the earlier tensors have the sums, but not with FSDP2. Sets ``accumulated``. Collective with
-        pipeline stages only: they all-gather which parameters have a gradient. Where this rank has only a part of a
-        gradient (ZeRO stage 1 on several shards, tensor parallelism, pipeline stages), the model's ``.grad`` is
-        afterwards a placeholder, with which the script computes as with the whole gradient; such a computation may be
-        collective. Of synchronous parameter servers a placeholder reads the sums; of others, and for rows of tensor
-        slices, it raises UsageError when it is read. The update uses the true gradients.
+        The sum is written into the earlier tensor, as autograd does; with FSDP2 it is a new one. Sets ``accumulated``.
+        Collective with pipeline stages only: they all-gather which parameters have a gradient. Where this rank has only
+        a part of a gradient (ZeRO stage 1 on several shards, tensor parallelism, pipeline stages), the model's
+        ``.grad`` is afterwards a placeholder, with which the script computes as with the whole gradient; such a
+        computation may be collective. With synchronous parameter servers a placeholder reads the sums from the servers.
+        With other servers, and where slices of tensor ranks are sharded by rows further, a placeholder raises
+        UsageError when it is read. The update uses the true gradients.
 
         Args:
             held: result of ``pop_gradients``: gradients by parameter object of the optimizer; may be empty.
@@ -296,7 +297,9 @@ class AloneLoopSync(CustomLoopSync, Protocol):
                 ``.grad`` stays as it is.
 
         Raises:
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
+            UsageError: on an accelerator, this rank has several workers, and the script has written a buffer that
+                forwards write too, other than by a reset to zeros, or to ones for a variance (each worker has its own
+                value of it).
         """
 
     def reduce_losses(self, step_context: StepContext) -> StepStats:
@@ -316,7 +319,9 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         Raises:
             MismatchError: ranks are in different steps, or make different calls.
             PeerError: a rank is lost, or does not take part within the timeout.
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
+            UsageError: on an accelerator, this rank has several workers, and the script has written a buffer that
+                forwards write too, other than by a reset to zeros, or to ones for a variance (each worker has its own
+                value of it).
         """
 
     def step_own(self, step_context: StepContext) -> UpdateResult:

@@ -85,19 +85,21 @@ class GradientSync(Protocol):
 
         A training step calls this for each logical worker of this rank, one of N fixed shares of the global batch, in
         turn. The state is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ
-        (local SGD, asynchronous servers). What the call waits for depends on the strategy: where several data ranks
-        share a worker, the message with the worker's buffers from the rank before; with ZeRO stage 1, in the first call
-        of a step an all-gather of the parameters over the shard ranks if the script has written their rows, which all
-        of these ranks must then have done; with synchronous servers, if the script has left their sums of gradients
-        without an update, the data ranks, which have the servers drop the sums; with asynchronous servers of mode
-        ``bounded``, workers that are too many steps behind. Otherwise nothing.
+        (local SGD, asynchronous servers). The call blocks in four cases only. Where several data ranks share a worker,
+        it receives the worker's buffers from the rank before. With ZeRO stage 1, if the script has written its rows of
+        parameters since the last update (which it must then do on all shard ranks), the first call of a step
+        all-gathers the parameters over these ranks. With synchronous servers that hold sums of gradients of which no
+        update was made, all data ranks meet and tell the servers to drop the sums. With asynchronous servers of mode
+        ``bounded``, it waits for workers that are too many steps behind.
 
         Args:
             worker: index of the logical worker, one of those of this rank.
             step_context: facts of the step, such as its number and loss scale; kept for the calls that end the step.
 
         Raises:
-            UsageError: the script has written a buffer, or a parameter, of which each worker has a value of its own.
+            UsageError: since the last update the script has written a parameter or buffer of which each worker has its
+                own value, and the strategy cannot tell for which worker the write is meant; or, where ranks share a
+                worker, any buffer.
             PeerError: a parameter server does not reply in time, or has ended.
         """
 
@@ -118,7 +120,8 @@ class GradientSync(Protocol):
 
         Raises:
             PeerError: a parameter server does not reply in time, or has ended.
-            UsageError: parameter servers cannot follow what the script has changed in its optimizer.
+            UsageError: with parameter servers, the script has changed an option of its optimizer that is not sent to
+                the servers, such as ``nesterov``; or a gradient is sparse in a form that the strategy cannot sum.
         """
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
@@ -149,8 +152,10 @@ class GradientSync(Protocol):
 
         Raises:
             MismatchError: ranks are in different steps, or their settings differ.
-            UsageError: the script has written a parameter or buffer at a time at which the strategy cannot follow the
-                write.
+            UsageError: between the previous update and this call, the script has written parameters that are shared,
+                sharded or on servers (``central_storage``, FSDP2, ZeRO stage 1, synchronous servers), or a buffer of
+                which each logical worker has its own value; or its edits of parameters that are split over ranks differ
+                between these.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
@@ -179,8 +184,9 @@ class GradientSync(Protocol):
             count these, else None.
 
         Raises:
-            UsageError: an optimizer does not take sparse gradients; or the script has written parameters, or changed an
-                optimizer's option, where the strategy cannot follow.
+            UsageError: an optimizer does not take sparse gradients. Under ``central_storage`` and with synchronous
+                servers also: the script has written parameters since its backward. With servers also: it has changed an
+                option of its optimizer that is not sent to them, such as ``nesterov``.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
@@ -195,8 +201,9 @@ class GradientSync(Protocol):
         """Drop the gradients and loss sums of a step that an exception has ended before its update. Not collective.
 
         Returns:
-            Whether the next step gives what it would give if this one had been skipped. False where gradients of a part
-            of the step may be with other ranks or servers, or logical workers may have made updates of their own.
+            Whether training can go on with the next step as if this one had been skipped. False where other ranks or
+            servers may have received gradients of the step, may wait for this rank, or logical workers (fixed shares of
+            the global batch) may have made updates of their own in it.
         """
 
     def merged(self) -> dict[str, Tensor]:
@@ -215,8 +222,9 @@ class GradientSync(Protocol):
             model's, so that the next update changes them; for N = 1 buffers do, too. Do not write to them.
 
         Raises:
-            UsageError: the script has written parameters or buffers, of which workers on this rank have values of their
-                own.
+            UsageError: since the last update, the script has written parameters under ``central_storage`` on several
+                ranks, with asynchronous servers, or under local SGD where this rank has several workers; or it has
+                written a buffer of which each of several workers on this rank has its own value.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 
@@ -234,8 +242,8 @@ class GradientSync(Protocol):
             the run has several logical workers (shares of the global batch, each with its own buffers).
 
         Raises:
-            UsageError: the script has written parameters of which workers on this rank, or ranks that share memory,
-                hold one copy.
+            UsageError: since the last update, the script has written parameters under ``central_storage`` on several
+                ranks, or under local SGD where this rank has several workers.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
@@ -254,8 +262,9 @@ class GradientSync(Protocol):
             ``TensorSlice``, with its position in the full tensor.
 
         Raises:
-            UsageError: the script has written parameters or buffers, of which workers on this rank have values of their
-                own.
+            UsageError: since the last update, the script has written parameters with asynchronous servers, or under
+                local SGD where this rank has several workers; or it has written a buffer of which each of several
+                workers on this rank has its own value.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
 

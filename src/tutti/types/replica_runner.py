@@ -36,8 +36,9 @@ class GradientReadyHook(Protocol):
                 backward begins; None where this rank does not compute the loss.
 
         Raises:
-            UsageError: several ranks compute micro-batches of the worker, and a forward has changed a buffer in a way
-                in which the next rank cannot go on.
+            UsageError: several ranks compute micro-batches of the worker, and a forward has changed a buffer (outside
+                reproducible mode: other than batch-norm statistics), either with FSDP2 or after a first step in which
+                no forward changed a buffer.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -211,8 +212,9 @@ class ReplicaRunner(Protocol):
             count, *metric sums]``, with the metrics' ``names`` and the number of ``samples``.
 
         Raises:
-            UsageError: the loss has an unknown form or requires no gradient, or calls the model in a way that the
-                layout cannot follow.
+            UsageError: the loss has an unknown form, requires no gradient although ``grad_hook`` is given, or cannot be
+                added up over micro-batches; or ``loss`` reads split parameters as if they were whole, or calls a model
+                in pipeline stages otherwise than the stages can compute it.
             ValueError: ``micro_batches`` is empty.
             PeerError: a rank with which this one exchanges messages is lost or late.
         """

@@ -88,8 +88,9 @@ class CentralStorageSync(AllReduceSync):
                 host memory meanwhile; returns the optimizer, or None where there is nothing to train.
 
         Returns:
-            This object itself, whose ``gradient_ready`` ``attach`` has registered as post-accumulate-grad hook of the
-            parameters where gradients are used during backward.
+            This object itself, which is also the gradient-ready hook. With several ranks, ``attach`` has registered its
+            ``gradient_ready`` as post-accumulate-grad hook of the parameters, to copy gradients to shared memory during
+            backward; not where gradients of logical workers are summed in a fixed order, which begins after backward.
 
         Raises:
             UsageError: the ranks are on several hosts or cannot share memory; the optimizer needs tensors of several
@@ -132,9 +133,12 @@ class CentralStorageSync(AllReduceSync):
             clipping; ``finite``, whether the gradient is finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
-            UsageError: there are several ranks, and the script has written parameters since the last update, or has
-                assigned their ``.data``; or for the reasons of ``AllReduceSync.reduce_gradients``.
-            MismatchError: ranks are in different steps.
+            UsageError: with several ranks the script has written parameters since the last update, has assigned their
+                ``.data``, or has edited gradients on some ranks only. Or, on an accelerator, the script has written a
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance, where this
+                rank computes several logical workers with buffers of their own. Or a gradient is sparse although no
+                module that uses the parameter has an attribute ``sparse`` that is True.
+            MismatchError: ranks are in different steps, hold different parameters, or differ in batch size or settings.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._host is None or not isinstance(self._reducer, SharedReducer):
@@ -246,11 +250,11 @@ class CentralStorageSync(AllReduceSync):
         self._received = None
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Raise UsageError in a run of several ranks: the script has changed which parameters ``optimizer`` has.
+        """Raise UsageError in a run of several ranks, because the script has changed an optimizer's parameters.
 
         Called after the script has added parameters to the optimizer's groups or taken some out. With one rank this
-        does nothing, and the change stands. With several, each rank's optimizer has only the parameters that the rank
-        owns.
+        does nothing, and the optimizer keeps the change. With several ranks each one's optimizer has a fixed part of
+        the parameters, so that the change cannot be made.
 
         Args:
             optimizer: the script's optimizer; unused.
@@ -325,7 +329,9 @@ class CentralStorageSync(AllReduceSync):
             copied: this rank changes them in its next ``optimizer_step``.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
+                write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
+                it.
         """
         comm = self._run_context.comms.replica
         with self._updating():
@@ -339,15 +345,19 @@ class CentralStorageSync(AllReduceSync):
     def merged(self) -> dict[str, Tensor]:
         """Return all parameters and buffers of the trained model, merged over logical workers, for an evaluation.
 
-        All ranks of the node share one copy of the parameters. Collective over the data ranks: a barrier, an all-gather
-        of names, and those of ``AllReduceSync.merged`` for the buffers.
+        All ranks of the node share one copy of the parameters. Of the buffers, which each logical worker (fixed share
+        of the global batch) has for itself, batch-norm statistics are pooled over all workers, other floating-point
+        buffers averaged, and of integers the largest is taken. Collective over the data ranks: with several CPU ranks a
+        barrier and an all-gather of names, and with several workers an all-gather of their buffers for each dtype.
 
         Returns:
-            A dict from names in the model to tensors, as ``AllReduceSync.merged`` returns it.
+            A dict from names in the model to tensors. Parameters share memory with the model's own, which the next
+            update changes. Buffers are new tensors, or for a single worker the model's own.
 
         Raises:
-            UsageError: there are several ranks, and the script has written parameters since the last update, such as
-                averages for an evaluation, in place; or a buffer that each logical worker has for itself.
+            UsageError: with several CPU ranks, the script has written parameters in place since the last update, for
+                example averages for an evaluation; or this rank computes several workers, and the script has written a
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance.
         """
         comm = self._run_context.comms.replica
         if self.shares_parameters:

@@ -132,9 +132,10 @@ class AllReduceSync(UnshardedGradients):
                 this rank has nothing to train.
 
         Returns:
-            This object itself. It is also the gradient-ready hook, whose ``gradient_ready`` autograd calls when a
-            parameter's gradient is complete: ``attach`` has connected it by ``replica.connect`` where gradients are
-            used during backward.
+            This object itself, which is also the gradient-ready hook. Where the sum of gradients overlaps with backward
+            (several data ranks, and neither reproducible mode nor a measured gradient variance), ``attach`` has
+            registered its ``gradient_ready`` by ``replica.connect``, so that autograd calls it when a parameter's
+            gradient is complete.
 
         Raises:
             MismatchError: the data ranks hold models with different parameters or buffers.
@@ -194,8 +195,10 @@ class AllReduceSync(UnshardedGradients):
                 compare its number, batch size and settings.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker; or, where ranks
-                share a worker, any buffer between the steps.
+            UsageError: the script has written a buffer between the steps, and either this rank computes several workers
+                and forwards write the buffer too, so that each worker has its own value (a reset to zeros, or to ones
+                for a variance, is allowed); or several ranks share this worker, for which any such write is refused. On
+                accelerators ``reduce_gradients`` raises the former.
             PeerError: the previous rank of a shared worker is lost, or does not send the buffers within the timeout.
         """
         self._step_context, self._worker = step_context, worker
@@ -242,9 +245,12 @@ class AllReduceSync(UnshardedGradients):
         Raises:
             MismatchError: ranks are in different steps, hold different parameters, or differ in batch size or settings.
             PeerError: a rank is lost, or does not take part within the timeout.
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker (share
-                of the global batch), or edited tensors of which each rank has a part in different ways; or a gradient
-                is sparse without its module's attribute ``sparse``.
+            UsageError: a gradient is sparse although no module that uses the parameter has an attribute ``sparse`` that
+                is True; the script's edits of parameters or gradients that are split over ranks differ between these
+                ranks; on an accelerator, the script has written a buffer that forwards write too, other than by a reset
+                to zeros, or to ones for a variance, where this rank computes several logical workers (shares of the
+                global batch with buffers of their own); or, where ranks share a worker, a buffer has changed in another
+                way than by forwards.
         """
         self._buffers.finish()
         # Before the exchange: behind it other ranks may update parameters that all of a node share.
@@ -272,7 +278,8 @@ class AllReduceSync(UnshardedGradients):
         Called on every data rank after ``reduce_gradients``; all ranks make the same update. Gradients are scaled so
         that their norm is at most the run's clipping norm, if the run has one. Collective over the ranks of a replica
         where an optimizer gathers whole tensors, and for a skipped update, in which these ranks all-gather the names of
-        their non-finite parameters. Otherwise nothing is sent. Within ``stepping`` only one optimizer steps.
+        their non-finite parameters. Otherwise nothing is sent. Within the context ``stepping(i, …)`` only the script's
+        optimizer number i steps.
 
         Args:
             stats: result of ``reduce_gradients`` in this step: norm of the gradient, and whether the gradient is
@@ -305,9 +312,10 @@ class AllReduceSync(UnshardedGradients):
         """Drop the gradients and loss sums of a step that an exception has ended before its update. Not collective.
 
         Returns:
-            Whether the next step gives what it would give if this one had been skipped: always on a single rank, and on
-            several data ranks if this rank has begun no backward. Otherwise other ranks may have begun to sum
-            gradients, or wait for this rank's part of the model, and False is returned.
+            Whether training can go on with the next step as if this one had been skipped. True in a run of one rank.
+            With several ranks True only if this rank has begun no backward in the step, each rank has the whole model,
+            and no logical worker (fixed share of the global batch) is shared by ranks; otherwise other ranks may have
+            begun to sum gradients or wait for this one.
         """
         counted = self._counting.take() is not None
         begun = counted or self._may_have_sent or any(p.grad is not None for p in self._parameters)
@@ -331,7 +339,9 @@ class AllReduceSync(UnshardedGradients):
             update changes. Buffers are new tensors, or for N = 1 the model's own.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
+                write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
+                it.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
@@ -364,7 +374,9 @@ class AllReduceSync(UnshardedGradients):
             not copied: the next update changes them, so the caller writes or copies them before it.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
+                write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
+                it.
         """
         comm = self._run_context.comms.replica
         return {
@@ -628,8 +640,9 @@ class AllReduceSync(UnshardedGradients):
                 parameters on this rank.
 
         Raises:
-            UsageError: the script has several optimizers, of which one is missing on this rank; or an optimizer gathers
-                tensors that are split over ranks for its step, and the script has added a parameter to it.
+            UsageError: the script has several optimizers, of which this rank lacks one because it has none of its
+                parameters; or the script has added a parameter to an optimizer whose step all-gathers tensors that are
+                split over ranks.
         """
         if self._whole is not None:
             self._whole.check_members(self._named)

@@ -69,8 +69,8 @@ class BufferHandover:
             step: index of the global step.
 
         Raises:
-            UsageError: the script has changed a buffer between the steps; or, in an unfinished previous step, a forward
-                has changed one in a way that ranks cannot follow.
+            UsageError: the script has changed a buffer between the steps; or, in a previous step without ``finish``, a
+                forward has changed one with FSDP2, or after a first step in which no forward changed a buffer.
             PeerError: the previous rank is lost, or does not send its buffers within the timeout.
         """
         if step == self._step or not self._all:
@@ -95,8 +95,9 @@ class BufferHandover:
         Outside reproducible mode batch-norm statistics are not sent.
 
         Raises:
-            UsageError: a forward has changed a buffer where ranks cannot compute one after the other, or for the first
-                time after the first step.
+            UsageError: a forward has changed a buffer (outside reproducible mode: other than batch-norm statistics),
+                either with FSDP2, whose forwards are collective, so that ranks cannot compute one after the other; or
+                after a first step in which no forward of any rank changed a buffer.
         """
         if self._passed:
             return
@@ -122,8 +123,10 @@ class BufferHandover:
         forwards change buffers.
 
         Raises:
-            UsageError: a buffer has changed after ``pass_on``, outside the forwards; or a forward has changed a buffer
-                where ranks cannot compute one after the other, or for the first time after the first step.
+            UsageError: a buffer has changed after ``pass_on``; or a forward has changed a buffer (outside reproducible
+                mode: other than batch-norm statistics), either with FSDP2, whose forwards are collective, so that ranks
+                cannot compute one after the other, or after a first step in which no forward of any rank changed a
+                buffer.
             PeerError: a data rank is lost, or does not make the call in time.
         """
         if not self._all:
@@ -149,12 +152,13 @@ class BufferHandover:
         """Make a shared logical worker's module buffers equal on all its ranks after a step without backward.
 
         A logical worker is one of N fixed shares of the global batch; several ranks compute its micro-batches. Called
-        before buffers are read or the next step begins. Does what ``finish`` does: all data ranks must call it, which
-        all-gather the buffers if forwards change them; does nothing where no step was begun, or ``finish`` was called.
+        before buffers are read or the next step begins. If ``begin`` was called without ``finish`` since, does what
+        ``finish`` does: all data ranks must call it, and all-gather the buffers if forwards change them. Otherwise does
+        nothing.
 
         Raises:
-            UsageError: a buffer has changed outside the forwards, or in a forward whose changes the ranks cannot
-                follow.
+            UsageError: as ``finish``: a buffer has changed after the last forward; or in a forward, with FSDP2 or after
+                a first step in which no forward changed a buffer.
             PeerError: a data rank is lost, or does not make the call in time.
         """
         if self._open:

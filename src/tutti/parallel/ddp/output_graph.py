@@ -27,17 +27,24 @@ def annotate_output(output: Tensor, within: Tensor | None) -> Tensor:
 
 
 def graph_within(node: Any) -> Any:
-    """Return the node within the model for the autograd node of an ``annotate_output``; any other node as it is."""
+    """Return the node in the model's own graph to which the node of an ``annotate_output`` refers.
+
+    Args:
+        node: an autograd node, or None. Returned as it is unless ``annotate_output`` has made it with a graph.
+    """
     return node if node is None else node.metadata.get(_WITHIN) or node
 
 
 def nodes_below(root: Any, enter: Callable[[Any], bool], most: int = 64) -> Iterator[Any]:
-    """Yield an autograd node and those of its inputs, their inputs and so on, also within the model; each node once.
+    """Walk an autograd graph from a node towards its inputs, and yield each node once, a node before its inputs.
+
+    From the node of an ``annotate_output``, which stands for a number that a model has returned, the walk goes on in
+    the model's own graph.
 
     Args:
         root: the first node; None yields nothing.
-        enter: whether to yield a node, and the nodes of its inputs.
-        most: number of nodes after which the search ends.
+        enter: predicate of a node; a node for which it is False is not yielded, nor are its inputs through it.
+        most: largest number of nodes to yield.
     """
     ahead, seen = [root], set[Any]()
     while ahead and len(seen) < most:
@@ -56,5 +63,11 @@ def leaf_of_node(node: Any) -> Tensor | None:
 
 
 def reads_output(loss: Tensor) -> bool:
-    """Return whether a number of ``annotate_output`` is in a loss's graph, below nodes of one number each."""
+    """Return whether a loss is computed from a model's output that ``annotate_output`` has marked, by scalars alone.
+
+    Searches the loss's autograd graph, at most 64 nodes, and follows only nodes whose results have one element each.
+
+    Args:
+        loss: the loss, a tensor of one element.
+    """
     return any(_WITHIN in node.metadata for node in nodes_below(loss.grad_fn, is_scalar_node))

@@ -94,8 +94,8 @@ class Reducer(Protocol):
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
             PeerError: a rank is lost, or does not take part within the timeout.
-            UsageError: a gradient is sparse and the reducer sums dense ones only; or the script has edited, in
-                different ways on the ranks, tensors of which each has a part.
+            UsageError: a gradient is sparse and the reducer sums dense ones only; or the script's edits of parameters
+                or gradients that are split over ranks differ between these ranks.
         """
 
     def release(self) -> None:
@@ -273,9 +273,10 @@ class OverlappedReducer:
         self._under_way.append(start(bucket.flat if wire is None else wire, text))
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: this reducer sums one gradient of each rank, in whose ``.grad`` autograd accumulates its workers.
+        """Do nothing: ``finish`` sums what autograd has accumulated in ``.grad`` over all logical workers of this rank.
 
-        A reducer that sums one gradient of each logical worker (share of the global batch) adds it in this method.
+        In this method, reducers that sum worker by worker take the gradients of one logical worker (fixed share of the
+        global batch) from ``.grad``.
 
         Args:
             step_context, worker, loss_sums: unused.
@@ -301,8 +302,8 @@ class OverlappedReducer:
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
-            UsageError: a gradient is sparse; or the script has edited, in different ways on the ranks, tensors of which
-                each has a part.
+            UsageError: a gradient is sparse; or the script's edits of parameters or gradients that are split over ranks
+                differ between these ranks.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._armed, self._early = False, None
@@ -482,7 +483,8 @@ class TreeReducer:
 
         Raises:
             MismatchError: logical workers were in different steps, or ranks hold different parameters.
-            UsageError: the script has edited, in different ways on the ranks, tensors of which each has a part.
+            UsageError: the script's edits of parameters or gradients that are split over ranks differ between these
+                ranks.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         for bucket, total in zip(self._buckets, self._sums, strict=True):

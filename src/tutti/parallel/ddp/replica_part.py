@@ -268,9 +268,21 @@ class ReplicaPart:
         return total
 
     def read_loss(self, result: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
-        """Parse what the loss function returned, before its backward: see ``loss_output.read_loss``. Not collective.
+        """Parse what the user's loss function returned for a micro-batch, before its backward. Not collective.
 
-        Subclasses whose model's graph is not that of its outputs override the method.
+        Args:
+            result: a scalar mean, ``(sum, count)`` or ``(sum, count, metric_sums)`` with a mapping of metrics by name;
+                in place of the mean or the sum a tensor (samples,) of one loss a sample is allowed.
+            micro_batch: the micro-batch that the loss was computed on.
+
+        Returns:
+            The tensor to call ``backward`` on; the gradient to pass to that ``backward``, scaled so that the gradients
+            of all micro-batches add up to that of the mean; and the ``LossSums`` of the micro-batch (loss, count,
+            metrics).
+
+        Raises:
+            UsageError: the result has another form, or the loss is a scalar of a part of the global batch, and such
+                losses do not add up to that of the whole batch.
         """
         return loss_output.read_loss(result, micro_batch)
 

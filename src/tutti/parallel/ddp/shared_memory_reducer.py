@@ -127,9 +127,10 @@ class SharedReducer:
                 self._packed[index] = self._pack(self._buckets[index])
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: this reducer sums one gradient of each rank, in whose ``.grad`` autograd accumulates its workers.
+        """Do nothing: ``finish`` sums what autograd has accumulated in ``.grad`` over all logical workers of this rank.
 
-        A reducer that sums one gradient of each logical worker (share of the global batch) adds it in this method.
+        In this method, reducers that sum worker by worker take the gradients of one logical worker (fixed share of the
+        global batch) from ``.grad``.
 
         Args:
             step_context, worker, loss_sums: unused.
@@ -156,8 +157,8 @@ class SharedReducer:
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
-            UsageError: a gradient is sparse; or the script has edited, in different ways on the ranks, tensors of which
-                each has a part.
+            UsageError: a gradient is sparse; or the script's edits of parameters or gradients that are split over ranks
+                differ between these ranks.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         packed = self._packed if self._armed else [None] * len(self._buckets)
@@ -270,8 +271,8 @@ def attach_shared(
 ) -> SharedReducer | None:
     """Build a reducer that sums the data ranks' gradients in shared memory, if all ranks can share memory.
 
-    Collective over the data ranks, which allocate the memory together, except in the last three cases under Returns, in
-    which nothing is sent.
+    Collective over the data ranks, which allocate the memory together. Returns None without a collective for a single
+    rank, without trainable parameters, and on accelerators without ``of_devices``.
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are reduced.
@@ -283,9 +284,8 @@ def attach_shared(
             memory when ``finish`` sets their ``.grad``.
 
     Returns:
-        A ``SharedReducer``, whose ``finish`` sums the gradients of a step. None on every rank if the ranks are on
-        several hosts, the processor is not x86-64 or shared memory is too small, for a single rank, for accelerators
-        without ``of_devices``, and without trainable parameters.
+        A ``SharedReducer``, whose ``finish`` sums the gradients of a step. None on every rank in the cases above, and
+        if the ranks are on several hosts, the processor is not x86-64 or shared memory is too small.
 
     Raises:
         PeerError: a rank has ended, or did not make the call in time.

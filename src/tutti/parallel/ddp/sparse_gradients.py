@@ -136,7 +136,7 @@ class SparseReducer:
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
             UsageError: a gradient is sparse in more than its first dimension, so that its entries are not whole rows;
-                or the script has edited, in different ways on the ranks, tensors of which each has a part.
+                or the script's edits of parameters or gradients that are split over ranks differ between these ranks.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._armed = False

@@ -29,8 +29,8 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
     Args:
         step_context: facts of the step. Hashed are its number, the index of the reduction within the step (``call``)
             and the batch size; unless ``key`` is 0 also the optimizers' settings, the position in the data (``place``)
-            and a digest of the parameters that the script has written (``written``). Its ``edits`` of parameters of
-            which each rank has a part are hashed in any case.
+            and a digest of the parameters that the script has written (``written``). Its ``edits``, the script's edits
+            of parameters that are split over ranks, are hashed in any case.
         key: hash of the model's parameters, from ``layout_key``, for data ranks, which hold equal parameters; 0 for the
             pipeline stages and tensor ranks of one replica, which do not.
 
@@ -51,7 +51,7 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
 
 
 def edits_key(step_context: StepContext) -> int:
-    """Return a hash of the script's edits of tensors of which each rank has a part; 0 without such edits.
+    """Return a hash of the script's edits of parameters that are split over ranks; 0 without such edits.
 
     Every comparison of a step over ranks includes it.
 
@@ -79,8 +79,8 @@ def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions:
 def contributions_agree(sums: Sequence[float], contributions: int) -> bool:
     """Return whether all ranks that have added to the sums of ``digests`` were in the same step as each other.
 
-    For a rank that has added nothing, whose own digests may differ: it has computed no loss. Numbers are equal if and
-    only if n times the sum of their squares is the square of their sum.
+    Used by a rank that has added nothing to the sums because it has computed no loss; its own digests are not compared.
+    Numbers are equal if and only if n times the sum of their squares is the square of their sum.
 
     Args:
         sums: sums over the ranks of the four numbers that ``digests`` returns; further numbers are ignored.
@@ -98,8 +98,8 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
     Called on every rank, before any update, when the digests of the step that ranks sum with their gradients do not
     agree. Collective over the ranks of ``comm``: they all-gather digests of step numbers, batch sizes, data positions,
-    optimizer settings and edits to find the difference. Returns only if the script has written parameters on some
-    ranks, and all ranks hold the same values.
+    optimizer settings and edits to find the difference. Returns only if nothing differs but the record of which
+    parameters the script has written, and a comparison shows that all ranks hold equal values.
 
     Args:
         comm: the ranks whose gradients were summed.
@@ -108,7 +108,8 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     Raises:
         MismatchError: steps, batches or optimizer settings differ, or no difference is found.
         PeerError: a rank has ended, or did not make the call in time.
-        UsageError: the script has written other parameter values on each rank, or parts of parameters in another way.
+        UsageError: the script has written parameters, and their values now differ between ranks; or its edits of
+            parameters that are split over ranks differ between these ranks.
     """
     lines = [f"step {step_context.taken + 1}", f"a global batch of {step_context.samples} samples"]
     if step_context.place != (0, 0):
@@ -136,9 +137,10 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
 
 def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None:
-    """Raise UsageError if ranks have edited a parameter or gradient, of which each has a part, in different ways.
+    """Raise UsageError if the script has edited parameters or gradients that ranks share in different ways on them.
 
-    Collective over the ranks of ``comm``: an all-gather of digests; blocks.
+    Shared are tensors that are split over the ranks, or lie in memory common to them. Collective over the ranks of
+    ``comm``: an all-gather of digests; blocks.
 
     Args:
         comm: the ranks to compare.

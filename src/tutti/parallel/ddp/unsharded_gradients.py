@@ -36,34 +36,40 @@ class UnshardedGradients:
         return [p for p in self.script_parameters() if id(p) in own]
 
     def pop_reached(self) -> list[bool]:
-        """Return an empty list: ``.grad``, None or not, tells which parameters backward has reached.
+        """Return an empty list: unsharded parameters need no record of which have received a gradient.
 
-        Only FSDP2, whose backward itself reduces gradients, keeps a record.
+        A custom training loop calls this between micro-batches. With FSDP2, whose backward itself reduces gradients,
+        the method returns for each parameter whether a backward has reached it; here the parameter's ``.grad`` shows
+        that.
         """
         return []
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: ``.grad``, None or not, tells which parameters backward has reached.
+        """Do nothing: unsharded parameters need no record of which have received a gradient.
+
+        With FSDP2, a custom training loop marks the parameters that earlier micro-batches have reached; here ``.grad``
+        shows that.
 
         Args:
             used: unused; for each trained parameter whether backward has given it a gradient.
         """
 
     def apply_clearing(self) -> None:
-        """Do nothing: a script that sets ``.grad`` to None or zeros clears the very tensor that is used next.
+        """Do nothing: the script clears ``.grad`` of the same parameter objects that backward and the optimizer use.
 
-        With FSDP2 this method carries a clearing of the unsharded parameters' ``.grad`` over to the sharded gradients.
+        With FSDP2 the script clears ``.grad`` of unsharded parameters, and this method clears the sharded gradients
+        likewise.
         """
 
     def show_gradients(self) -> None:
-        """Do nothing: the script sees the very gradients that are used next.
+        """Do nothing: the script sees the ``.grad`` of the same parameter objects that backward and the optimizer use.
 
-        With FSDP2 this method puts placeholders into the ``.grad`` of the unsharded parameters, which the model has
-        between a forward and its backward.
+        With FSDP2 the model has unsharded parameters between a forward and its backward; there this method puts
+        placeholders into their ``.grad``, to notice whether the script clears them.
         """
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: ``optimizer.zero_grad()`` has already cleared the model's ``.grad``.
+        """Do nothing: ``optimizer.zero_grad()`` has already cleared the ``.grad`` of the model's parameters.
 
         Strategies that shard parameters clear the model's gradients here, because the optimizer has other parameter
         objects.
@@ -84,16 +90,20 @@ class TrainedGradients(UnshardedGradients):
     _buffers: WorkerBuffers
 
     def begin_custom_loop(self) -> None:
-        """Begin custom training loops: a buffer that the script writes counts for the rank's last worker alone.
+        """Let a buffer that the script writes after an update count for this rank's last logical worker alone.
 
-        Called once, before the first step; holds for writes after an update. Not collective.
+        A logical worker is one of N fixed shares of the global batch, with its own buffers; a rank may compute several.
+        Called once, before the first step of the script's own training loop. Without this call such a write counts for
+        all workers of the rank. Not collective.
         """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """End a custom loop over an epoch: what the script writes to buffers next counts for all workers of this rank.
+        """Let a buffer that the script writes from now on count for all logical workers of this rank.
 
-        Called also where the script leaves the loop by ``break``. Not collective.
+        A logical worker is one of N fixed shares of the global batch, with its own buffers; a rank may compute several.
+        Called when the script's own training loop over an epoch has ended, also by ``break``; holds until the next
+        micro-batch. Not collective.
         """
         self._buffers.leave_custom_loop()
 
@@ -102,7 +112,7 @@ class TrainedGradients(UnshardedGradients):
         return self._trained
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return a list of the parameters that are or were trainable, in the model's order."""
+        """Return a list of the parameters that are or were trainable in this run, in the model's order."""
         return [parameter for _, parameter in self._trained]
 
     def trained_tensors(self) -> list[Tensor]:

@@ -80,15 +80,16 @@ class WorkerBuffers:
         micro-batches, the call blocks until the rank before this one has sent the buffers that its forwards have left;
         the first call of a step first completes a previous step without ``finish``, by the collectives of ``close``. On
         an accelerator the host does not wait for the device: writes by the script between the steps are found on the
-        device, and ``verify`` raises the error below.
+        device, and ``verify`` raises the first of the errors below.
 
         Args:
             worker: index of the worker, one of those that this rank computes.
             step: index of the global step.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker; or, where ranks
-                share a worker, any buffer between the steps.
+            UsageError: the script has written a buffer between the steps, and either this rank computes several workers
+                and forwards write the buffer too, so that each worker has its own value (a reset to zeros, or to ones
+                for a variance, is allowed); or several ranks share this worker, for which any such write is refused.
             PeerError: the previous rank of a shared worker is lost, or does not send its buffers within the timeout.
         """
         if self._handover is not None:
@@ -119,8 +120,9 @@ class WorkerBuffers:
         ``finish`` completes the sends.
 
         Raises:
-            UsageError: a forward has changed a buffer other than batch-norm statistics where ranks cannot compute one
-                after the other, or for the first time after the first step.
+            UsageError: ranks share workers, and a forward has changed a buffer (outside reproducible mode: other than
+                batch-norm statistics), either with FSDP2, whose forwards are collective, so that ranks cannot compute
+                one after the other, or after a first step in which no forward of any rank changed a buffer.
         """
         if self._handover is not None:
             self._handover.pass_on()
@@ -134,8 +136,10 @@ class WorkerBuffers:
         until the next ``enter`` count as made by the script, and not by a forward.
 
         Raises:
-            UsageError: ranks share workers and a forward has changed a buffer in a way that they cannot follow, or the
-                script has changed one since the last forward.
+            UsageError: ranks share workers, and a buffer has changed since ``pass_on``; or a forward has changed a
+                buffer (outside reproducible mode: other than batch-norm statistics), either with FSDP2, whose forwards
+                are collective, so that ranks cannot compute one after the other, or after a first step in which no
+                forward of any rank changed a buffer.
             PeerError: ranks share workers, and a data rank is lost, or does not make the call in time.
         """
         if self._handover is not None:
@@ -152,7 +156,8 @@ class WorkerBuffers:
         backward, so that the copy is complete and the host does not wait here either. Not collective.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker.
+            UsageError: this rank computes several workers, and the script has written a buffer that forwards write too,
+                other than by a reset to zeros, or to ones for a variance: each worker has its own value of it.
         """
         if self._pending is None:
             return
@@ -190,8 +195,8 @@ class WorkerBuffers:
         each step if forwards change buffers. Does nothing after ``finish``, and where ranks share no worker.
 
         Raises:
-            UsageError: a buffer has changed outside the forwards, or in a forward whose changes the ranks cannot
-                follow.
+            UsageError: as ``finish``: ranks share workers, and a buffer has changed after the last forward; or in a
+                forward, with FSDP2 or after a first step in which no forward changed a buffer.
             PeerError: a data rank is lost, or does not make the call in time.
         """
         if self._handover is not None:
@@ -207,7 +212,8 @@ class WorkerBuffers:
             change them in place.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker.
+            UsageError: this rank computes several workers, and the script has written a buffer that forwards write too,
+                other than by a reset to zeros, or to ones for a variance: each worker has its own value of it.
         """
         if self._run_context.workers == 1 or not self._slots or not self._run_context.begins_worker:
             return {}
@@ -379,7 +385,8 @@ class WorkerBuffers:
             tensors. The workers of ranks that were lost get the merge of the present workers' buffers. Empty for N = 1.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker.
+            UsageError: this rank computes several workers, and the script has written a buffer that forwards write too,
+                other than by a reset to zeros, or to ones for a variance: each worker has its own value of it.
             PeerError: a data rank is lost, or does not make the call in time.
         """
         if self._run_context.workers == 1 or not self._slots:
@@ -408,8 +415,9 @@ class WorkerBuffers:
             model's own tensors.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker, or one that ranks
-                which share a worker cannot follow.
+            UsageError: this rank computes several workers, and the script has written a buffer that forwards write too,
+                other than by a reset to zeros, or to ones for a variance: each worker has its own value of it. Or ranks
+                share workers, and a buffer has changed after the last forward of a step without backward.
             PeerError: a data rank is lost, or does not make the call in time.
         """
         if not self._slots:

@@ -356,9 +356,10 @@ class ShardedSync:
             part: unused; other strategies send these loss sums along with the gradients.
 
         Raises:
-            UsageError: ranks share a logical worker, and a forward has changed a buffer other than batch-norm
-                statistics where ranks cannot compute one after the other (FSDP2), or for the first time after the first
-                step.
+            UsageError: ranks share a logical worker, and a forward has changed a buffer (outside reproducible mode:
+                other than batch-norm statistics), either with FSDP2, whose forwards are collective, so that ranks
+                cannot compute one after the other, or after a first step in which no forward of any rank changed a
+                buffer.
         """
         self._buffers.pass_on()
 
@@ -385,8 +386,10 @@ class ShardedSync:
             step_context: the step under way, of which the number is read.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker; or, where ranks
-                share a worker, any buffer between the steps.
+            UsageError: the script has written a buffer between the steps, and either this rank computes several workers
+                and forwards write the buffer too, so that each worker has its own value (a reset to zeros, or to ones
+                for a variance, is allowed); or several ranks share this worker, for which any such write is refused. On
+                accelerators ``reduce_gradients`` raises the former.
         """
         if self._begun_step != step_context.taken:
             self._begun_step = step_context.taken
@@ -430,9 +433,10 @@ class ShardedSync:
             PeerError: a rank is lost, or does not take part within the timeout.
             UsageError: the script has written parameters in the optimizer's groups, which hold this rank's rows, since
                 the step began; its forwards have not seen these values. Or the script has written an unsharded
-                parameter between a forward and its backward (FSDP2). Or the script has written a module buffer that has
-                a value of its own in each logical worker (share of the global batch), or has edited, in different ways
-                on the ranks, tensors of which each has a part.
+                parameter between a forward and its backward (FSDP2). Or the script's edits of parameters or gradients
+                that are split over ranks differ between these ranks. Or, on an accelerator, the script has written a
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance, where this
+                rank computes several logical workers (shares of the global batch with buffers of their own).
         """
         if self._rows_written():
             _refuse_rows_written(step_context)
@@ -529,7 +533,11 @@ class ShardedSync:
             engine.clear()
 
     def abandon_step(self) -> bool:
-        """Return False: after an exception within a step, collectives of forward and backward may be under way."""
+        """Return False: training cannot go on after an exception within a step of sharded data parallelism.
+
+        Other ranks may wait in the collectives of a forward or backward that this rank has not made. (With other
+        strategies True means that the step's gradients were dropped and the next step can begin.)
+        """
         return False
 
     def merged(self) -> dict[str, Tensor]:
@@ -547,7 +555,9 @@ class ShardedSync:
             tensors, or with a single logical worker the model's own.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
+                write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
+                it.
         """
         self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}
@@ -589,7 +599,9 @@ class ShardedSync:
             memory with the live tensors, which the next step changes, so the caller writes or copies them before it.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
+                write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
+                it.
         """
         comm, copies = self._run_context.comms.replica, self._copies
         buffers = self._buffers.merged()

@@ -159,8 +159,9 @@ class DiLoCoSync(LocalSGDSync):
             ``"outer/momentum/{name}"``.
 
         Raises:
-            UsageError: this rank has several workers, and the script has written parameters, or a buffer that has a
-                value of its own in each worker.
+            UsageError: this rank has several workers, and the script has written parameters since the last update, or a
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
+                has its own value of it).
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]

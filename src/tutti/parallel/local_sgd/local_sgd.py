@@ -157,7 +157,8 @@ class LocalSGDSync(LocalGradients):
 
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update, or a
-                buffer that has a value of its own in each worker; the write would change one worker's copy only.
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
+                has its own value of it). The write would change one worker's copy only.
         """
         self._step_context = step_context
         if worker == self._run_context.mine[0]:
@@ -184,9 +185,10 @@ class LocalSGDSync(LocalGradients):
                 samples: then its optimizer does not step.
 
         Raises:
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker; the
-                optimizer does not take sparse gradients; or, in a synchronous step, a gradient is sparse without its
-                module's attribute ``sparse``.
+            UsageError: the optimizer does not take sparse gradients; in a synchronous step, a gradient is sparse
+                although no module that uses the parameter has an attribute ``sparse`` that is True; or, on an
+                accelerator, this rank has several workers, and the script has written a buffer that forwards write too,
+                other than by a reset to zeros, or to ones for a variance (each worker has its own value of it).
         """
         self._take_assigned(worker)
         if (reducer := self._jointly(self._step_context)) is not None:
@@ -214,7 +216,9 @@ class LocalSGDSync(LocalGradients):
                 ``.grad`` stays.
 
         Raises:
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
+            UsageError: on an accelerator, this rank has several workers, and the script has written a buffer that
+                forwards write too, other than by a reset to zeros, or to ones for a variance (each worker has its own
+                value of it).
         """
         self._tell(worker, part, self._make_own(part))
 
@@ -261,8 +265,10 @@ class LocalSGDSync(LocalGradients):
 
         Raises:
             MismatchError: ranks are in different steps.
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker; or,
-                where a rank has several workers, a frozen parameter while the workers differ.
+            UsageError: this rank has several workers, and the script has written a frozen parameter while the workers'
+                parameters differ; or, on an accelerator, this rank has several workers, and the script has written a
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
+                has its own value of it).
         """
         self._buffers.finish()
         if (reducer := self._jointly(step_context)) is not None:
@@ -290,7 +296,9 @@ class LocalSGDSync(LocalGradients):
 
         Raises:
             MismatchError: ranks are in different steps, or make different calls.
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
+            UsageError: on an accelerator, this rank has several workers, and the script has written a buffer that
+                forwards write too, other than by a reset to zeros, or to ones for a variance (each worker has its own
+                value of it).
         """
         norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()
         self._buffers.verify()
@@ -377,7 +385,11 @@ class LocalSGDSync(LocalGradients):
             parameter.grad = None
 
     def abandon_step(self) -> bool:
-        """Return False: after an exception within a step, some of the logical workers may have made their updates."""
+        """Return False: training cannot go on after an exception within a step of local SGD.
+
+        Some of the logical workers (fixed shares of the global batch) may have made their own updates in it already.
+        (With other strategies True means that the step's gradients were dropped and the next step can begin.)
+        """
         return False
 
     def merged(self) -> dict[str, Tensor]:
@@ -396,8 +408,9 @@ class LocalSGDSync(LocalGradients):
             buffers with N = 1, are the model's own.
 
         Raises:
-            UsageError: this rank has several workers, and the script has written parameters, or a buffer that has a
-                value of its own in each worker.
+            UsageError: this rank has several workers, and the script has written parameters since the last update, or a
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
+                has its own value of it).
         """
         self._take_written("after the last step")
         self._check_masks("after the last step")
@@ -446,8 +459,9 @@ class LocalSGDSync(LocalGradients):
             key}"`` and the buffers ``"{worker}/{buffer name}"``.
 
         Raises:
-            UsageError: this rank has several workers, and the script has written parameters, or a buffer that has a
-                value of its own in each worker.
+            UsageError: this rank has several workers, and the script has written parameters since the last update, or a
+                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
+                has its own value of it).
         """
         comm = self._run_context.comms.replica
         self._take_written("after the last step")

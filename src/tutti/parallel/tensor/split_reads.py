@@ -127,11 +127,10 @@ class SplitReads(EditWatch):
 
         The mode calls this method for each function of PyTorch that the script calls on tensors. Allowed are
         elementwise functions, whose result on the slice is the slice of their result on the whole parameter; the result
-        counts as a slice, too. Other reads, such as a norm or a matrix product, get the gathered tensor; other
-        writes are refused.
-        What the script assigns to ``.grad`` is written into its placeholder. For the size of such a parameter, or of
-        its gradient, the script gets that of the whole one. Calls by layers and optimizers, and calls without such
-        parameters, pass unchanged.
+        counts as a slice, too. Other reads, such as a norm or a matrix product, get the gathered tensor; other writes
+        are refused. What the script assigns to ``.grad`` is written into its placeholder. For the size of such a
+        parameter, or of its gradient, the script gets that of the whole one. Calls by layers and optimizers, and calls
+        without such parameters, pass unchanged.
 
         Collective only in reads that gather the whole tensor (an all-reduce over the tensor ranks), and where a whole
         tensor meets a slice: all ranks that hold slices of the model compare the tensor (the tensor ranks alone in a
@@ -146,9 +145,10 @@ class SplitReads(EditWatch):
             The function's result; a ``SplitTensor`` where the script itself calls a column-parallel layer.
 
         Raises:
-            UsageError: the function is not elementwise and writes, or reads in the model's forward; an operand has no
-                slice like the parameter's; or the script itself calls a layer that is split by heads.
-            MismatchError: an operand is another one on each rank.
+            UsageError: the function is not elementwise, and it writes to a slice or is called in the model's forward;
+                the shape of an operand does not allow to cut it like the parameter; or the script itself calls a layer
+                that is split by heads.
+            MismatchError: a whole tensor that meets a slice differs between ranks.
         """
         return super().see(func, args, kwargs)
 

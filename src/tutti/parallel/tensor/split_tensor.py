@@ -166,11 +166,11 @@ def _holds(value: Any) -> bool:
 
 
 def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
-    """Return the input of a layer that is split by outputs: whole on every rank, its gradient summed in backward.
+    """Return a layer's input, whole on every rank; its gradient is summed over the tensor-parallel ranks in backward.
 
-    Each tensor-parallel rank computes with its own slice of the layer, and so gets a part of the input's gradient.
-    Collective over the tensor-parallel ranks: an all-reduce in backward; for a ``SplitTensor`` an all-gather in
-    forward, and a reduce-scatter in backward.
+    For a layer that is split by outputs: each rank computes with its own slice of it, and so gets a part of the input's
+    gradient. Collective over the tensor-parallel ranks: an all-reduce in backward; for a ``SplitTensor`` an all-gather
+    in forward, and a reduce-scatter in backward.
 
     Args:
         value: the input, whole on every rank or a ``SplitTensor``.
