@@ -112,7 +112,9 @@ def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
 
 
 def last_step(folder: Path) -> int:
-    """Return the step of the newest complete checkpoint in a folder; 0 if there is none. No tensor file is read.
+    """Return the step of the newest checkpoint in a folder whose manifest is valid; 0 if there is none.
+
+    Tensor files are not read.
 
     Args:
         folder: a run's ``checkpoints``.

@@ -110,7 +110,8 @@ class CheckpointManager:
 
         Raises:
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
-            DiskError: too many consecutive saves have failed, or rank 0 cannot write to the folder.
+            DiskError: as many consecutive saves have failed as the constructor's ``most_failures`` says, or rank 0
+                cannot write to the folder.
             PeerError: the job's key-value store, on rank 0's host, does not answer; or, in the first call, a rank has
                 ended or did not make the call in time.
             CheckpointError: some ranks cannot see rank 0's folder; the text names them.

@@ -263,6 +263,7 @@ def average(replica: ReplicaRunner, sync: GradientSync, run_context: RunContext)
 
     Raises:
         UsageError: under ``central_storage``, the shared memory has no room for the average.
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     if run_context.averaging is None:
         return None

@@ -49,8 +49,9 @@ def check_strategy(
         (``layout``) and of its gradient synchronisation (``exchange``), with defaults filled in.
 
     Raises:
-        UsageError: ``text`` is no strategy, a package that the strategy needs is not installed, or the combination does
-            not run; the message names a way out.
+        UsageError: ``text`` is no strategy, a package that the strategy needs is not installed, or the strategy lacks a
+            capability that ``devices`` or an option asks for, by its row of the registry (``tutti.parallel.registry``)
+            and the checks of its options. The message names a way out.
     """
     choice = parse_strategy(text)
     row = choice.row
@@ -230,7 +231,10 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
         sparse: whether the model has sparse gradients.
 
     Raises:
-        UsageError: the noise scale cannot be measured with these options; the message names the reason and a way out.
+        UsageError: workers make updates of their own, or asynchronously; the strategy compresses its messages
+            (``wire``), has backup workers, or lets backward itself reduce gradients (FSDP2) in a pipeline; ``noisy`` or
+            ``sparse`` is True; in a pipeline several ranks share a worker; or a batch has a single part. The message
+            names a way out.
     """
     _check_one_gradient(choice)
     exchange, shape = choice.exchange, choice.shape(devices)

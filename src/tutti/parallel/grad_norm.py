@@ -29,6 +29,7 @@ def norm_across_model(comm: Communicator, square: float, stop: bool, step_contex
     Raises:
         MismatchError: the ranks are in different steps.
         UsageError: the script's edits of parameters or gradients that are split over ranks differ between these ranks.
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     if comm.size == 1:
         return square, stop

@@ -47,6 +47,7 @@ class HybridLayout:
             UsageError: the model cannot be cut into stages, its layers cannot be split over the tensor ranks as the
                 options ask, or activation checkpointing matches no module.
             MismatchError: the ranks have built different models.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         run_context, config = self._run_context, self._config
         if run_context.grid.stage == 1:

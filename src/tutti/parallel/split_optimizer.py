@@ -37,6 +37,9 @@ def support_split_tensors(
         comm: the tensor ranks.
         norms: the norm reducer already installed for row-sharded tensors, which is wrapped; None for none.
         wholes: the gatherer already installed for row-sharded tensors, which is wrapped; None for none.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     if comm.size == 1 or not _somewhere(bool(split), comm):
         return
@@ -149,6 +152,9 @@ class SplitMatrixGatherer:
         Returns:
             The whole tensors, in the order of ``tensors``, on every rank: new memory; the given (or row-gathered)
             tensors themselves where the parameter is not split over tensor ranks.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._slices is not None:
             tensors = self._slices.gather(parameter, tensors)

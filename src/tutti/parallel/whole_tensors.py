@@ -123,6 +123,9 @@ class WholeTensors:
 
         Args:
             optimizer: an optimizer whose parameters are this rank's slices.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         memory: dict[Tensor, Tensor] = {p: p.data for p in self._gathered}
         values = dict(memory)
@@ -480,6 +483,9 @@ def along_slices(
         with ``every`` for each other one: the parameter (``parameter``), the shapes of this rank's slice (``local``)
         and of the whole tensor (``shape``), for each rank of ``comm`` the regions of its slices (``regions``), each
         region a tuple of one ``slice`` a dimension, and whether all ranks hold the tensor whole (``alike``).
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     mine = [
         None if split is None else [[[part.start, part.stop] for part in region] for region in split.regions]
@@ -557,6 +563,7 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
 
     Raises:
         UsageError: on all ranks, where a step draws from PyTorch's global random generator.
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     comm = run_context.comms.world
     if comm.size == 1 and not elsewhere:

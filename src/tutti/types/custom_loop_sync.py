@@ -55,6 +55,7 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Raises:
             UsageError: under ``central_storage``, shared memory has too little room.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
 
     def leave_custom_loop(self) -> None:
@@ -126,6 +127,9 @@ class CustomLoopSync(GradientSync, Protocol):
 
         Args:
             held: result of ``pop_gradients``: gradients by parameter object of the optimizer; may be empty.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
 
     def trained_tensors(self) -> list[Tensor]:

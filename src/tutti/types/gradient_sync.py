@@ -314,6 +314,9 @@ class GradientSync(Protocol):
 
         Returns:
             JSON values by key, of which those of rank 0 are written; empty if the strategy has none.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -331,6 +334,7 @@ class GradientSync(Protocol):
             UsageError: the strategy cannot add parameters after ``tutti.prepare``: with parameter servers, with several
                 ranks under ``central_storage``, for one of several optimizers of a model on several pipeline stages,
                 and for an optimizer that steps on whole tensors, which ranks gather for it.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:

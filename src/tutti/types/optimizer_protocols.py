@@ -65,6 +65,9 @@ class FullTensorGatherer(Protocol):
         Returns:
             One full tensor for each of ``tensors``, on every rank: new tensors, or ``tensors`` themselves where the
             parameter is not split.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ class CentralStorageSync(AllReduceSync):
                 owners together; or, on accelerators, the model has sparse gradients or the optimizer needs a closure;
                 or a trial step of the optimizer draws from PyTorch's global random generator.
             MismatchError: ranks hold models with different parameters or buffers.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
 
         def make(named: NamedParameters) -> Optimizer | None:
@@ -210,6 +211,7 @@ class CentralStorageSync(AllReduceSync):
         Raises:
             UsageError: in a custom training loop on several ranks, the script has written parameters since its
                 backward; or the optimizer does not take sparse gradients.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._has_custom_loop and self._run_context.comms.replica.size > 1:
             self._guard.check_update(self._guarded, f"step {step_context.taken + 1}")
@@ -332,6 +334,7 @@ class CentralStorageSync(AllReduceSync):
             UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
                 write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
                 it.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm = self._run_context.comms.replica
         with self._updating():
@@ -358,6 +361,7 @@ class CentralStorageSync(AllReduceSync):
             UsageError: with several CPU ranks, the script has written parameters in place since the last update, for
                 example averages for an evaluation; or this rank computes several workers, and the script has written a
                 buffer that forwards write too, other than by a reset to zeros, or to ones for a variance.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm = self._run_context.comms.replica
         if self.shares_parameters:
@@ -405,6 +409,7 @@ class CentralStorageSync(AllReduceSync):
 
         Raises:
             CheckpointError: the checkpoint lacks a parameter or buffer, or a file of it differs from its manifest.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         with self._updating():
             for name, parameter in self._owned:
@@ -433,6 +438,7 @@ class CentralStorageSync(AllReduceSync):
         Raises:
             UsageError: the shared memory has no room for another copy of the trained parameters (float32 for 16-bit
                 ones); raised on all ranks.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         trained = [(name, p) for name, p in self._named if p.requires_grad]
         segment, places = self._memory([(p, wide_type(p.dtype)) for _, p in trained])
@@ -586,6 +592,9 @@ class CentralAverage(ParameterAverage):
         Returns:
             A new dict with the same names. An average is a copy on this rank's accelerator, or on the CPU the tensor in
             shared memory itself; all other tensors are those of ``merged``, not copied.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._segment.barrier("the average of the weights")
         device = self._run_context.comms.world.device

@@ -342,6 +342,7 @@ class AllReduceSync(UnshardedGradients):
             UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
                 write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
                 it.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
@@ -377,6 +378,7 @@ class AllReduceSync(UnshardedGradients):
             UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
                 write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
                 it.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm = self._run_context.comms.replica
         return {
@@ -435,6 +437,9 @@ class AllReduceSync(UnshardedGradients):
             A dict with ``algorithm``, the name of the schedule, and ``links``, a list of dicts with the data ranks
             ``from`` and ``to`` (indices among the data ranks, from 0), and the numbers of ``messages`` and ``bytes``
             sent on this link. An empty dict without such a schedule.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._scheduled is None:
             return {}
@@ -521,6 +526,9 @@ class AllReduceSync(UnshardedGradients):
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         self.accumulated = bool(held)
         for parameter, before in held.items():
@@ -643,6 +651,7 @@ class AllReduceSync(UnshardedGradients):
             UsageError: the script has several optimizers, of which this rank lacks one because it has none of its
                 parameters; or the script has added a parameter to an optimizer whose step all-gathers tensors that are
                 split over ranks.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._whole is not None:
             self._whole.check_members(self._named)

@@ -42,7 +42,7 @@ class ConcealedGradients:
         self._elsewhere: set[nn.Parameter] = set()
 
     def attach(self, replica: ReplicaRunner) -> None:
-        """Set the replica whose gradients this object conceals: this rank's part of the model. Not collective.
+        """Set the part of the model in whose ``.grad`` this object puts placeholders. Not collective.
 
         Called once, before any other method.
 
@@ -61,8 +61,9 @@ class ConcealedGradients:
     def conceal(self, complete: bool = False) -> None:
         """Set aside the gradients that differ between the ranks of a replica, and put placeholders into ``.grad``.
 
-        ``reveal`` puts the gradients back. Only parameters with a gradient get a placeholder; with pipeline stages also
-        those whose gradient is on another stage.
+        A placeholder stands for the whole gradient: the script can take its norm, scale and clamp it. ``reveal`` puts
+        the gradients back. Only parameters with a gradient get a placeholder; with pipeline stages also those whose
+        gradient is on another stage.
 
         Args:
             complete: whether a reduction has just made the gradients. With pipeline stages the call is then collective
@@ -126,7 +127,7 @@ class ConcealedGradients:
         self._aside = {}
 
     def forget(self) -> None:
-        """Drop the gradients that ``conceal`` has set aside.
+        """Drop the gradients for which ``conceal`` has put placeholders into ``.grad``.
 
         Sets ``.grad`` to None for parameters that only other pipeline stages hold; the caller clears ``.grad`` of this
         rank's own parameters. Not collective.

@@ -99,10 +99,10 @@ class Reducer(Protocol):
         """
 
     def release(self) -> None:
-        """Move the sums out of memory that ranks share, for a script that may keep views of ``.grad``. Not collective.
+        """Move summed gradients out of memory that ranks share, for a script that may keep views of ``.grad``.
 
-        Where no other rank writes the sums the call changes nothing: in the next step the reducer takes new memory for
-        the sums of which the script still keeps views.
+        Called after ``finish``; not collective. A reducer whose sums are in memory of this rank alone does nothing
+        here: in the next step it takes new memory for sums of which the script still keeps views.
         """
 
     def squares(self) -> list[float]:
@@ -342,7 +342,10 @@ class OverlappedReducer:
         return [gradient for p in self._owned if (gradient := p.grad) is not None]
 
     def release(self) -> None:
-        """Do nothing: no other rank writes the memory of the sums."""
+        """Do nothing: the summed gradients are in memory that no other rank writes.
+
+        Other reducers move sums out of memory that ranks share here, for a script that keeps views of ``.grad``.
+        """
 
     def squares(self) -> list[float]:
         """Return the squared L2 norm of the gradients summed by ``finish`` on this rank, as a list of one Python float.
@@ -498,7 +501,10 @@ class TreeReducer:
         return sums
 
     def release(self) -> None:
-        """Do nothing: every sum has memory of its own."""
+        """Do nothing: each step's summed gradients have memory of their own, which no rank and no later step writes.
+
+        Other reducers move sums out of memory that ranks share here, for a script that keeps views of ``.grad``.
+        """
 
     def squares(self) -> list[float]:
         """Return a list of one float for each trained parameter, in the model's order: the sum of squares of ``.grad``.

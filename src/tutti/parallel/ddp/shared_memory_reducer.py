@@ -225,10 +225,10 @@ class SharedReducer:
                 self._comm.count(source, self._comm.rank, bucket.gradients.nbytes)
 
     def release(self) -> None:
-        """Copy the sums to memory of this rank alone, and set every ``.grad`` to its view of the copy. Not collective.
+        """Copy the summed gradients out of shared memory, and set every ``.grad`` to its view of the copy.
 
-        A ``.grad`` that is None stays None. The next call overwrites the copy, unless the script keeps views of it
-        then.
+        Not collective. Other ranks write the shared memory in the next step; the copy is this rank's alone. A ``.grad``
+        that is None stays None. The next call overwrites the copy, unless the script keeps views of it then.
         """
         if not self._released:
             summed = [bucket for bucket, _ in self._summed]

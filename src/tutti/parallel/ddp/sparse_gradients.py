@@ -155,9 +155,9 @@ class SparseReducer:
         return sums
 
     def release(self) -> None:
-        """Let the wrapped reducer move dense sums out of memory that ranks share. Not collective.
+        """Let the wrapped reducer move sums of dense gradients out of memory that ranks share. Not collective.
 
-        Sparse gradients have memory of their own.
+        A script may then keep views of ``.grad``. Sparse gradients have memory of their own.
         """
         sparse = {p: p.grad for p in self._summed}
         self._reducer.release()

@@ -265,6 +265,7 @@ class FullySharded:
 
         Raises:
             MismatchError: the ranks' texts differ, or a rank is in another collective.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._comm.all_gather(torch.zeros(1), text)
 
@@ -278,6 +279,7 @@ class FullySharded:
 
         Raises:
             MismatchError: it differs over ranks.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         agree_on_operand(self._comm, tensor, "the script computes with sharded parameters and a tensor")
 

@@ -91,6 +91,9 @@ class RowGatherer:
         Returns:
             One new tensor for each of ``tensors``, of the parameter's shape before it was cut into rows: its full
             shape, or that of this rank's slice under tensor parallelism.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         shape = self._shapes[parameter]
         most, here = len(block(shape[0], self._comm.size, 0)), self._comm.rank

@@ -137,6 +137,7 @@ class ShardedSync:
             MismatchError: the data ranks hold models with different parameters or buffers.
             UsageError: FSDP2 cannot shard the model, or the optimizer cannot step on this rank's part of the tensors or
                 with ``offload``, or draws from PyTorch's global random generator in the trial step.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm = self._run_context.comms.replica
         comm.share_memory()
@@ -487,6 +488,7 @@ class ShardedSync:
 
         Raises:
             UsageError: an optimizer does not take sparse gradients.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         nonfinite: tuple[str, ...] = ()
         if self._reads is not None:
@@ -558,6 +560,7 @@ class ShardedSync:
             UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
                 write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
                 it.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._gather_written()
         named = {name: p.data for name, p in parameters(self._replica.parts)}
@@ -602,6 +605,7 @@ class ShardedSync:
             UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
                 write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
                 it.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm, copies = self._run_context.comms.replica, self._copies
         buffers = self._buffers.merged()
@@ -885,6 +889,7 @@ class ShardedSync:
 
         Raises:
             MismatchError: the ranks of a replica are in different steps.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         own = set(members)
         pairs = self._pairs()
@@ -975,6 +980,7 @@ class ShardedSync:
             UsageError: the optimizer steps on whole tensors, gathered from the ranks' rows; parameters cannot be added
                 to such an optimizer.
             MismatchError: ranks have unfrozen different parameters.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])

@@ -114,7 +114,9 @@ class ShardedReads(ScriptMode):
                 self.edits.alias(seen, rows)
 
     def leave_compiled(self, parts: Iterable[nn.Module], blocks: bool) -> None:
-        """Turn this function mode off during calls of compiled modules, which cannot run under one. Not collective.
+        """Turn this function mode off during calls of compiled modules, which cannot run under one.
+
+        The mode (a ``TorchFunctionMode``) checks what the script does with sharded parameters. Not collective.
 
         Args:
             parts: the model on this rank, or its pipeline stages; the calls of modules in them are replaced.
@@ -174,7 +176,7 @@ class ShardedReads(ScriptMode):
         self._shards.written = value
 
     def end(self) -> None:
-        """Stop the checks of sharded parameters in the script's code. Called before each update; not collective.
+        """Stop to check what the script's code does with sharded parameters. Called before each update; not collective.
 
         Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of this
         rank's rows or used their values, or it has a custom training loop (``stay``). Later calls change nothing.
@@ -182,10 +184,10 @@ class ShardedReads(ScriptMode):
         self._over = True
 
     def stay(self, roots: Iterable[nn.Module]) -> None:
-        """Go on with the checks after the first update: the script has a custom training loop. Not collective.
+        """Go on to check the script's use of sharded parameters after the first update, in a custom training loop.
 
-        The body of such a loop may write parameters at any time, for example when it initialises a layer again. The
-        model's forwards are checked up to the first update alone.
+        Not collective. The body of such a loop may write parameters at any time, for example when it initialises a
+        layer again. The model's forwards are checked up to the first update alone.
 
         Args:
             roots: the modules that the script calls. A second call of this method does nothing.

@@ -62,6 +62,7 @@ class WholeReads:
         Raises:
             MismatchError: the shard ranks are in different calls.
             UsageError: in the backward, the parameter has a hook on its gradient.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         each = self._rows[parameter]
         text = f"values of {each.name}, which all ranks must read in {script_line()}"

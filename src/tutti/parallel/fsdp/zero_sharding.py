@@ -146,6 +146,9 @@ class ZeroSharding:
 
         Collective over the shard ranks, each of which updates a block of rows of every parameter: one all-gather for
         each bucket of up to 25 MiB. One rank does nothing.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._comm.size == 1:
             return

@@ -62,6 +62,7 @@ class DiLoCoSync(LocalSGDSync):
         Raises:
             MismatchError: ranks hold models with different parameters or buffers.
             UsageError: a step of the inner optimizer draws from PyTorch's global random generator.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         grad_hook = super().attach(replica, make_optimizer)
         self._outer = [p.data.clone() for _, p in self._trained]
@@ -90,6 +91,7 @@ class DiLoCoSync(LocalSGDSync):
 
         Raises:
             UsageError: an optimizer does not take sparse gradients (synchronous steps).
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         updated = super().optimizer_step(stats, step_context)
         self._follow_synchronous(step_context)
@@ -112,6 +114,7 @@ class DiLoCoSync(LocalSGDSync):
 
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         due = super().end_step(step_context)
         self._follow_synchronous(step_context)
@@ -162,6 +165,7 @@ class DiLoCoSync(LocalSGDSync):
             UsageError: this rank has several workers, and the script has written parameters since the last update, or a
                 buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
                 has its own value of it).
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]

@@ -100,6 +100,7 @@ class LocalSGDSync(LocalGradients):
         Raises:
             MismatchError: ranks hold models with different parameters or buffers.
             UsageError: a step of the optimizer draws from PyTorch's global random generator.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm, mine = self._run_context.comms.replica, self._run_context.mine
         agree_on_state(comm, replica.parts)
@@ -269,6 +270,7 @@ class LocalSGDSync(LocalGradients):
                 parameters differ; or, on an accelerator, this rank has several workers, and the script has written a
                 buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
                 has its own value of it).
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._buffers.finish()
         if (reducer := self._jointly(step_context)) is not None:
@@ -299,6 +301,7 @@ class LocalSGDSync(LocalGradients):
             UsageError: on an accelerator, this rank has several workers, and the script has written a buffer that
                 forwards write too, other than by a reset to zeros, or to ones for a variance (each worker has its own
                 value of it).
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()
         self._buffers.verify()
@@ -329,6 +332,7 @@ class LocalSGDSync(LocalGradients):
 
         Raises:
             UsageError: an optimizer does not take sparse gradients (synchronous steps).
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if (reducer := self._jointly(step_context)) is not None:
             return self._update_all(reducer, stats, step_context)
@@ -369,6 +373,7 @@ class LocalSGDSync(LocalGradients):
 
         Raises:
             UsageError: this rank has several workers, and the script has written parameters since the last update.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         due = self._due(step_context)
         if due:
@@ -411,6 +416,7 @@ class LocalSGDSync(LocalGradients):
             UsageError: this rank has several workers, and the script has written parameters since the last update, or a
                 buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
                 has its own value of it).
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         self._take_written("after the last step")
         self._check_masks("after the last step")
@@ -462,6 +468,7 @@ class LocalSGDSync(LocalGradients):
             UsageError: this rank has several workers, and the script has written parameters since the last update, or a
                 buffer that forwards write too, other than by a reset to zeros, or to ones for a variance (each worker
                 has its own value of it).
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm = self._run_context.comms.replica
         self._take_written("after the last step")
@@ -563,6 +570,7 @@ class LocalSGDSync(LocalGradients):
 
         Raises:
             MismatchError: the ranks' models or their ``requires_grad`` differ.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         agree_on_state(self._run_context.comms.replica, self._replica.parts)
         self._train(names)

@@ -87,6 +87,9 @@ class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
         Returns:
             The outputs in the shape of ``query``, and the weights (N, L, S) or (N, heads, L, S); None without
             ``need_weights``. With sequence parallelism the outputs may be a ``SplitTensor`` along the positions.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         name, ranks, heads, _ = self.tutti_slice
         batched, inputs = query.dim() == 3, (query, key, value)

@@ -46,6 +46,7 @@ def cross_entropy(
 
     Raises:
         IndexError: a target is not a class index, on a CPU; on an accelerator a device-side assertion fails.
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     dtype = part.dtype
     # As autocast does for PyTorch's own function of this loss.
@@ -84,6 +85,9 @@ def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tens
     Returns:
         ``(scores, classes)``, the same on every rank, in the shape of ``part`` with length 1 along ``dim``; classes are
         long indices among all classes. Of equal scores the first class counts.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     at = part.argmax(dim, keepdim=True)
     wide = widest_float(part.device)

@@ -149,6 +149,7 @@ class SplitReads(EditWatch):
                 the shape of an operand does not allow to cut it like the parameter; or the script itself calls a layer
                 that is split by heads.
             MismatchError: a whole tensor that meets a slice differs between ranks.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         return super().see(func, args, kwargs)
 
@@ -433,6 +434,7 @@ class SplitReads(EditWatch):
 
         Raises:
             MismatchError: the tensor differs over these ranks.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         agree_on_operand(self._comm if in_backward() else self._holders, tensor, what)
 

@@ -145,6 +145,9 @@ def whole(value: Any) -> Any:
 
     Args:
         value: a tensor, or tuples, lists and mappings that may hold split tensors at any depth, or anything else.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     if isinstance(value, SplitTensor):
         return _gathered(value)
@@ -179,6 +182,9 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
     Returns:
         A plain tensor with the values of the whole input: a view of ``value`` or ``value`` itself, for a
         ``SplitTensor`` new.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     if not isinstance(value, SplitTensor):
         return slice_.ranks.copy(value, slice_.name)
@@ -231,6 +237,9 @@ def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
 
     Returns:
         The sum, or a ``SplitTensor`` of the sum along ``dim``.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
     """
     dim %= max(part.dim(), 1)
     # A slice of length one does not show its memory format, and so not the order in which dropout draws.

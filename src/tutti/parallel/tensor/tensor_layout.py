@@ -56,6 +56,7 @@ class TensorLayout:
             UsageError: activation checkpointing matches no module; the model is split already; the user's plan by hand
                 cannot be carried out; sequence parallelism meets hooks on the gradients of modules; or
                 ``torch.compile`` with the run's options cannot compile for this device or for this model.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         ac_policy.check_units(plain, self._run_context.activation_checkpointing)
         division = TensorParallelizer(plain, self._run_context, self._config)

@@ -133,6 +133,9 @@ class TensorParallelizer:
         optimizer may hold; the ``.data`` of a split one becomes a copy of this rank's slice and its ``.grad`` None.
         Collective over the tensor ranks: a broadcast of the first tensor rank's parameters and buffers, which the whole
         model takes over before it is sliced. With one rank nothing is done.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._comm.size == 1:
             return

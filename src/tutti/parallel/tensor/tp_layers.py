@@ -47,7 +47,7 @@ class ColumnParallelLinear(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's outputs of a linear layer split by outputs: (…, inputs) → (…, outputs here).
 
-        Inputs are whole on every rank, so that forward sends nothing; backward all-reduces their gradient over the
+        The input is whole on every rank, so that forward sends nothing; backward all-reduces its gradient over the
         tensor ranks. A ``SplitTensor`` as input is all-gathered first, and its gradient reduce-scattered. Where the
         script has put forward hooks on this layer, or on modules up to the row-parallel layer, the result is a
         ``SplitTensor``, which the hooks see as the whole outputs.
@@ -93,6 +93,7 @@ class RowParallelLinear(TensorParallelLayer):
 
         Raises:
             UsageError: an autograd function of the script has returned the input as a ``SplitTensor``.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         weight = matrix(self)
         part = functional.linear(local_part(input, weight.shape[1], self.tutti_slice), weight)
@@ -110,8 +111,12 @@ class GatheredOutput(TensorParallelLayer):
     def forward(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
         """Compute the whole outputs of a linear or convolution layer that is split by outputs over ranks.
 
-        Takes the arguments of the unsplit layer and returns its result, on every rank. Collective over the tensor
-        ranks: an all-gather of their outputs; in backward an all-reduce of the inputs' gradient.
+        Arguments are those of the unsplit layer (``input`` whole, the same on every rank), and so is the result.
+        Collective over the tensor ranks: an all-gather of their outputs; in backward an all-reduce of the inputs'
+        gradient.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         name, ranks, length, _ = self.tutti_slice
         part = super().forward(copied(input, self.tutti_slice), *rest, **options)
@@ -129,7 +134,7 @@ class LossParallelLinear(TensorParallelLayer):
         """Compute this rank's logits in the last linear layer, which is split by classes: (…, inputs) → (…, classes).
 
         The result is a ``SplitTensor`` of the shape of all classes, of which each rank holds the logits of its own
-        classes. Inputs are whole on every rank. Forward sends nothing; backward all-reduces the inputs' gradient over
+        classes. ``input`` is whole on every rank. Forward sends nothing; backward all-reduces the inputs' gradient over
         the tensor ranks.
         """
         return SplitTensor.of(super().forward(copied(input, self.tutti_slice)), -1, self.tutti_slice)
@@ -151,7 +156,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Look up whole embeddings in a table split by rows over the tensor ranks: indices (…) → (…, features).
 
-        The indices are those of the whole table, the same on every rank. Collective over the tensor ranks: an
+        ``input`` has indices of the whole table, the same on every rank. Collective over the tensor ranks: an
         all-reduce; each rank contributes the rows that it holds, and zeros for other indices. With sequence parallelism
         the ranks reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the embeddings of its own
         positions; backward then all-gathers the gradient.
@@ -159,6 +164,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
         Raises:
             IndexError: on a CPU, an index is outside of the whole table, as ``torch.nn.Embedding`` raises; on an
                 accelerator its assertion fails.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         mine, padding = self.tutti_slice.mine, self.padding_idx
         # An index outside of the table is no other rank's: the look-up below refuses it on every rank.
@@ -185,7 +191,8 @@ class ParallelDropout(TensorParallelLayer):
         """Apply dropout to this tensor-parallel rank's slice of the features: (…, features here) → the same shape.
 
         Not collective: each rank draws the mask of all features, from equal RNG states, so that masks are those of one
-        device. Input that is whole, or a ``SplitTensor``, gets dropout as on one device.
+        device. ``input`` is this rank's slice; an input that is whole, or a ``SplitTensor``, gets dropout as on one
+        device.
         """
         if not self.training or self.p == 0.0:
             return functional.dropout(input, self.p, False)
