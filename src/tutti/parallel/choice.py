@@ -242,6 +242,7 @@ class KeepsAverage(Protocol):
 
         Raises:
             UsageError: shared memory has no room for the average.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
 
 

@@ -86,8 +86,8 @@ class ParameterAverage:
     def update(self) -> None:
         """Update the moving average of this rank's weights: average ← d · average + (1 - d) · parameter.
 
-        d is the decay of this update, which may rise in a warm-up. Called once after each update of the parameters;
-        increments the attribute ``updates``. Not collective.
+        d is the constructor's decay; with a warm-up, in update number t + 1, at most (1 + t) / (10 + t). Called once
+        after each update of the parameters; increments the attribute ``updates``. Not collective.
         """
         if any(p.shape != value.shape for p, value in zip(self._parameters, self._values, strict=True)):
             # ZeRO stage 1 has cut a thawed parameter, and the model has another object in its place.

@@ -49,9 +49,9 @@ class CustomLoopSync(GradientSync, Protocol):
         A custom training loop is the script's own loop with forward, backward and update. Called on every rank once,
         before the first step. Collective under ``central_storage`` alone, whose data ranks allocate shared memory;
         other strategies send nothing. Complete gradients are those of the mean loss over the global batch. Where this
-        rank has a part of them only, or none, as with parameter servers, ``.grad`` is the part or a placeholder
-        (``add_gradients``). From now on a buffer that the script writes after an update counts for the rank's last
-        logical worker alone.
+        rank has a part of them only, or none, as with parameter servers, ``.grad`` is the part, or from
+        ``add_gradients`` on a placeholder, with which the script computes as with the whole gradient. From now on a
+        buffer that the script writes after an update counts for the rank's last logical worker alone.
 
         Raises:
             UsageError: under ``central_storage``, shared memory has too little room.
@@ -74,8 +74,8 @@ class CustomLoopSync(GradientSync, Protocol):
         or DTensors (FSDP2), and not the rows that the optimizer updates.
 
         Returns:
-            A pair (name, parameter) for each trainable parameter that this rank has, without sharding in the model's
-            order. Parameters that the script has unfrozen and that are not yet sharded come last.
+            A list with a pair (name, parameter) for each trainable parameter that this rank has, in the model's order
+            unless the strategy shards. Parameters that the script has unfrozen and that are not yet sharded come last.
         """
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
@@ -85,8 +85,8 @@ class CustomLoopSync(GradientSync, Protocol):
         the optimizer updates.
 
         Returns:
-            The parameters of the pairs (name, parameter) that ``named_trained`` returns, in the same order: without
-            sharding the model's.
+            The parameters of the pairs (name, parameter) that ``named_trained`` returns, in the same order; without
+            sharding this is the model's order.
         """
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:

@@ -296,6 +296,7 @@ class CentralStorageSync(AllReduceSync):
 
         Raises:
             UsageError: the shared memory has no room.
+            PeerError: a rank is lost, or does not take part within the timeout.
         """
         begun = self._has_custom_loop
         super().begin_custom_loop()

@@ -173,8 +173,8 @@ class AllReduceSync(UnshardedGradients):
                 yet, as on all pipeline stages but the last.
 
         Raises:
-            UsageError: ranks share a logical worker, and a forward has changed a buffer for the first time after the
-                first step.
+            UsageError: ranks share a logical worker, and a forward has changed a buffer (outside reproducible mode:
+                other than batch-norm statistics) after a first step in which no forward of any rank changed one.
         """
         if self._worker == self._last_worker:
             self._may_have_sent = True
@@ -216,8 +216,8 @@ class AllReduceSync(UnshardedGradients):
             part: the worker's sums of loss, count and metrics; None if the worker had no samples on this rank.
 
         Raises:
-            UsageError: gradients are summed worker by worker, and one is sparse without its module's attribute
-                ``sparse``, or sparse in more than its first dimension.
+            UsageError: gradients are summed worker by worker, and one is sparse in more than its first dimension, or
+                sparse although no module that uses the parameter has an attribute ``sparse`` that is True.
         """
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
@@ -517,12 +517,13 @@ class AllReduceSync(UnshardedGradients):
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add the just reduced gradients in ``.grad`` to those of earlier reductions (gradient accumulation), in place.
 
-        As autograd does, so that views which the script keeps of ``.grad`` have the sum. Under tensor parallelism, the
-        gradients of parameters that are split over the tensor ranks are afterwards replaced by placeholders, because
-        they differ between ranks: what the script computes with one, it computes with the whole gradient, by
-        all-gathers over the tensor ranks. With pipeline stages every parameter with a gradient gets a placeholder, also
-        on ranks of other stages; norms, scaling and clamping then act on the whole gradient. The update uses the true
-        gradients. Collective with pipeline stages only: the stages all-gather which parameters have a gradient.
+        The sums are in the earlier tensors, as with autograd, so that views which the script keeps of ``.grad`` show
+        them. Under tensor parallelism, the gradients of parameters that are split over the tensor ranks are afterwards
+        replaced by placeholders, because they differ between ranks: what the script computes with one, it computes with
+        the whole gradient, by all-gathers over the tensor ranks. With pipeline stages every parameter with a gradient
+        gets a placeholder, also on ranks of other stages; norms, scaling and clamping then act on the whole gradient.
+        The update uses the true gradients. Collective with pipeline stages only: the stages all-gather which parameters
+        have a gradient.
 
         Args:
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.

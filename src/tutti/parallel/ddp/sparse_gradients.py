@@ -230,8 +230,8 @@ def with_sparse_gradients(reducer: Reducer, parts: Sequence[nn.Module], comm: Co
         comm: the data ranks.
 
     Returns:
-        A ``SparseReducer`` around ``reducer``; ``reducer`` itself where the modules have no sparse gradients, or where
-        there is a single data rank and ``reducer`` leaves its gradients unchanged.
+        A ``SparseReducer`` around ``reducer``; ``reducer`` itself where no trained parameter has sparse gradients, or
+        for an ``OverlappedReducer`` of a single data rank, which leaves ``.grad`` unchanged.
     """
     if comm.size == 1 and isinstance(reducer, OverlappedReducer):
         # This reducer leaves every ``.grad`` of a single rank unchanged.

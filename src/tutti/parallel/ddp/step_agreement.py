@@ -35,8 +35,8 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
             pipeline stages and tensor ranks of one replica, which do not.
 
     Returns:
-        [a, a², b, b²], integers with a and b below 251. a is a hash of step number, ``call`` and ``written``; b is one
-        of ``key``, batch size and all other facts.
+        [a, a², b, b²], integers with a and b below 251. a is a hash of step number, ``call`` and ``written``; b is a
+        hash of ``key``, batch size and all other facts.
     """
     a, b = (step_context.taken + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
     if key:
@@ -137,7 +137,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
 
 def agree_on_edits(comm: Communicator, lines: Sequence[str], where: str) -> None:
-    """Raise UsageError if the script has edited parameters or gradients that ranks share in different ways on them.
+    """Raise UsageError unless the script has edited shared parameters and gradients in the same way on all ranks.
 
     Shared are tensors that are split over the ranks, or lie in memory common to them. Collective over the ranks of
     ``comm``: an all-gather of digests; blocks.

@@ -108,7 +108,7 @@ class TrainedGradients(UnshardedGradients):
         self._buffers.leave_custom_loop()
 
     def named_trained(self) -> NamedParameters:
-        """Return (name, parameter) pairs of the parameters that are or were trainable in this run, in model order."""
+        """Return a list of (name, parameter) of the parameters that are or were trainable, in the model's order."""
         return self._trained
 
     def script_parameters(self) -> Sequence[nn.Parameter]:

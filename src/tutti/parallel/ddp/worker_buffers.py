@@ -103,10 +103,10 @@ class WorkerBuffers:
         self._writer, self._marks = _Writer.FORWARDS, self._marked()
 
     def written(self) -> list[str]:
-        """Return the names of buffers that the script has written between global batches since the step before.
+        """Return the names of module buffers that the script has written since the end of the previous step.
 
         Not collective, and no wait for the device: writes through ``.data`` are not found. Empty where this rank has
-        one logical worker (share of the global batch).
+        one logical worker (share of the global batch), within a step, and in the body of a custom training loop.
         """
         if self._writer != _Writer.SCRIPT:
             return []
@@ -408,7 +408,8 @@ class WorkerBuffers:
         pooled in worker order in float64, or float32 on a device without it: mean of means; mean of variances plus the
         variance of the means (so that they are the moments of all workers' samples together). Other floating buffers
         are averaged; integers take the largest. Collective over the data ranks: one all-gather of all workers' buffers
-        for each dtype, none for N = 1; before, a step without backward is completed as by ``close``.
+        for each dtype, none for N = 1. Where ranks share workers and the last step had no backward, the collectives of
+        ``close`` come first.
 
         Returns:
             A dict from the buffers' names in the model to new tensors of the buffers' shapes and dtypes; for N = 1 the

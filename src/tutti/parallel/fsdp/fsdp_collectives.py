@@ -57,10 +57,12 @@ class FirstStepCheck:
     def compare(self, call: str) -> None:
         """Compare the FSDP2 collective that this rank is about to run with those of the other shard ranks.
 
-        Collective over the shard ranks: an all-gather of digests; blocks. After the first step it does nothing.
+        Collective over the shard ranks: an all-gather of digests; blocks. Does nothing after the first step (attribute
+        ``over``).
 
         Args:
-            call: a text of the kind of the collective and of the wrapped module that it is for.
+            call: text that names the kind of the collective and the wrapped module that it is for, such as ``all_gather
+                of layers.0``.
 
         Raises:
             MismatchError: on every shard rank, they are about to run different collectives.
@@ -89,7 +91,7 @@ class GradientMeter:
     def add(self, gradients: Tensor) -> None:
         """Add the squares of the elements of a message of gradients, before it is reduced over the shard ranks.
 
-        Does nothing in a step before the first ``take``. Not collective.
+        Does nothing until ``take`` is called for the first time in a step. Not collective.
 
         Args:
             gradients: this rank's flat message of gradients, not changed; its padding is zero.

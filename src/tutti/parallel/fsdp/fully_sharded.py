@@ -568,7 +568,7 @@ class FullySharded:
         called for dummy micro-batches. Not collective.
 
         Returns:
-            Names of the parameters with hooks that were not adapted before the call.
+            Names of the parameters with hooks that this call has adapted, and no earlier one.
 
         Raises:
             UsageError: a parameter with a hook is unsharded in another dtype.

@@ -391,6 +391,7 @@ class ShardedSync:
                 and forwards write the buffer too, so that each worker has its own value (a reset to zeros, or to ones
                 for a variance, is allowed); or several ranks share this worker, for which any such write is refused. On
                 accelerators ``reduce_gradients`` raises the former.
+            PeerError: a rank of the all-gather, or the previous rank of a shared worker, is lost or late.
         """
         if self._begun_step != step_context.taken:
             self._begun_step = step_context.taken
@@ -631,6 +632,7 @@ class ShardedSync:
 
         Raises:
             CheckpointError: the checkpoint lacks a tensor of the model, or one of its files is damaged.
+            PeerError: in the all-gather of ZeRO stage 1, a rank is lost, or does not take part within the timeout.
         """
         for rows in self._rows:
             rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))

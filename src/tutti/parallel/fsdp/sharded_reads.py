@@ -173,10 +173,15 @@ class ShardedReads(ScriptMode):
 
     @written.setter
     def written(self, value: bool) -> None:
+        """Set whether rows count as written: False after all ranks' rows have been all-gathered, which ends the checks.
+
+        Args:
+            value: the new value; True makes reads of parameters that hold all ranks' rows raise UsageError.
+        """
         self._shards.written = value
 
     def end(self) -> None:
-        """Stop to check what the script's code does with sharded parameters. Called before each update; not collective.
+        """Stop checking what the script's code does with sharded parameters. Called before each update; not collective.
 
         Contexts of ``script_code`` that are entered later do nothing, unless the script has asked for sizes of this
         rank's rows or used their values, or it has a custom training loop (``stay``). Later calls change nothing.
@@ -184,13 +189,13 @@ class ShardedReads(ScriptMode):
         self._over = True
 
     def stay(self, roots: Iterable[nn.Module]) -> None:
-        """Go on to check the script's use of sharded parameters after the first update, in a custom training loop.
+        """Go on checking the script's use of sharded parameters after the first update, in a custom training loop.
 
         Not collective. The body of such a loop may write parameters at any time, for example when it initialises a
-        layer again. The model's forwards are checked up to the first update alone.
+        layer again. After the first update, the forwards of ``roots`` are left out of the checks.
 
         Args:
-            roots: the modules that the script calls. A second call of this method does nothing.
+            roots: the models that the script calls. A second call of this method does nothing.
         """
         if self._stays:
             return
@@ -207,15 +212,17 @@ class ShardedReads(ScriptMode):
         """Return a context in which the script's reads and writes of FSDP2-sharded parameters are checked.
 
         The context is a PyTorch function mode around the script's own code, such as its loss function. Reads of numbers
-        of a ``DTensor``, and whole tensors that meet one, are collective over the shard ranks. After ``end`` has been
-        called (at the first update) the context does nothing, unless the script has asked for sizes of this rank's rows
-        or used their values, or has a custom training loop (``stay``).
+        of a ``DTensor``, and functions that combine one with a whole tensor, are collective over the shard ranks. After
+        ``end`` has been called (at the first update) the context does nothing, unless the script has asked for sizes of
+        this rank's rows or used their values, or has a custom training loop (``stay``).
 
         Raises:
             UsageError: within the context, an operation cannot take the parameters as they are outside of the model's
                 forward (a ``DTensor``), would give each rank another result (a random draw, a norm of this rank's
                 rows), or writes a parameter that FSDP2 has unsharded for one forward.
-            MismatchError: within the context, shard ranks make different such reads, or have different tensors for one.
+            MismatchError: within the context, shard ranks make different ones of these calls, or combine a ``DTensor``
+                with tensors that differ between them.
+            PeerError: within the context, in such a call, a rank is lost or does not take part within the timeout.
         """
         # The script may ask after the first update in the same body.
         if self._over and not self._stays and not self._shards.asked:

@@ -67,7 +67,7 @@ class LocalGradients(TrainedGradients):
             parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
 
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
-        """Do nothing: the script edits the very gradients that the update uses.
+        """Do nothing: in local SGD the script edits the ``.grad`` that its logical worker's update uses.
 
         Args:
             edited: unused.
@@ -86,11 +86,12 @@ class LocalGradients(TrainedGradients):
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
         """Return a context in which an update steps one of the script's optimizers and clips its gradients alone.
 
-        The updates are those of ``step_own`` and ``clip_gradients``.
+        Within it, ``step_own`` steps only this optimizer, and ``clip_gradients`` scales only the gradients of its
+        parameters. Not collective.
 
         Args:
             index: position of the optimizer among those of the script, from 0; None steps all of them.
-            members: the parameters of this optimizer, whose gradients are clipped.
+            members: the parameters of this optimizer, whose gradients are clipped; ignored where ``index`` is None.
         """
         with ExitStack() as stack:
             for optimizer in self._optimizer_of.values():
@@ -117,7 +118,7 @@ class LocalGradients(TrainedGradients):
         return clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer updates whole parameters on this rank: True for those of its logical worker.
+        """Return whether an optimizer updates whole parameters here: True for those of this rank's logical worker.
 
         The script's own optimizers are among them. Where the result is True, ``optimizer.step(closure)`` may call the
         closure several times, as LBFGS does.

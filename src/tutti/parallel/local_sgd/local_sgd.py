@@ -208,8 +208,10 @@ class LocalSGDSync(LocalGradients):
     def end_own(self, worker: int, part: LossSums | None) -> None:
         """Make ``.grad`` the gradient of the mean over the worker's own samples, and note its loss sums.
 
-        A logical worker is one of N fixed shares of the global batch. A custom training loop calls this in place of
-        ``end_worker``: the script reads the gradient and calls its optimizer itself. Not collective.
+        Divides ``.grad``, in which the worker's backwards have accumulated, by the worker's count of samples or tokens
+        and by the loss scale. A logical worker is one of N fixed shares of the global batch. A custom training loop
+        calls this in place of ``end_worker``: the script reads the gradient and calls its optimizer itself. Not
+        collective.
 
         Args:
             worker: index of the logical worker.

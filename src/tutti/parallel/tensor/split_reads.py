@@ -263,19 +263,21 @@ class SplitReads(EditWatch):
         return self._names.get(tensor) is not None or self._gradients.get(tensor) is not None
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the split parameter from which the script has made a tensor, element by element, or None.
+        """Return the name of the split parameter of which a tensor is an elementwise function, or None.
 
         Args:
-            tensor: any tensor; None is returned for a tensor that was made while this function mode was not active.
+            tensor: any tensor, such as a copy or an average of this rank's slice, or the parameter itself; None is
+                returned for a tensor that was made while this function mode was not active.
         """
         name: str | None = self._names.get(tensor)
         return name
 
     def also_seen(self, objects: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Treat further tensors like the split parameters that they stand for, and stop gathering. Not collective.
+        """Check the script's use of further tensors as that of the split parameters for which they stand.
 
-        From now on reads that need a whole parameter, such as a norm, raise UsageError for all split parameters, as
-        other ranks may have other rows of the slices (``gathers`` becomes False).
+        Not collective. The parameters are split over tensor ranks. From now on no read of theirs is gathered any more
+        (``gathers`` becomes False), as other ranks may have other rows of the slices: a read that needs a whole
+        parameter, such as a norm, raises UsageError.
 
         Args:
             objects: the tensors, such as those that FSDP2 puts into the model, and for each the parameter that it

@@ -54,7 +54,7 @@ class TensorLayout:
         Raises:
             MismatchError: the ranks have built different models.
             UsageError: activation checkpointing matches no module; the model is split already; the user's plan by hand
-                cannot be carried out; sequence parallelism meets hooks on the gradients of modules; or
+                cannot be carried out; sequence parallelism is combined with hooks on the gradients of modules; or
                 ``torch.compile`` with the run's options cannot compile for this device or for this model.
             PeerError: a rank is lost, or does not take part within the timeout.
         """

@@ -76,8 +76,8 @@ class SliceRanks(Protocol):
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Return this tensor-parallel rank's slice along ``dim`` of a tensor that is the same on all ranks.
 
-        For a whole tensor that meets split ones, such as an operand that the script has computed. Forward sends
-        nothing; backward all-gathers the ranks' slices of the gradient.
+        For a whole tensor that is combined with split ones, such as an operand that the script has computed. Forward
+        sends nothing; backward all-gathers the ranks' slices of the gradient.
 
         Args:
             whole: the whole tensor.
