@@ -138,7 +138,7 @@ class CentralStorageSync(AllReduceSync):
                 ``.data``, or has edited gradients on some ranks only. Or, on an accelerator, the script has written a
                 buffer that forwards write too, other than by a reset to zeros, or to ones for a variance, where this
                 rank computes several logical workers with buffers of their own. Or a gradient is sparse although no
-                module that uses the parameter has an attribute ``sparse`` that is True.
+                module that holds the parameter has an attribute ``sparse`` that is True.
             MismatchError: ranks are in different steps, hold different parameters, or differ in batch size or settings.
             PeerError: a rank is lost, or does not take part within the timeout.
         """

@@ -217,7 +217,7 @@ class AllReduceSync(UnshardedGradients):
 
         Raises:
             UsageError: gradients are summed worker by worker, and one is sparse in more than its first dimension, or
-                sparse although no module that uses the parameter has an attribute ``sparse`` that is True.
+                sparse although no module that holds the parameter has an attribute ``sparse`` that is True.
         """
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
@@ -245,12 +245,12 @@ class AllReduceSync(UnshardedGradients):
         Raises:
             MismatchError: ranks are in different steps, hold different parameters, or differ in batch size or settings.
             PeerError: a rank is lost, or does not take part within the timeout.
-            UsageError: a gradient is sparse although no module that uses the parameter has an attribute ``sparse`` that
-                is True; the script's edits of parameters or gradients that are split over ranks differ between these
-                ranks; on an accelerator, the script has written a buffer that forwards write too, other than by a reset
-                to zeros, or to ones for a variance, where this rank computes several logical workers (shares of the
-                global batch with buffers of their own); or, where ranks share a worker, a buffer has changed in another
-                way than by forwards.
+            UsageError: a gradient is sparse although no module that holds the parameter has an attribute ``sparse``
+                that is True; the script's edits of parameters or gradients that are split over ranks differ between
+                these ranks; on an accelerator, the script has written a buffer that forwards write too, other than by a
+                reset to zeros, or to ones for a variance, where this rank computes several logical workers (shares of
+                the global batch with buffers of their own); or, where ranks share a worker, a buffer has changed in
+                another way than by forwards.
         """
         self._buffers.finish()
         # Before the exchange: behind it other ranks may update parameters that all of a node share.

@@ -187,7 +187,7 @@ class LocalSGDSync(LocalGradients):
 
         Raises:
             UsageError: the optimizer does not take sparse gradients; in a synchronous step, a gradient is sparse
-                although no module that uses the parameter has an attribute ``sparse`` that is True; or, on an
+                although no module that holds the parameter has an attribute ``sparse`` that is True; or, on an
                 accelerator, this rank has several workers, and the script has written a buffer that forwards write too,
                 other than by a reset to zeros, or to ones for a variance (each worker has its own value of it).
         """
