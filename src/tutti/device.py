@@ -112,16 +112,16 @@ def check_device(choice: str, where: str = "--device") -> None:
 def count_by_driver(environ: Mapping[str, str]) -> int | None:
     """Count the accelerator's devices without torch and without a driver library; None if only torch can tell.
 
-    Counts the device files of NVIDIA's driver (``/dev/nvidiaN``), limited by ``CUDA_VISIBLE_DEVICES``. Under the
-    Windows subsystem for Linux the driver makes no such files: there, state ``--devices``.
+    Counts the device files of NVIDIA's driver (``/dev/nvidiaN``), or the entries of ``CUDA_VISIBLE_DEVICES`` if these
+    are fewer. Under the Windows subsystem for Linux the driver makes no such files: there, state ``--devices``.
 
     Args:
-        environ: environment variables, of which ``CUDA_VISIBLE_DEVICES`` and ``TORCH_DEVICE_BACKEND_AUTOLOAD`` are
-            read.
+        environ: environment variables. Read are ``CUDA_VISIBLE_DEVICES``, and ``TORCH_DEVICE_BACKEND_AUTOLOAD``: with
+            a value other than 1, torch loads no plugins, and plugins do not count.
 
     Returns:
-        The number of devices; 0 if torch is built for CPUs or not installed. None if torch is built for ROCm, XPU or
-        macOS, or a plugin is installed, a package that registers a device with PyTorch.
+        The number of devices. None if a plugin is installed (a package that registers a device with PyTorch), or if
+        torch is built for ROCm, XPU or macOS. Otherwise 0 if torch is built for CPUs or not installed.
     """
     version = _torch_version()
     if _plugins(environ) or re.search(r"\+(rocm|xpu)", version) or (version != "+cpu" and sys.platform == "darwin"):

@@ -121,8 +121,9 @@ def put_away(
 
     Args:
         plain: the whole model, changed in place.
-        places: for the error's text, where the values of a tensor are (such as "on another stage"), by the first name
-            of the parameter or persistent buffer; tensors without an entry are "on another rank".
+        places: for the error's text, where the values of a tensor are (such as "on another stage"), by the name of
+            the parameter or persistent buffer in ``plain`` (of a tied one, the first name); tensors without an entry
+            are "on another rank".
         here: the modules that this rank computes; their tensors stay, and so do all non-persistent buffers.
         undo: called before an operation on a parameter's placeholder is refused, to take back what the script has
             written to other parameters; None for nothing.

@@ -31,11 +31,11 @@ from tutti.types.run_context import RunContext
 def has_compiled_code(parts: Iterable[nn.Module], run_context: RunContext) -> bool:
     """Return whether tutti compiles the model of a run, or the script has compiled a module of it.
 
-    Function modes do not see the calls of PyTorch in compiled code.
+    Callers ask before they rely on a torch function mode, which does not see the calls of PyTorch in compiled code.
 
     Args:
         parts: the model, or this rank's parts of it; submodules are included.
-        run_context: holds the option ``compile``.
+        run_context: settings of the run; with the option ``compile`` the result is True.
     """
     return run_context.compile is not None or any(is_compiled(module) for part in parts for module in part.modules())
 
@@ -74,9 +74,10 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
         run_context: holds the options ``activation_checkpointing`` and ``compile``.
 
     Raises:
-        UsageError: selective activation checkpointing is combined with ``compile``; the backend is inductor, which
-            cannot compile for the device; or the mode records CUDA graphs and the model's buffers have other addresses
-            in each step (``SyncBatchNorm``, or buffers with another number of logical workers than of data ranks).
+        UsageError: with ``compile``, in one of three cases: activation checkpointing is selective; the backend is
+            inductor, and inductor cannot compile for the device; or the compile mode records CUDA graphs, and buffers
+            would have other addresses in each step, because the model has a ``SyncBatchNorm``, or has buffers and the
+            run has not as many logical workers (shares of the global batch with buffers of their own) as data ranks.
     """
     units = find_units(part, run_context.activation_checkpointing)
     compiler = None
@@ -97,8 +98,8 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
 def recompute(part: nn.Module, choice: Checkpointing) -> None:
     """Apply activation checkpointing to a model in place, to estimate memory without training it.
 
-    The chosen modules then run their forward again in backward. ``restore_forwards`` undoes it. Random numbers are
-    replayed from the CPU's generator.
+    The chosen modules then run their forward again in backward, with the same random numbers from the CPU's generator.
+    ``restore_forwards`` undoes the call.
 
     Args:
         part: the model, or a part of it.

@@ -66,10 +66,12 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
     """Find the units of a model that activation checkpointing recomputes, each as a whole, in backward.
 
-    By a rule (``Blocks``) the units are blocks: submodules with parameters and children of their own, such as the
-    members of a ``ModuleList``, or larger modules that hold at most half of the model's parameters. A sequence of 8
-    plain layers or more is cut into runs of √n layers (Chen et al. 2016, arXiv 1604.06174), each a unit. Where this
-    finds nothing, and ``part`` itself is a sequence of several layers, ``part`` is cut into such runs.
+    By a rule (``Blocks``) the units are blocks, submodules that have parameters and children of their own. Below
+    ``part`` each block is a unit, with two exceptions. A ``ModuleList``, a ``ModuleDict``, an ``nn.Sequential`` of
+    several blocks, and a block with more than half of the parameters of ``part`` are searched for blocks in turn; a
+    module that is no list or dict is a unit itself if it holds none. And an ``nn.Sequential`` of n ≥ 8 layers that are
+    no blocks is cut into runs of √n layers, each a unit (Chen et al. 2016, arXiv 1604.06174). If this finds nothing,
+    and ``part`` itself is an ``nn.Sequential`` of several layers, ``part`` is cut into such runs.
 
     Args:
         part: the modules on this rank; their names are those of the whole model.

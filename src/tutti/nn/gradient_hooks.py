@@ -76,9 +76,9 @@ class ScriptHook:
 
     Args:
         hook: the script's hook.
-        is_dummy: whether the present backward is that of a dummy micro-batch.
-        script_code: returns the context manager within which the script's hook is called, and its reads of parameters
-            are checked.
+        is_dummy: function without arguments that returns whether the present backward is that of a dummy micro-batch.
+        script_code: function without arguments that returns a context manager, within which the script's hook is
+            called; there tutti checks how the hook reads parameters.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ def check_memory(model: nn.Module) -> None:
         model: the script's model; frozen and empty parameters are not checked.
 
     Raises:
-        UsageError: a parameter is expanded, two parameters overlap in memory, or a parameter is a ``DTensor``.
+        UsageError: one of the trainable parameters is a ``DTensor`` (sharded), or is expanded (several of its elements
+            are one place in memory); or two of them overlap in memory.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
     if any(is_dtensor(parameter) for _, parameter in trained):

@@ -100,12 +100,15 @@ class GradientParts:
                 where this rank has no part. Neither it nor the other arguments may refer to a parameter whose ``.grad``
                 the placeholder becomes, or to the model: Python's garbage collector does not see that a parameter owns
                 its ``.grad``, and would never free them.
-            counted: whether the part counts in norms; False for the second copy of a part that two ranks hold.
-            on_edit: called after each edit of the part.
-            split: how the gradient is split, for the first of ``parameters``; None where the script can only scale and
-                clamp it and take norms, as it can in the ``.grad`` of the others.
+            counted: whether the part counts in ``norm`` and ``total``; False for the second copy of a part that two
+                ranks hold.
+            on_edit: function without arguments that is called after each edit of the part.
+            split: how the gradient is split. The script can then compute with the ``.grad`` of the first of
+                ``parameters`` as with the whole gradient. With None, and with the ``.grad`` of the other
+                ``parameters``, the script can only scale and clamp the gradient in place and take its norms.
             elsewhere: whether this rank has no part of the gradient, and others have.
-            whole: whether each rank has the whole gradient or no part of it.
+            whole: whether each rank has the whole gradient or no part of it, as with pipeline stages. The script can
+                then also read the gradient, and add tensors to it, without ``split``.
         """
         probe = torch.tensor(_PROBE, dtype=parameters[0].dtype, device=parameters[0].device)
         for parameter, known in zip(parameters, [split] + [None] * len(parameters), strict=False):
@@ -166,8 +169,8 @@ class GradientParts:
 
         Args:
             index: which gradient: its place, from 0, in the order in which every rank of the group has called
-                ``conceal``, the method that replaces a ``.grad`` by a placeholder. A rank that does not hold the
-                gradient makes this call, too, which tells it the shape.
+                ``conceal``, the method that replaces a ``.grad`` by a placeholder. Ranks that do not hold the gradient
+                have called ``conceal`` for it, too.
 
         Returns:
             A new tensor of the gradient's shape on the device of the group's communicator, equal on all ranks.
@@ -312,10 +315,13 @@ class PartGradient(IncompleteGradient):
         self._source = source, tensor_version(source)
 
     def check_source(self) -> None:
-        """Verify that the script has not written to the tensor that it assigned to ``.grad``. Not collective.
+        """Verify that the script has not written to the tensor that it assigned to ``.grad`` since the assignment.
+
+        ``assign`` has copied the tensor's values, so that later writes would be lost. Without an assignment nothing is
+        checked. Not collective.
 
         Raises:
-            UsageError: the script has written to that tensor.
+            UsageError: the script has written to that tensor after the assignment.
         """
         if self._source is not None and tensor_version(self._source[0]) != self._source[1]:
             raise UsageError(
@@ -335,8 +341,9 @@ class PartGradient(IncompleteGradient):
     def takes(self, term: Any) -> bool:
         """Return whether the script may add ``term`` to this gradient without gathering it. Not collective.
 
-        True where each rank has the whole gradient or nothing of it (``whole``, pipeline stages) and some rank has it,
-        outside of a backward, unless ``term`` is itself a placeholder of a gradient.
+        True if all of this holds: each rank has either the whole gradient or no part of it (attribute ``whole``, as
+        with pipeline stages); this rank or another one has it; no backward runs in this thread; and ``term`` is not
+        itself a placeholder of a gradient.
 
         Args:
             term: what the script adds: a tensor or a number.

@@ -42,7 +42,8 @@ def recomputed(
 
     Returns:
         A function with the arguments and result of ``forward``; while gradients are disabled it only calls ``forward``.
-        It raises UsageError if a buffer changes that earlier calls have left unchanged.
+        It raises UsageError if ``forward`` changes a buffer (of a module other than a norm layer) that an earlier call
+        in training mode left unchanged: of such buffers no former values are kept.
     """
     constant: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 

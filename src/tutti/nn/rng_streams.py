@@ -156,11 +156,12 @@ class RngStreams:
 def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a whole model that draw random numbers from an RNG stream of their own, by name.
 
-    These are PyTorch's layers that draw in training, such as dropout, and, if the model is an ``nn.Sequential``, its
-    user-defined blocks (also of sequences nested in it), which may draw by functions.
+    These are PyTorch's layers that draw in training, such as dropout. If the model is an ``nn.Sequential``, they are
+    also its children of user-defined classes, and those of sequences nested in it, whose forwards may call functions
+    that draw, such as ``F.dropout``.
 
     Args:
-        model: the whole model, whose module names become the keys.
+        model: the whole model, whose module names become the keys of the result.
     """
     found = {name: module for name, module in model.named_modules() if module_draws(module)}
     if isinstance(model, nn.Sequential):

@@ -154,9 +154,9 @@ class ScriptMode:
             self.turn_on()
 
     def leave_forwards(self, roots: Iterable[nn.Module]) -> None:
-        """Turn the mode off in each forward of these modules from now on.
+        """Turn the function mode off during each forward of these modules from now on, as ``model_code`` does.
 
-        Registers forward pre-hooks and forward hooks, which stay as long as the modules.
+        Registers a forward pre-hook and a forward hook on each module, which stay as long as the module.
 
         Args:
             roots: the modules that the script calls.
@@ -174,11 +174,15 @@ class ScriptMode:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the mode passes every call on, as it does while it is turned off."""
+        """Whether this object's function mode is turned off: it passes every call of PyTorch on unchanged."""
         return self._mode.quiet
 
     def turn_on(self) -> None:
-        """Put the mode on PyTorch's stack, if a context of ``script_code`` is the innermost one of this object."""
+        """Turn this object's function mode on again after ``turn_off``: put it on PyTorch's stack of function modes.
+
+        Does nothing outside of ``script_code``, and where a ``model_code`` has been entered since the innermost
+        ``script_code``.
+        """
         if not self._watching or self._paused:
             return
         self._mode.quiet = False
@@ -187,7 +191,11 @@ class ScriptMode:
             _ENTERED.append(self)
 
     def turn_off(self) -> None:
-        """Let the mode pass calls on, and take it off PyTorch's stack, or later where another mode lies above it."""
+        """Turn this object's function mode off: from now on it passes all calls of PyTorch on unchanged.
+
+        It also leaves PyTorch's stack of function modes, unless another mode lies above it; it then leaves in a later
+        call of ``turn_off`` of any ``ScriptMode``, or is turned on again in its place.
+        """
         # A mode of the script, or of a later run, may lie above this mode, which then stays on the stack.
         self._mode.quiet = True
         while _ENTERED and _ENTERED[-1]._mode.quiet and top_function_mode() is _ENTERED[-1]._mode:
@@ -195,23 +203,29 @@ class ScriptMode:
 
 
 def modes_aside() -> AbstractContextManager[None]:
-    """Return a context in which the mode of every ``ScriptMode`` is off, around code of tutti for a run without one.
+    """Return a context in which the function mode of every ``ScriptMode`` of this thread is off.
 
-    A mode of another run would see each call of PyTorch in the steps of this one, whose model it does not watch.
+    Used around tutti's code in a step of a run that has no function mode itself: modes that other runs have left on
+    would handle each call of PyTorch, though they do not watch this run's model. After the context the modes are on
+    again that were on before.
     """
     return _turned_off(active) if (active := [each for each in _ENTERED if not each.is_quiet]) else nullcontext()
 
 
 def modes_resumed() -> AbstractContextManager[None]:
-    """Return a context in which the modes that the innermost ``modes_aside`` has turned off are active again.
+    """Return a context in which the function modes that the innermost ``modes_aside`` has turned off are on again.
 
-    Used around the script's own code, such as a loss function, inside of such a context; elsewhere it does nothing.
+    Used around the script's own code, such as a loss function, inside of a ``modes_aside``. After the context the modes
+    are off again. Outside of ``modes_aside``, and inside of another ``modes_resumed``, it does nothing.
     """
     return _turned_on(_ASIDE[-1]) if _ASIDE and _ASIDE[-1] else nullcontext()
 
 
 def modes_entered() -> bool:
-    """Return whether the mode of any ``ScriptMode`` is on PyTorch's stack, so that calls of PyTorch cost more."""
+    """Return whether the function mode of any ``ScriptMode`` is on PyTorch's stack, so that calls of PyTorch cost more.
+
+    A mode that is turned off but still on the stack, below another mode, counts.
+    """
     return bool(_ENTERED)
 
 
@@ -261,7 +275,10 @@ def asked_by_script(mode: str) -> bool:
 
 
 def is_function_mode(frame: FrameType) -> bool:
-    """Return whether a frame runs a method of a function mode, which passes on the call that is above it on the stack.
+    """Return whether a stack frame runs code of a torch function mode, and not the code that made the handled call.
+
+    True for every function named ``__torch_function__``, and for methods of a ``QuietMode``. A search for the caller of
+    a PyTorch function passes over such frames.
 
     Args:
         frame: the frame.

@@ -58,10 +58,11 @@ class StateCopy(Tensor):
         Args:
             tensor: a whole tensor of the model, gathered on every rank.
             called: its name in the model, for errors.
-            source: the model's tensor.
+            source: tells whether the model's tensor still has the values of ``tensor``.
 
         Returns:
-            The copy. Its functions raise UsageError where they write it, or where the model's tensor has changed.
+            The copy. A function of PyTorch that is called with it raises UsageError if it would write the copy in
+            place, or if the model's tensor has changed since; metadata can always be read.
         """
         found = tensor.as_subclass(cls)
         found.called, found.source = called, source
@@ -123,11 +124,18 @@ class _Gathered(SourceValues):
 
 
 def read_only_copies(state: Mapping[str, Tensor], live: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return a model's whole tensors, with a ``StateCopy`` in place of each that is not the model's own.
+    """Return a state dict of whole tensors, in which tensors that are not the model's own refuse writes.
+
+    A tensor that shares memory with one of ``live`` is returned as it is. Any other, gathered from ranks, is replaced
+    by a ``StateCopy`` of the same memory, which can be read at any time; a function that would write it in place raises
+    UsageError, since the write would not reach the model.
 
     Args:
-        state: whole tensors by name; a tied tensor may be found under several names.
-        live: the model's own tensors on this rank; a tensor that shares their memory is returned as it is.
+        state: whole tensors by name; a tied tensor may be found under several names, which then keep one object.
+        live: the model's own tensors on this rank.
+
+    Returns:
+        A dict with the names of ``state``, in their order.
     """
     own = {storage_of(tensor) for tensor in live} - {None}
     found = {

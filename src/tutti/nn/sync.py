@@ -209,9 +209,10 @@ def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, 
         ``model``, or its replacement where ``model`` is itself a batch norm.
 
     Raises:
-        UsageError: the model has no batch norm. Or the model would train differently on another number of devices,
-            because a device computes all its workers as one batch: with several workers a norm of another kind has
-            running statistics; or with more workers than ranks a layer, such as dropout, draws random numbers.
+        UsageError: the model has no batch norm; or ``workers`` is above 1 and a norm layer that is no batch norm, such
+            as an instance norm, has running statistics; or ``workers`` is above ``ranks`` and a layer, such as dropout,
+            draws random numbers. The last two would train differently on another number of devices, because a device
+            computes all its workers as one batch.
     """
     for name, module in model.named_modules():
         own = isinstance(module, NormBase) and not isinstance(module, BatchNormBase) and module.track_running_stats

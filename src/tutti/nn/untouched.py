@@ -16,11 +16,11 @@ from tutti.nn.written_tensors import parameters_unwritten
 
 @contextmanager
 def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
-    """Return a context for a trial forward of the model on ``device`` without gradients, which undoes all side effects.
+    """Return a context for a trial forward of the model on ``device``, which undoes the forward's side effects.
 
-    On entry the model moves to ``device``. The model's device, its buffers, the attributes that its modules write and
-    the RNG states are restored on exit, also after an error, which is raised on. A forward that would write a parameter
-    in place raises RuntimeError before the write.
+    On entry the model moves to ``device``; within the context gradients are disabled. The model's device, its buffers,
+    the attributes that its modules write and the RNG states are restored on exit, also after an error, which is raised
+    on. A forward that would write a parameter in place raises RuntimeError before the write.
 
     Args:
         plain: the whole model.

@@ -81,11 +81,13 @@ def may_write(func: Any) -> bool:
 
 
 def read_only(func: Any, result: Any) -> Any:
-    """Return the result of a function of a gathered copy; a NumPy array, into which a write would be lost, read-only.
+    """Return ``result``; if it is a NumPy array of the tensor that ``func`` was called with, make it read-only before.
+
+    For functions called with a gathered copy of a tensor: a write into the array would not reach the tensor itself.
 
     Args:
         func: the function, as ``__torch_function__`` is given it.
-        result: its result; an array of ``Tensor.numpy`` or ``Tensor.__array__`` is changed in place.
+        result: its result. Only arrays of ``Tensor.numpy`` and ``Tensor.__array__`` are changed, in place.
     """
     if func in (Tensor.numpy, Tensor.__array__):
         result.setflags(write=False)
