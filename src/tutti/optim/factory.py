@@ -163,9 +163,9 @@ def built_alike(
 ) -> Optimizer:
     """Build a new optimizer of the same class and options as ``optimizer`` over other parameter groups.
 
-    Options come from ``defaults``, and from attributes named like the constructor's arguments. Where the constructor
-    takes other arguments, as of a Lookahead wrapper around an optimizer, the optimizer object is copied
-    (``tutti.optim.optimizer_copy``).
+    The constructor is called with the new groups and the original's options: its ``defaults``, and its attributes named
+    like the constructor's arguments. Where that makes no equal optimizer, as with a Lookahead wrapper around another
+    optimizer, the original is copied without a constructor (``tutti.optim.optimizer_copy``).
 
     Args:
         optimizer: the original, which is not changed.
@@ -173,12 +173,14 @@ def built_alike(
         changes: constructor options to set to other values than the original's, by name; None for none.
 
     Returns:
-        The new optimizer, in the state in which its constructor leaves it: as before the first step. A copy has the
-        state of the original's parameters.
+        The new optimizer. Its constructor leaves it without state, as before the first step; a copy has a copy of the
+        state of those parameters that the original has, too.
 
     Raises:
-        UsageError: the constructor raises, or gives a plain attribute another value than the original has, which would
-            be another algorithm; and the optimizer cannot be copied.
+        UsageError: the optimizer can be neither constructed nor copied. It cannot be constructed if it holds another
+            optimizer, if its constructor raises, or if an attribute (None, a number, a text, a dtype or a tuple of
+            these) would differ from the original's, which would be another algorithm. A UsageError that the constructor
+            raises is raised on, without a copy.
     """
     if not inner_optimizers(optimizer):
         built, why = _constructed(optimizer, list(groups.values()), changes or {})

@@ -201,7 +201,7 @@ class LayerWise(Optimizer):
             The result of ``closure``; None without it.
 
         Raises:
-            UsageError: a gradient is sparse or complex, or a parameter is a ``DTensor`` and ``norms`` is None.
+            UsageError: a gradient is sparse or complex; or ``norms`` is None and a parameter is a ``DTensor``.
         """
         loss = None
         if closure is not None:
@@ -332,7 +332,8 @@ def split_groups(named: Iterable[tuple[str, nn.Parameter]], exclude: Excluded) -
 
     Args:
         named: (name, parameter) pairs, such as ``model.named_parameters()``.
-        exclude: shell patterns of excluded names (``"*.embedding.*"``), or a predicate of name and parameter.
+        exclude: shell patterns of excluded names (``"*.embedding.*"``), or a function of name and parameter that
+            returns True for a parameter to exclude.
 
     Returns:
         Parameter groups for the optimizer's constructor, the excluded one with ``adapt`` False and ``weight_decay`` 0;

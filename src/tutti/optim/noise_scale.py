@@ -75,8 +75,8 @@ def ratio_band(
 ) -> tuple[float, float]:
     """Return Fieller's 90 % confidence interval (low, high) of the ratio of two means, cut at 0.
 
-    The upper end is ∞ where the denominator may be 0; then the lower end may be 0. Fieller 1954, "Some problems in
-    interval estimation".
+    Where the denominator's mean is not significantly above 0 (at 95 %), the upper end is ∞ and the lower end may be 0.
+    Fieller 1954, "Some problems in interval estimation".
 
     Args:
         means: the means of numerator and denominator.

@@ -183,8 +183,10 @@ class AsynchronousServerSync(RemoteGradients):
             step_context: the step under way, with its number and loss scale; kept for ``end_worker``.
 
         Raises:
-            UsageError: the script has written parameters since the worker's last step, or a buffer that has a value of
-                its own in each worker.
+            UsageError: since the worker's last step the script has written a parameter; or since the last step of the
+                rank it has written a buffer that forwards write too, such as batch-norm statistics, and this rank
+                computes several workers, each with its own value of the buffer (on an accelerator ``end_worker`` raises
+                this).
             PeerError: a server does not reply in time, or has ended.
         """
         self._step_context = step_context
@@ -214,8 +216,9 @@ class AsynchronousServerSync(RemoteGradients):
 
         Raises:
             PeerError: a server does not reply in time, or has ended.
-            UsageError: the script has changed an option of the optimizer that servers do not follow, or has written a
-                module buffer that has a value of its own in each worker.
+            UsageError: the script has changed an option of the optimizer that servers do not follow (they follow floats
+                such as weight decay, not ``nesterov``); or, on an accelerator, it has written a buffer in the way that
+                ``begin_worker`` refuses on a CPU.
         """
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):
@@ -292,14 +295,15 @@ class AsynchronousServerSync(RemoteGradients):
             step_context: the step under way, whose number decides whether the run is to stop.
 
         Returns:
-            A ``StepStats``: ``loss`` and ``metrics``, means over the samples or tokens of these workers (the loss of
-            this rank's step before where they had none), and ``count``, their number; among the metrics ``staleness``,
-            the mean number of updates that the first server made between a worker's read and its push; ``grad_norm``,
-            the mean of the gradients' L2 norms before clipping; ``finite``, False if one of the gradients was not
-            finite; ``stop``, True from the step after which the first server has told all workers to stop.
+            A ``StepStats``: ``count``, the number of samples or tokens of these workers; ``loss`` and ``metrics``,
+            means over them (without any, the loss of this rank's previous step); among the metrics ``staleness``, the
+            mean number of updates that the first server made between a worker's read and its push; ``grad_norm``, the
+            mean of the gradients' L2 norms before clipping; ``finite``, False if one of the gradients was not finite;
+            ``stop``, True from the step after which the first server has told all workers to stop.
 
         Raises:
-            UsageError: the script has written a module buffer that has a value of its own in each logical worker.
+            UsageError: the script has written a buffer that forwards write too, such as batch-norm statistics, and this
+                rank computes several workers, each with its own value of the buffer.
         """
         self._buffers.finish()
         loss_sums = self._counting.take()
@@ -352,8 +356,9 @@ class AsynchronousServerSync(RemoteGradients):
             frozen parameters are the model's own tensors.
 
         Raises:
-            UsageError: the script has written parameters since the last step, or a buffer that has a value of its own
-                in each worker.
+            UsageError: since the last step the script has written a parameter; or it has written a buffer that forwards
+                write too, such as batch-norm statistics, and this rank computes several workers, each with its own
+                value of the buffer.
             PeerError: a server does not reply in time, or has ended.
         """
         self._read()
@@ -403,8 +408,9 @@ class AsynchronousServerSync(RemoteGradients):
             batch with its own buffers) under ``"{index of the worker}/{buffer name}"``.
 
         Raises:
-            UsageError: the script has written parameters since the last step, or a buffer that has a value of its own
-                in each worker.
+            UsageError: since the last step the script has written a parameter; or it has written a buffer that forwards
+                write too, such as batch-norm statistics, and this rank computes several workers, each with its own
+                value of the buffer.
             PeerError: a server does not reply in time, or has ended.
         """
         self._read()

@@ -55,10 +55,11 @@ class ReadableServerSync(SynchronousServerSync):
         self._members: Sequence[nn.Parameter] = ()
 
     def begin_custom_loop(self) -> None:
-        """Begin custom training loops: from now on the summed gradients can be read in ``.grad``.
+        """Begin custom training loops: from now on the script can read the summed gradients in ``.grad``.
 
-        A buffer that the script writes after an update counts for the rank's last logical worker alone (a fixed share
-        of the global batch with its own buffers). Not collective.
+        From now on, too, a module buffer that the script writes after an update changes for one logical worker alone,
+        the last one of this rank. A logical worker is a fixed share of the global batch with its own buffers. Not
+        collective.
         """
         super().begin_custom_loop()
         self.gradient_at = "rank"
@@ -75,7 +76,9 @@ class ReadableServerSync(SynchronousServerSync):
             step_context: the step under way; kept until the next call.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each worker.
+            UsageError: since the last step the script has written a buffer that forwards write too, such as batch-norm
+                statistics, and this rank computes several workers, each with its own value of the buffer (on an
+                accelerator ``reduce_gradients`` raises this).
             PeerError: a server does not reply in time, or has ended.
         """
         self._keep_sums()
@@ -97,7 +100,8 @@ class ReadableServerSync(SynchronousServerSync):
             whether this gradient is finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
-            UsageError: the script has written parameters since the last update.
+            UsageError: since the last update the script has written a parameter; or, on an accelerator, a buffer in the
+                way that ``begin_worker`` refuses on a CPU.
             MismatchError: ranks are in different steps.
             PeerError: a server does not reply in time, or has ended.
         """
@@ -188,6 +192,8 @@ class ReadableServerSync(SynchronousServerSync):
             step_context: unused.
 
         Raises:
+            UsageError: an earlier update has used one of these gradients, and the script has neither read nor cleared
+                it; the servers no longer have it.
             PeerError: a server does not reply in time, or has ended.
         """
         if self._untouched(members):
@@ -228,9 +234,9 @@ class ReadableServerSync(SynchronousServerSync):
             ``nonfinite`` has the names of parameters whose gradient is not finite.
 
         Raises:
-            UsageError: the script has written parameters since its backward, or changed an option of the optimizer that
-                servers do not follow; or an earlier update has used a gradient that this one needs, and the script has
-                neither read nor cleared it.
+            UsageError: the script has written parameters since its backward; or it has changed an option of the
+                optimizer that servers do not follow (they follow floats such as weight decay, not ``nesterov``); or an
+                earlier update has used a gradient that this one needs, and the script has neither read nor cleared it.
             MismatchError: ranks make different calls, or only some of the ranks have edited gradients.
             PeerError: a rank is lost, or a server does not reply in time or has ended.
         """

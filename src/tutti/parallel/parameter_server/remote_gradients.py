@@ -138,7 +138,11 @@ class RemoteGradients(TrainedGradients):
         _refuse("the script has changed which parameters the optimizer has")
 
     def abandon_step(self) -> bool:
-        """Return False: after an exception within a step, servers may have gradients of the step."""
+        """Return False: a step that an exception has ended before its update cannot be undone.
+
+        The parameter servers may have received gradients of this step. Called after such an exception; nothing is sent
+        and nothing changes.
+        """
         return False
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:

@@ -53,8 +53,9 @@ def sync_floats(leaves: int, parameters: int, settings: int, variance: bool = Fa
         variance: whether the variance of the workers' gradients is measured.
 
     Returns:
-        A mapping from a kind of request, an integer constant of ``server_wire``, to the number of floats. The keys are
-        ``PUSH`` (gradients), ``SUM`` (statistics of the summed gradients) and ``APPLY`` (make the update).
+        A mapping from a kind of request, an integer constant of ``server_wire``, to the number of floats. ``PUSH``
+        (gradients) has 13 + ``parameters``, with ``variance`` another 1 + ``parameters``; ``SUM`` (statistics of the
+        summed gradients) 2 + ``leaves``; ``APPLY`` (make the update) 3 + ``settings``.
     """
     return {PUSH: TAIL + parameters + (parameters + 1) * variance, SUM: 2 + leaves, APPLY: 3 + settings}
 
@@ -68,8 +69,8 @@ def async_floats(parameters: int, settings: int) -> Mapping[int, int]:
         settings: number of hyperparameters of the optimizer.
 
     Returns:
-        A mapping from a kind of request to the number of floats, with the integer constant ``server_wire.PUSH`` as the
-        only key.
+        A mapping with one key, the integer constant ``server_wire.PUSH``; its value is ``settings`` + ``parameters`` +
+        2, the number of floats.
     """
     return {PUSH: settings + parameters + 2}
 

@@ -72,10 +72,10 @@ class MessageHeader(NamedTuple):
         """Return this message header as bytes: the first frame of a message between a rank and a parameter server.
 
         The frame has a fixed length of ``HEADER_BYTES`` bytes, little-endian and without padding: the magic number
-        ``TUTI`` (4 bytes) and the version of the wire format (1 byte), then the header's 12 fields in the order of the
-        named tuple: ``kind``, ``flags``, ``run``, ``layout``, ``client``, ``worker``, ``seq``, ``clock``, ``seen``,
-        ``extras``, ``tensors`` and ``size``. Each is an unsigned integer of 1, 2, 4 or 8 bytes. The tensors of the
-        message follow in other frames.
+        ``TUTI`` (4 bytes) and the version of the wire format (1 byte), then the header's 12 fields as unsigned
+        integers, in the order of the named tuple: ``kind`` (1 byte), ``flags`` (2), ``run`` and ``layout`` (8 each),
+        ``client`` and ``worker`` (4 each), ``seq``, ``clock`` and ``seen`` (8 each), ``extras`` and ``tensors`` (4
+        each) and ``size`` (8). The tensors of the message follow in other frames.
         """
         return _HEADER.pack(MAGIC, VERSION, *self)
 

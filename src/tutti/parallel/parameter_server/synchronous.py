@@ -371,7 +371,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
         Raises:
             UsageError: the script has written parameters since its backward, or changed an option of the optimizer that
-                servers do not follow, such as ``nesterov``.
+                servers do not follow (they follow floats such as weight decay, not ``nesterov``).
             PeerError: a server does not reply in time, or has ended.
         """
         self._guard.check_update(self._trained, f"step {step_context.taken + 1}")
@@ -430,7 +430,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             asks to stop.
 
         Raises:
-            UsageError: the script has written parameters since the last update.
+            UsageError: since the last update the script has written a parameter; or, on an accelerator, it has written
+                a buffer that forwards write too, such as batch-norm statistics, and this rank computes several logical
+                workers, each with its own value of the buffer.
             MismatchError: ranks are in different steps.
             PeerError: a server does not reply in time, or has ended.
         """
@@ -462,7 +464,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             model's own, and so do the buffers with N = 1.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            UsageError: since the last step the script has written a buffer that forwards write too, such as batch-norm
+                statistics, and this rank computes several workers, each with its own value of the buffer.
             PeerError: with backup workers, a rank is lost, or a server does not reply in time.
         """
         if self._servers.backup:
@@ -500,7 +503,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             of the worker}/{buffer name}"``. Parameters are the model's own tensors, not copies.
 
         Raises:
-            UsageError: the script has written a buffer that has a value of its own in each logical worker.
+            UsageError: since the last step the script has written a buffer that forwards write too, such as batch-norm
+                statistics, and this rank computes several workers, each with its own value of the buffer.
             PeerError: a rank is lost, or a server does not reply in time.
         """
         comm, model = self._run_context.comms.replica, self.merged()
