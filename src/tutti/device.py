@@ -728,9 +728,9 @@ def accelerator_facts() -> dict[str, Any]:
 
     Returns:
         Facts by name: ``toolkit`` and ``collectives`` (versions of CUDA and NCCL, or None), ``available`` (whether
-        there is a usable accelerator), ``complaint`` (torch's first warning, one line, or None), ``gpus`` (for each
-        device a dict with ``name`` and ``memory_bytes``, None on ``mps``) and ``backends`` (``{"nccl": …}``, whether
-        torch has it).
+        there is a usable accelerator), ``complaint`` (torch's first warning, one line, or None), ``gpus`` (a list with
+        a dict for each device: ``name``, and ``memory_bytes`` in total, None on ``mps``) and ``backends``
+        (``{"nccl": …}``, whether torch is built with NCCL).
     """
     import torch
 

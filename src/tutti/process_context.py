@@ -186,14 +186,17 @@ def check_own_processes(command: str, environ: Mapping[str, str]) -> None:
         environ: environment variables.
 
     Raises:
-        UsageError: another launcher has started this process; or that launcher's environment variables are malformed.
+        UsageError: a launcher such as torchrun, srun or mpirun has started this process as a rank; or a launcher's
+            environment variables are malformed, missing or inconsistent.
     """
     if joined(environ):
         raise UsageError(f"{command} starts processes of its own", remedy="call it without torchrun, srun or mpirun")
 
 
 def check_own_restarts(max_restarts: int) -> None:
-    """Check that ``--max-restarts`` is 0 in a job whose ranks another launcher has started, which alone restarts them.
+    """Check that ``--max-restarts`` is 0, in a job whose ranks a launcher other than tutti's has started.
+
+    That launcher alone can restart the ranks. Called in such a job only; the function does not look for the launcher.
 
     Args:
         max_restarts: value of ``--max-restarts``.

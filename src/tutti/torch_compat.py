@@ -296,8 +296,9 @@ def storage_uses(tensor: Tensor) -> int:
     """Return the number of references to a tensor's storage: the tensor itself, its views, and Python's own objects.
 
     No public function tells whether a script keeps a view. Compare the number only with an earlier one of the same
-    storage: it is larger if there are more tensors on the storage now. In a release without the private function, of
-    which torch 2.13 is tested, every number is larger than earlier ones, as if there were more tensors.
+    storage: it is larger if there are more tensors on the storage now. Torch 2.13 has the private function that this
+    calls; in a release without it every call returns a larger number than all calls before, as if there were more
+    tensors.
 
     Args:
         tensor: the tensor.
@@ -579,16 +580,17 @@ def divisor_of_cross_entropy(node: Any) -> Tensor | None:
 
 
 def label_smoothing_of(node: Any) -> tuple[Any, Tensor] | None:
-    """Return what the label smoothing of a mean cross-entropy read, and by what its sum was divided.
+    """Return log-softmax and divisor of a label-smoothing term, if an autograd node computed such a term.
 
-    ``cross_entropy(…, label_smoothing=…)`` adds this term to the loss of the targets; no public function tells them
-    apart from the terms of other losses.
+    ``cross_entropy(…, label_smoothing=…, reduction="mean")`` adds this term to the loss of the targets: a sum of the
+    negative log-softmax over all classes of the targets that are not ignored, divided. No public function tells the
+    term from the terms of other losses.
 
     Args:
-        node: an autograd node; that of the term is a division.
+        node: an autograd node; a label-smoothing term's is that of the division.
 
     Returns:
-        The node of the log-softmax, and the divisor, a tensor (). None for other nodes.
+        A pair: the node of the log-softmax, and the divisor, a tensor (). None for other nodes.
 
     Raises:
         RuntimeError: a backward has freed the tensors that the node has saved.
@@ -640,13 +642,16 @@ def divisor_of_node(node: Any) -> Tensor | None:
 
 
 def factor_of_node(node: Any) -> Tensor | None:
-    """Return the tensor by which an operator that autograd has recorded multiplies or divides, if it has no gradient.
+    """Return the constant factor of a product, or the constant divisor of a division, that autograd has recorded.
+
+    Constant means that the operand needs no gradient.
 
     Args:
         node: an autograd node; a product's is ``MulBackward0``, a division's ``DivBackward0``.
 
     Returns:
-        The tensor; None for other operators, and where both operands have a gradient.
+        The factor or divisor, a tensor. None for other operators, for a constant divided by a tensor, and where both
+        operands need a gradient.
 
     Raises:
         RuntimeError: a backward has freed the tensors that the node has saved.
@@ -683,9 +688,9 @@ def sums_losses(node: Any) -> bool:
 
 
 def reduces_first_dimension(node: Any) -> bool:
-    """Return whether the first dimension is among those over which an autograd node's operator took a mean or the like.
+    """Return whether a reduction that autograd has recorded, such as a mean, is over its input's first dimension.
 
-    Reductions of all dimensions at once count, too.
+    True also for a reduction over several dimensions that include the first, or over all.
 
     Args:
         node: an autograd node of an operator that reduces one tensor.
@@ -739,7 +744,7 @@ FUNCTION_MODE_ENTRIES = ((TorchFunctionMode, "__enter__"), (DeviceContext, "__in
 def engine_backward(tensor: Tensor, gradient: Tensor, retain_graph: bool) -> None:
     """Run the backward of a plain tensor, as ``tensor.backward(gradient, retain_graph=…)`` does, without its checks.
 
-    They compare shapes and dtypes, and take longer than the backward of a small layer.
+    These checks compare shapes and dtypes, and take longer than the backward of a small layer.
 
     Args:
         tensor: a tensor that autograd has computed; no subclass.
@@ -1389,7 +1394,7 @@ def make_elastic_agent(
     Args:
         spec: the ``WorkerSpec``, which processes to start.
         logs: the ``LogsSpecs``, where the processes' output goes.
-        prefix: template of the prefix of lines on the terminal.
+        prefix: template of the prefix of lines on the terminal, as torchrun's ``log_line_prefix_template``.
         start: called to start all processes with the agent's own method, which it must call and whose result (process
             ids by local rank) it must return.
         monitor: returns the processes' state as a ``RunResult``; called at every monitoring interval of ``spec``.
@@ -1467,13 +1472,13 @@ def loader_position(iterator: LoaderIterator) -> int:
 
 
 def enter_loader_process(number: int, processes: int, dataset: Any) -> None:
-    """Set what ``torch.utils.data.get_worker_info()`` returns here: id (as seed, too), number of processes, data set.
+    """Set what ``torch.utils.data.get_worker_info()`` returns in this process, a data loader's.
 
     The public function reads ``torch.utils.data._utils.worker._worker_info``, which has no setter.
 
     Args:
-        number: index of this loader process, from 0.
-        processes: number of loader processes of this rank.
-        dataset: the data set.
+        number: index of this loader process, from 0: the result's ``id``, and also its ``seed``.
+        processes: number of loader processes of this rank: ``num_workers``.
+        dataset: the data set: ``dataset``.
     """
     worker._worker_info = worker.WorkerInfo(id=number, num_workers=processes, seed=number, dataset=dataset)

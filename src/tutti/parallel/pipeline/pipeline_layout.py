@@ -72,7 +72,8 @@ class PipelineLayout:
 
         Args:
             plain: the prepared module, changed in place: placeholders replace the tensors that other ranks hold.
-            holding: this rank's virtual stages, and which ranks hold which tensors: the result of ``cut_stages``.
+            holding: this rank's virtual stages, and which ranks hold which tensors: the result of ``cut_stages``; None
+                with one pipeline rank, which computes the whole module.
 
         Returns:
             The runner, whose ``run`` computes this rank's part of forward and backward of micro-batches.

@@ -176,22 +176,25 @@ class PipelineRunner(ReplicaPart):
             micro_batches: one logical worker's micro-batches of a step, in order; at least one.
             loss: the user's loss function ``loss_fn(model, batch)``, called for each micro-batch on every virtual
                 stage; it returns a mean, ``(sum, count)`` or ``(sum, count, metric_sums)``.
-            grad_hook: its ``prepare_for_backward`` is called before the first backward after which a gradient is
-                complete, with the loss sums on the last stage's rank and None on others; None to run forwards only.
-                ``gradient_ready`` is called on the hook that ``connect`` has set, usually the same object; but on
-                ``grad_hook`` itself with a single stage, and for a loss function that calls the model several times.
+            grad_hook: gradient-ready hook; None to run forwards only. Its ``prepare_for_backward`` is called once,
+                before this rank's first backward of the last micro-batch, with the loss sums so far on the last
+                stage's rank and None on others; not at all for a dummy micro-batch (without samples).
+                ``gradient_ready`` is called on the hook that ``connect`` has set, usually the same object; with a
+                single stage, and for a loss function that calls the model several times, on ``grad_hook`` itself.
 
         Returns:
             A ``LossSums`` over all micro-batches, equal on every stage: the float tensor ``sums`` holds loss sum, count
             and metric sums in this order, ``names`` the names of the metrics, ``samples`` the number of samples.
 
         Raises:
-            UsageError: the loss function has failed on the last stage (whose rank raises the loss function's own error
-                instead; later than in the first call with this loss function, the last stage's rank alone raises, and
-                the others end with PeerError); the loss has an unknown form or requires no gradient; the loss function
-                calls the model in a way that stages cannot follow; the script has changed an attribute of the model
-                that the trace of its forward holds as a constant; or the script has put a forward hook on a module that
-                no stage calls.
+            UsageError: the loss has an unknown form or requires no gradient; the loss function calls the model in a way
+                that stages cannot follow; the script has changed an attribute of the model that the trace of its
+                forward holds as a constant; or the script has put a forward hook on a module that no stage calls.
+            Exception: the loss function's own error. If it fails on the last stage alone, after the model's output,
+                that stage's rank raises it. The other ranks then raise UsageError in the first call with this loss
+                function, and PeerError in later calls.
+            PeerError: a rank of the stages is lost or late.
+            MismatchError: the ranks of the stages wait in different calls.
         """
         if self.own_backward:
             return super().run(micro_batches, loss, grad_hook)
@@ -409,13 +412,27 @@ class PipelineRunner(ReplicaPart):
         return total
 
     def read_loss(self, result: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
-        """Parse the loss of a custom loop, on the ranks of all stages, before its backward: see the method of the base.
+        """Parse what a custom loop has computed as the loss, on the ranks of all stages, before its backward.
 
-        Where the loss contains a loss that the model has computed, the call is collective over the ranks of the
-        replica's stages: the last stage, which has its graph, broadcasts the number of targets that it is a mean over.
+        Where a scalar loss contains a number that the model has returned, such as a loss of its own, the call is
+        collective over the ranks of the replica's stages: the last stage's rank, which has the graph of this number,
+        broadcasts the number of targets that it is a mean over. Otherwise nothing is sent.
+
+        Args:
+            result: a scalar (mean over the micro-batch's samples, or over the targets of a cross-entropy), ``(sum,
+                count)`` or ``(sum, count, metric_sums)`` with a mapping of metrics by name. In place of the mean or of
+                the sum a tensor (samples,) of one loss a sample is allowed.
+            micro_batch: the micro-batch that the loss was computed on.
+
+        Returns:
+            A tuple of three: the tensor to call ``backward`` on; the start gradient to pass to that ``backward``, of
+            the same shape, scaled so that the gradients of all micro-batches add up to that of the mean loss; and a
+            ``LossSums``, whose tensor ``sums`` has loss, count and metrics summed over the micro-batch, in this order.
 
         Raises:
-            UsageError: on all ranks, as ``loss_output.read_loss``.
+            UsageError: on all ranks, ``result`` has another form; or it is a scalar loss of a part of the global batch,
+                and such losses do not add up to that of the whole batch, as the root of a mean does not.
+            PeerError: a rank of the stages is lost or late.
         """
         if isinstance(result, Tensor) and result.numel() == 1 and micro_batch.samples and reads_output(result):
             count = broadcast_result(

@@ -104,9 +104,9 @@ class SecondBackward:
             accumulate: whether to add the parameters' gradients to ``.grad``.
 
         Returns:
-            On the last stage's rank the gradient of the loss with respect to each gradient in ``roots`` of ``first``,
-            elsewhere an empty list; and this rank's part of its gradient with respect to each input, None where there
-            is none.
+            A tuple of two lists. First, on the last stage's rank, the gradient of that loss with respect to each
+            gradient in the ``roots`` of ``first``; empty on other ranks. Second, this rank's part of the loss's
+            gradient with respect to each input of the call. None where there is no gradient.
 
         Raises:
             UsageError: with ``accumulate``, the loss depends on several calls of the model, and a parameter has a

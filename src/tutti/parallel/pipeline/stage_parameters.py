@@ -77,8 +77,9 @@ class StageParameters(QuietMode):
         """Call a function of PyTorch for the script, with the values of parameters of all stages.
 
         Collective over the ranks of the stages where the function reads values of parameters (a broadcast of each from
-        the rank that has it), or writes a parameter by a tensor (the ranks compare digests of the tensor). Functions of
-        other tensors, of metadata, and calls from tutti's own code are made as they are and send nothing.
+        the rank that has it), or writes a parameter by a tensor (the ranks compare digests of the tensor). Calls are
+        made as they are, and send nothing, for functions of other tensors and of metadata, for tutti's own code, within
+        a backward, and while the attribute ``apart`` is True or the constructor's ``comm`` is None.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -89,9 +90,9 @@ class StageParameters(QuietMode):
             written parameter.
 
         Raises:
-            UsageError: the function is neither elementwise nor a view, nor one of the reductions, comparisons and
-                products that the mode lets through, such as a norm; or it would write a view. The script's earlier
-                writes are undone.
+            UsageError: the function of a parameter is neither elementwise nor a view, nor one of the reductions,
+                comparisons and products that the mode lets through, such as a norm; or it would write parameters by
+                ``out=`` or as a list (``torch._foreach_mul_``). The script's earlier writes are undone.
             MismatchError: ranks read different parameters, or write a parameter by tensors of different values.
         """
         if self.quiet or func in METADATA:

@@ -146,8 +146,9 @@ class StagePasses:
         Not collective.
 
         Raises:
-            UsageError: the script has changed a constant of the traced forward, or has put a forward hook on a module
-                that no stage calls.
+            UsageError: the script has changed an attribute of the model that the trace of its forward holds as a
+                constant; or it has put a forward hook on a module that no stage calls, because the stages call the
+                layers in it.
         """
         self._check_constants()
         self._check_containers()
@@ -304,9 +305,10 @@ class StagePasses:
             None on others.
 
         Raises:
-            UsageError: a stage's forward is refused, as in ``compute``; the script has changed a constant of the traced
-                forward, or has put a forward hook on a module that no stage calls; or a module that draws random
-                numbers is called on several ranks, and the model more than once for a micro-batch.
+            UsageError: a stage's forward is refused, as in ``compute``; the script has changed an attribute of the
+                model that the trace of its forward holds as a constant, or has put a forward hook on a module that no
+                stage calls; or the model is called more than once for a micro-batch, and one of its modules that draw
+                random numbers is called on several ranks.
         """
         self.begin()
         start, flights, result = self.replica.draws.moment, list[MicroBatchState](), None

@@ -67,7 +67,10 @@ class LeftOnStage:
         self._kind = kind
 
     def refusal(self) -> UsageError:
-        """Return the error that says why the object is on no other rank."""
+        """Return the UsageError that every use of this object raises: the object that it stands for cannot be sent.
+
+        The text names the object's class and the line of the script.
+        """
         return UsageError(
             f"the model returns a {self._kind}, which cannot be sent from the last stage to the others",
             where=script_line(),
@@ -180,10 +183,11 @@ class StagedModel:
             )
 
     def compare(self, tensors: Sequence[Tensor | None], what: str) -> None:
-        """Check that tensors are equal on the ranks of all stages: compare sums of their elements, to a thousandth.
+        """Check that tensors are equal, up to rounding, on the ranks of all stages.
 
-        Collective over the stages' ranks: an all-gather of three numbers a tensor. Rounding of ranks whose devices
-        differ, or add in another order, is no difference.
+        Collective over the stages' ranks: an all-gather of three numbers a tensor: the sum of its elements, their sum
+        weighted by position, and the sum of their magnitudes. Tensors differ if one of the numbers differs from rank
+        0's by more than a thousandth of the largest sum of magnitudes. Values of sparse tensors are not compared.
 
         Args:
             tensors: this rank's tensors, as many on every rank; None for no tensor.
