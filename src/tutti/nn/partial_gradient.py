@@ -131,8 +131,8 @@ class GradientParts:
             order: p > 0 of the norm (Σ|gᵢ|ᵖ)^(1/p); infinity for the largest magnitude.
 
         Returns:
-            A tensor without dimensions, equal on all ranks of the group; float32 for gradients of 16 bits. Later calls
-            return the same memory: do not write to it.
+            A tensor without dimensions, equal on all ranks of the group: float64 if one of this object's gradients is
+            float64, else float32. Later calls return the same memory: do not write to it.
 
         Raises:
             PeerError: a rank of the group is lost or late.

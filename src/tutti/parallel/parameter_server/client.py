@@ -181,7 +181,7 @@ class Client:
                 gradients), APPLY (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and
                 LOAD (state of the server) or FACTS (statistics).
             worker: index of the logical worker (share of the global batch) in whose name the request is made.
-            clock: steps that the worker has taken.
+            clock: steps that the worker has taken; for synchronous servers the number of the sum of gradients.
             flags: of ``server_wire``, combined by ``|``: SKIP to make no update and send no tensors, BACK to reply with
                 parameters, WAIT to reply only once the worker is no longer too far ahead.
             extras: floats of the request, in the order that ``SyncHandler.handle`` or ``AsyncHandler.handle`` describes
@@ -270,7 +270,7 @@ class Client:
                 gradients), APPLY (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and
                 LOAD (state of the server) or FACTS (statistics).
             worker: index of the logical worker (share of the global batch) in whose name the request is made.
-            clock: steps that the worker has taken.
+            clock: steps that the worker has taken; for synchronous servers the number of the sum of gradients.
             text: names the request in the messages of the errors below.
             ranks: global ranks on whose requests the replies depend, this rank among them. With several, the wait is
                 watched as a collective: ranks that do not wait with the same ``text`` are reported as missing.

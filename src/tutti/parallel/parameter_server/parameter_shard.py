@@ -102,9 +102,9 @@ class ParameterShard:
         Not collective. Does nothing on a server without an optimizer (no parameter of its shard is trained).
 
         Args:
-            gradients: for each parameter slice of this server its gradient, in the shapes of ``views``, which becomes
-                the parameter's ``.grad``, for an optimizer of PyTorch or tutti without a copy; None for a parameter
-                without a gradient.
+            gradients: for each parameter slice of this server its gradient, in the shapes of ``views``; None for a
+                parameter without a gradient. The tensor itself becomes the parameter's ``.grad``, or a copy of it if
+                the optimizer's class is neither PyTorch's nor tutti's.
             settings: values of the optimizer's hyperparameters as a rank has sent them, in the order of the
                 constructor's ``keys``.
             grad_norm: norm of the whole gradient over all servers, for a layer-wise optimizer that clips by it (LAMB).

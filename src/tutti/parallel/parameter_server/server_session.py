@@ -316,7 +316,7 @@ class ServerSession:
                 gradients), APPLY (make the update), PULL (read parameters for a step), READ (read parameters), SAVE and
                 LOAD (state of the server) or FACTS (statistics).
             text: names the request in the messages of the errors below.
-            clock: steps that the worker has taken.
+            clock: steps that the worker has taken; for synchronous servers the number of the sum of gradients.
             more: further keyword arguments of ``Client.send``: ``flags``, ``extras`` (floats), ``seen`` (number of
                 updates in the parameters read last, for each server), ``blobs`` (for each server its state to load) and
                 ``servers`` (indices of those to ask).

@@ -125,16 +125,16 @@ def find_stage_partition(
         begins: names of the modules before which the model is cut; empty to cut evenly.
         seconds: seconds of each module's forward, by name, to make stages even in time; None or empty for stages that
             are even in the number of parameters.
-        closed: names of modules that are never traced into.
+        closed: names of modules that are never traced into. If there are any, no forward is recorded.
         trial: calls the loss function on the model it is given with one micro-batch, to record a forward that
-            ``torch.fx`` cannot follow; None where no micro-batch is at hand.
+            ``torch.fx`` cannot follow; None where no micro-batch is at hand: such a model is then refused.
         written: names of attributes that the forward writes.
         members: for each stage the names of all its modules that have parameters, against which the result is checked;
             empty for no such check.
         traced: traces of the forward of ``plain`` that several calls share, with the attributes of ``written``; None
             for new ones.
-        optional: names of arguments of the forward that ``trial`` gives in place of their defaults, with which
-            ``torch.fx`` would trace it: the forward is recorded if there are any.
+        optional: names of arguments of the forward to which ``trial`` gives other values than their defaults. If there
+            are any, the forward is recorded, because ``torch.fx`` would trace it with the defaults.
 
     Returns:
         A ``StagePartition``: the ``graph`` of the model's forward, the ``bounds`` of the virtual stages among its nodes

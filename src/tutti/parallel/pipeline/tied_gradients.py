@@ -99,12 +99,17 @@ class SharedGradients:
 
         Gradients of earlier logical workers (fixed shares of the global batch), which ``begin`` kept aside, are added.
         Collective over the ranks that hold the same parameters, for each parameter in turn: one all-reduce or, for more
-        than two ranks, one all-gather. The message has one number more, the number of ranks with a gradient: where it
-        is 0, ``.grad`` stays what it was before ``begin``, or None, so that the optimizer skips the parameter.
-        Otherwise ``.grad`` is a new tensor, equal on these ranks.
+        than two ranks, one all-gather. The message has one number more, the number of ranks with a gradient. Where it
+        is 0, ``.grad`` gets back the value that it had before ``begin``: None, with which the optimizer skips the
+        parameter, or the gradient of earlier logical workers. Otherwise ``.grad`` is a new tensor, equal on these
+        ranks.
 
         Args:
             micro_batches: number of the logical worker's micro-batches, equal on all ranks.
+
+        Raises:
+            PeerError: one of these ranks is lost or late.
+            MismatchError: these ranks wait in different calls.
         """
         for comm, p in self._groups:
             rows = range(micro_batches if self._exact else 1)
