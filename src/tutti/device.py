@@ -157,7 +157,7 @@ def _torch_version() -> str:
 def accelerator_type() -> str | None:
     """Return the device type of this machine's accelerator, such as ``cuda``; None without a usable one.
 
-    The question may use the driver, after which this process must not fork (see ``is_compiled_in``).
+    The call may use the driver; a process that has used a driver must not fork. ``is_compiled_in`` does not use it.
     """
     import torch
 
@@ -598,8 +598,8 @@ def use_deterministic_kernels(device: torch.device) -> None:
     Does nothing on the CPU, whose kernels do so for a fixed number of threads. Sets PyTorch's deterministic algorithms,
     with which an operator that has no such kernel raises RuntimeError; on CUDA also ``CUBLAS_WORKSPACE_CONFIG`` where
     it is unset, and turns off cuDNN's choice of kernels by timing. These settings hold for the whole process and are
-    not undone; call this function before the first matrix product on the device, after which the variable may have no
-    effect.
+    not undone; call this function before the first matrix product on the device, after which
+    ``CUBLAS_WORKSPACE_CONFIG`` may have no effect.
 
     Args:
         device: device of the run.

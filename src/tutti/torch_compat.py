@@ -372,7 +372,8 @@ def hook_ids(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[tu
         modules: for ``register_full_backward_hook`` and ``register_full_backward_pre_hook``; submodules do not count.
 
     Returns:
-        A tuple of ids for each table of hooks, in the order of the arguments; an empty one where there are no hooks.
+        A tuple of ids for each table of hooks, two for each tensor and then two for each module, in the order of the
+        arguments; an empty tuple where there are no hooks.
     """
     tables = [table for t in tensors for table in (t._backward_hooks, t._post_accumulate_grad_hooks)]
     tables += [table for module in modules for table in (module._backward_hooks, module._backward_pre_hooks)]
@@ -783,7 +784,10 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
 
 
 def traced_function_modes() -> list[TorchFunctionMode]:
-    """Return the active function modes whose code Dynamo traces, from the outermost; not that of ``torch.device``."""
+    """Return the active torch function modes whose code Dynamo traces, as a list from the outermost.
+
+    These are all but the modes of ``with torch.device(…)`` and ``torch.set_default_device``.
+    """
     return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
 

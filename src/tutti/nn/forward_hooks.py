@@ -53,10 +53,10 @@ class KeptGraphs:
     def begin(self) -> None:
         """Wrap the script's forward hooks on the model, to find out whether they keep tensors after the forward.
 
-        A hook that keeps a tensor with its autograd graph, such as features for the loss, expects a graph that goes on
-        outside of the forward's results. In later forwards with gradients each wrapped hook gets views of the module's
-        inputs and outputs in place of these; after such a forward ``kept`` tells whether a view is still alive. Hooks
-        that are registered later are not watched. The hooks stay wrapped, in their modules' own hook tables.
+        A hook may keep a tensor with its autograd graph, such as features from which the script computes a loss. To
+        find out, each wrapped hook gets views of the module's inputs and outputs in place of these in later forwards
+        with gradients; after such a forward ``kept`` tells whether a view is still alive. Hooks that are registered
+        later are not watched. The hooks stay wrapped, in their modules' own hook tables.
         """
         for name, module in self._model.named_modules():
             if forward_hooks(module):

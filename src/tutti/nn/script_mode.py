@@ -287,12 +287,12 @@ def is_function_mode(frame: FrameType) -> bool:
 
 
 def self_of(frame: FrameType) -> Any:
-    """Return the object whose method a frame runs; None in a function whose first argument is not named ``self``.
+    """Return the object whose method a frame runs; None if the frame runs no method.
 
-    The first argument of a method ``step``, as an optimizer's, may have any name.
-
-    Local variables of other functions are not read, since CPython then keeps a copy of all of them with the frame: what
-    the script's ``main`` deletes would not be freed.
+    A function counts as a method if its first argument is named ``self``, and also, under any name of the argument, if
+    it is the method ``step`` of the argument's class, as of an optimizer. Local variables of other functions are not
+    read, since CPython then keeps a copy of all of them with the frame: what the script's ``main`` deletes would not be
+    freed.
 
     Args:
         frame: the frame.

@@ -43,8 +43,8 @@ def selective_checkpoint_contexts() -> tuple[AbstractContextManager[Any], Abstra
         place of computing them again.
 
     Raises:
-        UsageError: in the second context, recomputation calls other expensive operators than the forward, on tensors of
-            other shapes, or another number of them.
+        UsageError: in the second context, the expensive operators that recomputation calls differ from those of the
+            forward: in kind, in number, or in the shapes of their tensors.
     """
     kept: list[_Kept] = []
     return _First(kept), _Second(kept)

@@ -101,7 +101,8 @@ def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
         parts: modules whose names are those of the whole model.
 
     Returns:
-        By the first name of each tensor in the model's order, its other names; tensors with one name are left out.
+        A dict from the first name, in the model's order, of each such tensor to its other names; tensors with one name
+        are left out.
     """
     names: dict[object, list[str]] = {}
     for part in parts:

@@ -54,9 +54,9 @@ class Untraced:
         self._versions = [(name, b, tensor_version(b), b.clone()) for name, b in model.named_buffers() if not b.is_meta]
 
     def written_attributes(self) -> list[str]:
-        """Return the dotted names of attributes that were added or changed; not of parameters, buffers and hooks.
+        """Return the dotted names of module attributes that were added or changed since this snapshot was made.
 
-        The modules stay as they are, unlike with ``undo``.
+        Parameters, buffers and hooks do not count. The modules stay as they are, unlike with ``undo``.
         """
         return [
             _joined(path, name)
@@ -144,7 +144,8 @@ def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
         module: the module.
 
     Returns:
-        Table by the name of its attribute. The tables are the module's own, not copies.
+        A dict from the name of a table's attribute, such as ``_forward_hooks``, to the table: a dict from hook ids to
+        hooks, or to flags that tell how the hook is called. The tables are the module's own, not copies.
     """
     return {name: vars(module)[name] for name in MODULE_HOOK_TABLES if name in vars(module)}
 

@@ -95,10 +95,10 @@ def read_only(func: Any, result: Any) -> Any:
 
 
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Return whether a tensor of ``some`` has elements in memory that also holds elements of a tensor of ``others``.
+    """Return whether a tensor of ``some`` may share memory with a tensor of ``others``.
 
-    Of two tensors in one storage the ranges from the first element to the last are compared. Tensors without a storage,
-    such as sparse ones, count as having memory of their own.
+    True for two tensors in one storage whose ranges, from the first element to the last, overlap, also if no element is
+    shared, as by two columns of a matrix. Tensors without a storage, such as sparse ones, share none.
 
     Args:
         some: a few tensors.

@@ -134,14 +134,15 @@ def _bring_state(optimizer: Optimizer) -> None:
 def check_fresh(optimizer: Optimizer) -> None:
     """Check that an optimizer has not stepped yet: a copy that another process rebuilds would lack its state.
 
-    The function builds a new optimizer of the same class and options, and compares the states of both.
+    The function builds a new optimizer of the same class and options, and compares the states of both. An optimizer
+    that ``built_alike`` can only copy, as a Lookahead wrapper, always passes, because its copy has its state.
 
     Args:
         optimizer: the optimizer, which is not changed.
 
     Raises:
-        UsageError: the state of a parameter differs from that in the new optimizer; or no equal optimizer can be built,
-            because the constructor raises or sets an attribute to another value.
+        UsageError: the state of a parameter differs from that in the new optimizer; or no equal optimizer can be built
+            (``built_alike``).
     """
     groups = {
         number: {**settings_of(group), "params": list(group["params"])}

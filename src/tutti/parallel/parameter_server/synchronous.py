@@ -153,12 +153,12 @@ class ServerReducer:
 
         Returns:
             A ``ReducedSums``, a named tuple of sums over all pushes that the servers have counted: floats ``loss`` and
-            ``samples`` (number of samples or tokens), a list ``metrics`` of six floats, and ``stop``, whether any rank
-            asks to stop. The list ``used`` has a bool for each trained parameter, in the model's order: whether any
-            rank had a gradient. The sequence ``own`` is empty unless the gradient variance is measured. Then ``own``
-            has a float for each trained parameter, Σ ‖G‖²/c over the logical workers, where G is a worker's gradient
-            of the parameter, without loss scale, and c the worker's count; and as last number how many workers have
-            c > 0.
+            ``samples`` (number of samples or tokens), a list ``metrics`` of six floats (zeros after the last metric),
+            and ``stop``, whether any rank asks to stop. The list ``used`` has a bool for each trained parameter, in the
+            model's order: whether any rank had a gradient. The sequence ``own`` is empty unless the gradient variance
+            is measured. Then ``own`` has a float for each trained parameter, Σ ‖G‖²/c over the logical workers, where G
+            is a worker's gradient of the parameter, without loss scale, and c the worker's count; and as last number
+            how many workers have c > 0.
 
         Raises:
             MismatchError: ranks are in different steps.
@@ -307,8 +307,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
         Raises:
             MismatchError: ranks hold models with different parameters or buffers.
-            UsageError: the optimizer cannot step on servers, or has stepped on servers of another run; the transport
-                asked for is not available.
+            UsageError: the optimizer cannot step on servers, because its step needs a closure, draws random numbers,
+                changes its parameter groups, or (with several servers) combines tensors; it has stepped on servers of
+                another run; or the transport asked for is not available.
             PeerError: a server does not answer, or has ended.
             ValueError: no parameter is trained.
         """

@@ -177,9 +177,9 @@ def find_stage_partition(
 
 
 def whole_on_the_last_stage(model: nn.Module, stages: int, written: Sequence[str] = ()) -> StagePartition:
-    """Return the partition of one of several models that cannot be cut: the last stage computes all of it.
+    """Return the partition of a model that cannot be cut: the last stage computes all of it, the others nothing.
 
-    Not collective.
+    For one model of a script that trains several, of which others are cut into equally many stages. Not collective.
 
     Args:
         model: the model.

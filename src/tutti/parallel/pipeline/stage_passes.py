@@ -413,10 +413,11 @@ class StagePasses:
 
     @contextmanager
     def accumulating(self, accumulate: bool) -> Iterator[None]:
-        """Return a context manager around a backward of one call of the model, which keeps the RNG streams' state.
+        """Return a context manager around a backward of one call of the model through its stages.
 
-        With ``accumulate`` the end of the block is collective over the ranks that share parameters: it sums the
-        gradients of parameters that several stages use.
+        At its end the RNG streams get back the state that they had at its beginning, which recomputation in a backward
+        changes. With ``accumulate`` the end is collective over the ranks that share parameters: it sums the gradients
+        of parameters that several stages use.
 
         Args:
             accumulate: whether the backward adds the parameters' gradients to ``.grad``.

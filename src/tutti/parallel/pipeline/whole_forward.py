@@ -29,7 +29,10 @@ class WholeForward:
         self._plain = plain
 
     def graph(self) -> fx.Graph:
-        """Return a new graph with one ``call_module`` node, whose target "" is the whole model."""
+        """Return a new graph of three nodes: a placeholder for all inputs, a call of the whole model, and the output.
+
+        The call is a ``call_module`` node, whose target "" is the model itself.
+        """
         graph = fx.Graph()
         inputs = graph.placeholder("inputs")
         graph.output(graph.create_node("call_module", "", (inputs,), name="whole"))
