@@ -68,8 +68,8 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
 
     By a rule (``Blocks``) the units are blocks, submodules that have parameters and children of their own. Below
     ``part`` each block is a unit, with two exceptions. A ``ModuleList``, a ``ModuleDict``, an ``nn.Sequential`` of
-    several blocks, and a block with more than half of the parameters of ``part`` are searched for blocks in turn; a
-    module that is no list or dict is a unit itself if it holds none. And an ``nn.Sequential`` of n ≥ 8 layers that are
+    several blocks, and a block with more than half of the parameters of ``part`` are searched for units in turn; if
+    there are none, a block that is no list or dict is a unit itself. And an ``nn.Sequential`` of n ≥ 8 layers that are
     no blocks is cut into runs of √n layers, each a unit (Chen et al. 2016, arXiv 1604.06174). If this finds nothing,
     and ``part`` itself is an ``nn.Sequential`` of several layers, ``part`` is cut into such runs.
 

@@ -206,8 +206,8 @@ def modes_aside() -> AbstractContextManager[None]:
     """Return a context in which the function mode of every ``ScriptMode`` of this thread is off.
 
     Used around tutti's code in a step of a run that has no function mode itself: modes that other runs have left on
-    would handle each call of PyTorch, though they do not watch this run's model. After the context the modes are on
-    again that were on before.
+    would handle each call of PyTorch, though they do not watch this run's model. After the context the modes that were
+    on before are on again.
     """
     return _turned_off(active) if (active := [each for each in _ENTERED if not each.is_quiet]) else nullcontext()
 

@@ -81,13 +81,13 @@ def may_write(func: Any) -> bool:
 
 
 def read_only(func: Any, result: Any) -> Any:
-    """Return ``result``; if it is a NumPy array of the tensor that ``func`` was called with, make it read-only before.
+    """Return the result of a function of a gathered copy of a tensor; make a NumPy array read-only before.
 
-    For functions called with a gathered copy of a tensor: a write into the array would not reach the tensor itself.
+    The array has the copy's memory, so that a write into it would not reach the tensor itself.
 
     Args:
         func: the function, as ``__torch_function__`` is given it.
-        result: its result. Only arrays of ``Tensor.numpy`` and ``Tensor.__array__`` are changed, in place.
+        result: its result, changed in place if ``func`` is ``Tensor.numpy`` or ``Tensor.__array__``.
     """
     if func in (Tensor.numpy, Tensor.__array__):
         result.setflags(write=False)
