@@ -307,9 +307,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
         Raises:
             MismatchError: ranks hold models with different parameters or buffers.
-            UsageError: the optimizer cannot step on servers, because its step needs a closure, draws random numbers,
-                changes its parameter groups, or (with several servers) combines tensors; it has stepped on servers of
-                another run; or the transport asked for is not available.
+            UsageError: the optimizer cannot step on servers, because its step needs a closure, draws from a global
+                random generator, changes its parameter groups, or (with several servers) combines several tensors; it
+                has stepped on servers of another run; or the transport asked for is not available.
             PeerError: a server does not answer, or has ended.
             ValueError: no parameter is trained.
         """
