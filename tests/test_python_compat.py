@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tutti import python_compat
-from tutti.python_compat import calling_frame, import_uncollected, live_objects
+from tutti.python_compat import LiveObjects, calling_frame, import_uncollected
 
 ENDING = """
 import atexit, os, sys, time
@@ -44,15 +44,41 @@ def test_the_calling_frame_is_its_callers() -> None:
 
 def test_live_objects_are_those_of_the_class_and_its_subclasses() -> None:
     class Base:
-        pass
+        def __init__(self, name: str) -> None:
+            self.name = name
 
     class Derived(Base):
         pass
 
-    assert live_objects(Base) == []
-    base, derived = Base(), Derived()
-    assert sorted(map(id, live_objects(Base))) == sorted(map(id, (base, derived)))
-    assert live_objects(Derived) == [derived]
+    bases, deriveds = LiveObjects(Base), LiveObjects(Derived)
+
+    def names(found: LiveObjects[Base]) -> list[str]:
+        return sorted(each.name for each in found.all())
+
+    assert names(bases) == []
+    _, derived = Base("first"), Derived("second")
+    assert (names(bases), names(deriveds)) == (["first", "second"], ["second"])
+    for generation in (0, 1, 2):
+        made = [Base("third"), Derived("fourth")]
+        gc.collect(generation)
+        assert names(bases) == ["first", "fourth", "second", "third"] and names(deriveds) == ["fourth", "second"]
+        del made
+        assert (names(bases), names(deriveds)) == (["first", "second"], ["second"])
+    assert derived.name == "second"
+
+
+def test_live_objects_without_weak_references_are_found_too() -> None:
+    class Slotted:
+        __slots__ = ("held",)
+
+        def __init__(self) -> None:
+            self.held = [self]
+
+    found = LiveObjects(Slotted)
+    made = [Slotted() for _ in range(3)]
+    assert len(found.all()) == len(found.all()) == 3
+    made.append(Slotted())
+    assert len(found.all()) == 4
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -72,10 +98,10 @@ def test_no_garbage_is_collected_while_a_module_is_imported(
 
 def test_every_name_is_touched() -> None:
     assert set(python_compat.__all__) == {
+        "LiveObjects",
         "calling_frame",
         "forget_exit_handlers",
         "import_uncollected",
         "join_threads",
-        "live_objects",
         "run_exit_handlers",
     }

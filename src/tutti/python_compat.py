@@ -12,15 +12,16 @@ import gc
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = [
+    "LiveObjects",
     "calling_frame",
     "forget_exit_handlers",
     "import_uncollected",
     "join_threads",
-    "live_objects",
     "run_exit_handlers",
 ]
 
@@ -81,18 +82,56 @@ def join_threads() -> None:
     threading._shutdown()  # type: ignore[attr-defined]
 
 
-def live_objects(kind: type[_T]) -> list[_T]:
-    """Return all objects of a class in this process that the garbage collector tracks, in no particular order.
+class LiveObjects(Generic[_T]):
+    """All objects of some classes in this process that the garbage collector tracks.
 
-    The garbage collector tracks instances of Python classes and containers, but no ints or strings. The search looks at
-    all tracked objects, which are hundreds of thousands once PyTorch is loaded.
+    The garbage collector tracks instances of Python classes and containers, but no ints or strings. A search of all
+    tracked objects takes a tenth of a second once PyTorch is loaded. It is made for every ``LiveObjects`` at once, and
+    each keeps weak references to its objects. Until the collector has moved objects into its oldest generation, the two
+    younger ones have all that were made since.
 
     Args:
-        kind: the class; objects of its subclasses are included.
-
-    Returns:
-        The objects themselves, which the list keeps alive.
+        kinds: the classes; objects of their subclasses are included.
     """
-    objects = gc.get_objects()
-    kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
-    return [item for item in objects if type(item) in kinds] if kinds else []
+
+    def __init__(self, *kinds: type[_T]) -> None:
+        self._kinds = kinds
+        self._known: dict[int, weakref.ref[_T]] = {}
+        # Some classes, as those of numpy.random, have no weak references.
+        self._referenced = True
+        self._moves: tuple[int, ...] = ()
+        _SEARCHES.add(self)
+
+    def all(self) -> list[_T]:
+        """Return the objects, which the list keeps alive, in no particular order."""
+        moves = tuple(generation["collections"] for generation in gc.get_stats()[1:])
+        if self._referenced and self._moves == moves:
+            objects = [item for generation in (0, 1) for item in gc.get_objects(generation)]
+            self._keep(objects, set(map(type, objects)))
+        else:
+            objects = gc.get_objects()
+            kinds = set(map(type, objects))
+            for each in _SEARCHES:
+                each._keep(objects, kinds)
+                each._moves = moves
+            if not self._referenced:
+                return self._own(objects, kinds)
+        found = {key: item for key, reference in self._known.items() if (item := reference()) is not None}
+        self._known = {key: self._known[key] for key in found}
+        return list(found.values())
+
+    def _own(self, objects: list[Any], kinds: set[type]) -> list[_T]:
+        """Return those of ``objects``, whose classes are ``kinds``, that are of the own classes."""
+        own = {each for each in kinds if issubclass(each, self._kinds)}
+        return [item for item in objects if type(item) in own] if own else []
+
+    def _keep(self, objects: list[Any], kinds: set[type]) -> None:
+        """Keep weak references to the objects of the own classes."""
+        try:
+            self._known |= {id(item): weakref.ref(item) for item in self._own(objects, kinds)}
+        except TypeError:
+            self._referenced = False
+
+
+_SEARCHES = weakref.WeakSet[LiveObjects[Any]]()
+"""All ``LiveObjects`` of this process."""

@@ -15,13 +15,14 @@ from tutti.nn.absent_tensor import is_absent
 from tutti.nn.state_copy import SourceValues, StateCopy, read_only_copies
 from tutti.nn.swap import buffers, parameters
 from tutti.parallel.viewed_part import ViewedPart
-from tutti.python_compat import live_objects
+from tutti.python_compat import LiveObjects
 from tutti.torch_compat import local_tensor
 from tutti.types.run_context import RunContext
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
+_AVERAGES = LiveObjects(AveragedModel)
 _PARTIAL: WeakSet[nn.Module] = WeakSet()
 """Modules whose ``state_dict``, copies and pickles a run has replaced."""
 
@@ -191,7 +192,7 @@ def _has_average(model: nn.Module) -> bool:
 
 
 def _averages(wanted: list[dict[str, Any]]) -> bool:
-    return any(_shapes(average.module) in wanted for average in live_objects(AveragedModel))
+    return any(_shapes(average.module) in wanted for average in _AVERAGES.all())
 
 
 def _shapes(module: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
-from tutti.python_compat import live_objects
+from tutti.python_compat import LiveObjects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
 from tutti.train.plain_copies import ModelHook
 from tutti.types.custom_loop_sync import CustomLoopSync
@@ -22,6 +22,7 @@ from tutti.types.custom_loop_sync import CustomLoopSync
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
+_SCALERS = LiveObjects(torch.amp.GradScaler)
 _COMPARED = 2
 """Number of first global batches in which parameters are also compared by value; in all by version counter."""
 
@@ -132,7 +133,7 @@ class BodyComparison:
                 self._refuse_scaler()
             rows = self._sync.gradient_at in ("rows", "shards") and self._first is None and not self._batches
             # The optimizer's rows have no gradient yet, without which a scaler ends in an error of its own.
-            if rows and any(map(has_scaled, live_objects(torch.amp.GradScaler))):
+            if rows and any(map(has_scaled, _SCALERS.all())):
                 self._refuse_scaler()
             if kind != "step" and any(event == "step" for event, _ in self._events):
                 raise UsageError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tutti.nn.script_mode import tutti_caller
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
-from tutti.train.script_checks.loss_watch import reads_values
+from tutti.train.script_checks.loss_watch import leaves_of_call, reads_values
 from tutti.train.script_checks.moved_values import Place
 from tutti.train.script_checks.plain_numbers import generators_hash
 
@@ -95,7 +95,7 @@ class BodyTrace:
             # From here on the samples may be the reason.
             self._comparable = False
             return None
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         if not made:
             return None
         numbers = tuple(each for each in chain(args, kwargs.values()) if type(each) in (int, float))

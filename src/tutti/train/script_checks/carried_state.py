@@ -22,6 +22,7 @@ from torch.nn import functional
 from tutti.errors import UsageError, script_line
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
+from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import (
     functorch_level,
     tensor_version,
@@ -37,6 +38,7 @@ from tutti.train.script_checks.loss_watch import (
     WatchHook,
     batch_tensors,
     fills_memory,
+    leaves_of_call,
     memories_of,
     memory_of,
     tensor_of_loss,
@@ -404,21 +406,24 @@ class CarriedValues(LossWatch):
         name = getattr(func, "__name__", "")
         if torch.compiler.is_compiling() or not self._active or functorch_level() is not None:
             return func(*args, **kwargs)
-        self.note_size(func, args)
+        self.note_call(func, args)
+        if func in METADATA and not isinstance(result := func(*args, **kwargs), Tensor):
+            return result
         if func is Tensor.backward:
             self.check(args[0])
             with self._run.custom.plain_backward(args[0]), self.updating():
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         if name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = leaves_of_call(args, kwargs)
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # In training, instance norm writes its averages and does not read them. Of batch norm no write is seen.
         is_norm = func is functional.instance_norm
         trains = is_norm and (args[5] if len(args) > 5 else kwargs.get("use_input_stats", True))
         seen = given[:1] if trains or name in _OF_FIRST else given
         overwrites = name in ("copy_", "fill_", "zero_")
         origins = self._origins(seen[1:] if overwrites else seen)
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in leaves:
             if isinstance(leaf, FollowedFloat) or (isinstance(leaf, FollowedInt) and name in WITH_INTS):
                 origins |= self._with_line(leaf.origins)
         before = [tensor_version(leaf) for leaf in given]
@@ -431,7 +436,7 @@ class CarriedValues(LossWatch):
         written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
         if func in (Tensor.item, Tensor.tolist) and origins:
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         again = self._moved.note(self._here, func, name, (*args, *kwargs.values()), made, former)
         if again and self._trace is not None and all(place.moved for place in origins):
             what = "the code for a micro-batch moves an average of the weights that the code for another one has moved"

@@ -38,6 +38,7 @@ from tutti.train.script_checks.loss_watch import (
     WatchHook,
     batch_tensors,
     fills_memory,
+    leaves_of_call,
     memories_of,
     memory_of,
     tensor_of_loss,
@@ -374,7 +375,7 @@ class KeptValues(LossWatch):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or not self._active or functorch_level() is not None:
             return func(*args, **kwargs)
-        self.note_size(func, args)
+        self.note_call(func, args)
         # Buffers of code that exchanges tensors over ranks differ between ranks.
         if func in METADATA or (caller := _calling_module(calling_frame(1))).startswith(_EXCHANGING):
             return func(*args, **kwargs)
@@ -383,7 +384,7 @@ class KeptValues(LossWatch):
             with self._run.custom.plain_backward(args[0]), self.updating():
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
         of_script, read = not caller.startswith("tutti."), _read(func, name, args, kwargs)
         # Numbers of tutti's own are, for example, weights of micro-batches.
         origin = self._joined([each for each in read if of_script or isinstance(each, Tensor)], name in WITH_INTS)

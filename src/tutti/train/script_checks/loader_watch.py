@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tutti.errors import UsageError, script_line
-from tutti.python_compat import live_objects
+from tutti.python_compat import LiveObjects
 from tutti.torch_compat import LoaderIterator, loader_position
 from tutti.types.micro_batch import LossFn
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
+_ITERATORS = LiveObjects(LoaderIterator)
 _WATCHED = 2
 """Global batches in which DataLoaders are looked at; each look takes tens of milliseconds."""
 
@@ -103,7 +104,7 @@ class LoaderWatch:
 
 def _positions() -> dict[LoaderIterator, int]:
     """Return the iterators of DataLoaders that are under way, each with its number of batches so far."""
-    return {iterator: loader_position(iterator) for iterator in live_objects(LoaderIterator)}
+    return {iterator: loader_position(iterator) for iterator in _ITERATORS.all()}
 
 
 def _advanced(before: dict[LoaderIterator, int]) -> set[LoaderIterator]:

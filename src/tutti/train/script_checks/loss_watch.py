@@ -39,6 +39,8 @@ _OF_DATA = frozenset(
     )
 )
 """Names of functions whose result has a size that depends on values."""
+_LEAVES = Tensor, int, float, str, type(None), torch.dtype, torch.device
+_NO_ARGUMENTS: Mapping[str, Any] = {}
 _READS = 8
 """Most reads of sizes in a body that are recorded (a guess)."""
 
@@ -58,7 +60,7 @@ class LossWatch(TorchFunctionMode):
         super().__init__()
         self._run = run
         self._active = False
-        self._rows = 0
+        self._rows, self._by_batch = 0, False
         self.size_lines: list[str] = []
         mode = ref(self)  # a script that keeps a number keeps no run
         self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._active)
@@ -84,20 +86,26 @@ class LossWatch(TorchFunctionMode):
         self._follow(micro_batch, micro_batch.batch)
 
     def _follow(self, micro_batch: MicroBatch, batch: Any) -> None:
-        self._rows, self.size_lines = micro_batch.samples, []
+        self._rows, self.size_lines, self._by_batch = micro_batch.samples, [], False
         self.begin(micro_batch, batch)
 
-    def note_size(self, func: Any, args: Sequence[Any]) -> None:
-        """Add the script's line to ``size_lines`` if a call reads the size of a tensor with a row for each sample.
+    def note_call(self, func: Any, args: Sequence[Any]) -> None:
+        """Record whether a call reads the size of a tensor by sample, or has the global batch's size as a number.
 
-        The samples are those of the present micro-batch. Reads in the model's forward, which has hundreds, and in
-        tutti's own code are left out. At most eight lines are kept for a micro-batch.
+        A read adds the script's line to ``size_lines`` if the tensor has a row for each sample of the present
+        micro-batch. Reads in the model's forward, which has hundreds, and in tutti's own code are left out. At most
+        eight lines are kept for a micro-batch.
 
         Args:
             func: the function of PyTorch that is called.
-            args: its positional arguments, of which the first is the tensor.
+            args: its positional arguments; for a read of a size the first is the tensor.
         """
-        if func not in SIZES or len(self.size_lines) == _READS or not self._rows:
+        if func not in SIZES:
+            batch = self._run.feed.contract.batch
+            numbers = (each for each in args if type(each) in (int, float))
+            self._by_batch |= any(each in (batch, 1 / batch) for each in numbers)
+            return
+        if len(self.size_lines) == _READS or not self._rows:
             return
         by_sample = args and isinstance(args[0], Tensor) and args[0].shape[:1] == (self._rows,)
         models = (self._run.model, *self._run.replica.parts)
@@ -109,8 +117,9 @@ class LossWatch(TorchFunctionMode):
 
         ``(output - target).square().sum() / 64`` is the mean over a global batch of 64 samples. For a micro-batch it is
         smaller than the micro-batch's mean, for which tutti takes a scalar loss. Nothing is checked if the micro-batch
-        is the whole global batch, or if the script has read the size of a tensor with a row for each sample
-        (``size_lines``): it may then mean the number. Does nothing outside of ``begin`` and ``end``. Not collective.
+        is the whole global batch, if no call had this size as a number, or if the script has read the size of a tensor
+        with a row for each sample (``size_lines``): it may then mean the number. Does nothing outside of ``begin`` and
+        ``end``. Not collective.
 
         Args:
             loss: the loss of the micro-batch, or what else a loss function returns; other results than a tensor pass.
@@ -121,7 +130,7 @@ class LossWatch(TorchFunctionMode):
         """
         batch, samples = self._run.feed.contract.batch, micro_batch.samples
         examined = self._active and samples and not micro_batch.whole and isinstance(loss, Tensor)
-        if not examined or batch == samples or self.size_lines:
+        if not examined or batch == samples or self.size_lines or not self._by_batch:
             return
         if divides_sum_by(loss.grad_fn, batch, samples):
             raise UsageError(
@@ -235,6 +244,22 @@ def tensor_of_loss(loss: Any) -> Tensor | None:
     return total if isinstance(total, Tensor) else None
 
 
+def leaves_of_call(args: Sequence[Any], kwargs: Mapping[str, Any] = _NO_ARGUMENTS) -> list[Any]:
+    """Return the arguments of a call of PyTorch, and in place of nested lists, tuples and dicts their leaves.
+
+    Args:
+        args: the positional arguments, or the result alone.
+        kwargs: the named arguments.
+    """
+    found: list[Any] = []
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, _LEAVES):
+            found.append(each)
+        else:
+            found += tree_leaves(each)
+    return found
+
+
 def reads_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
     """Return whether the result of a call of PyTorch reveals values of its arguments' elements to the script.
 
@@ -250,9 +275,9 @@ def reads_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         return True
     if name == "__getitem__" and any(_is_mask(leaf) for leaf in tree_leaves(args[1:])):
         return True
-    has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+    has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves_of_call(args, kwargs))
     return has_tensors and any(
-        isinstance(leaf, int | float | complex | str | np.ndarray) for leaf in tree_leaves(result)
+        isinstance(leaf, int | float | complex | str | np.ndarray) for leaf in leaves_of_call((result,))
     )
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.config.variables import is_off
 from tutti.data.batches import CollatedBatch, length, map_tensors, slice_batch
@@ -31,11 +30,11 @@ from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers, training_mode
 from tutti.optim.several import members_of
-from tutti.python_compat import live_objects
 from tutti.train.plain_copies import ModelHook
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
+from tutti.train.script_checks.shared_settings import SCHEDULERS
 from tutti.train.script_checks.target_mixing import TargetProbe
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
 
@@ -378,8 +377,11 @@ class Checks:
 
     def _report_mixing(self, probe: MixingProbe, targets: TargetProbe | None, loss: Any) -> None:
         """Report a loss in which one sample's gradient depends on the outputs, or on the targets, of other samples."""
-        by_targets = targets.mixes(loss) if loss is not None and targets is not None else ""
-        if probe.mixes(loss) or by_targets:
+        # What the probes compute anew needs no second look.
+        with self._run.lifecycle.values.updating():
+            by_targets = targets.mixes(loss) if loss is not None and targets is not None else ""
+            mixes = probe.mixes(loss) or by_targets
+        if mixes:
             what = by_targets or "model's outputs for"
             finding = f"the loss mixes samples: the gradient of one depends on the {what} others"
             self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
@@ -408,9 +410,7 @@ class Checks:
         """Return a function that reports schedulers of the optimizers with more than one step since this call."""
         members = members_of(optimizer)
         found = [
-            item
-            for item in live_objects(LRScheduler)
-            if any(getattr(item, "optimizer", None) is member for member in members)
+            item for item in SCHEDULERS.all() if any(getattr(item, "optimizer", None) is member for member in members)
         ]
         before = [getattr(scheduler, "last_epoch", 0) for scheduler in found]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError, script_line
-from tutti.python_compat import live_objects
+from tutti.python_compat import LiveObjects
 from tutti.torch_compat import local_tensor
 from tutti.train.prepared_before import is_prepared
 
@@ -23,6 +23,8 @@ PREPARE = (
     " another"
 )
 """How to train tensors that are not in the model."""
+
+_OPTIMIZERS = LiveObjects(Optimizer)
 
 
 def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -> list[Optimizer]:
@@ -41,7 +43,7 @@ def other_optimizers(given: Sequence[Optimizer], parameters: Iterable[Tensor]) -
     known = {id(p) for p in parameters}
     own = {id(group) for optimizer in given for group in optimizer.param_groups}
     found = []
-    for other in live_objects(Optimizer):
+    for other in _OPTIMIZERS.all():
         groups = getattr(other, "param_groups", ())
         apart = not any(id(group) in own for group in groups) and not any(other is each for each in given)
         if apart and any(id(p) in known for group in groups for p in group["params"]):
@@ -99,7 +101,7 @@ class OtherSteps:
             if (method := stepping()) is not None:
                 method(optimizer)
 
-        for each in live_objects(Optimizer):
+        for each in _OPTIMIZERS.all():
             if each not in self._hooked and not is_prepared(each):
                 self._hooked.add(each)
                 # A wrapper of an optimizer may have no hooks, nor an attribute of the base class.

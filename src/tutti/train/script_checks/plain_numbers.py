@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tutti.comm.random_keys import mix, name_key
 from tutti.errors import script_line
-from tutti.python_compat import live_objects
+from tutti.python_compat import LiveObjects
 from tutti.torch_compat import tree_leaves
 from tutti.train.script_checks.followed_numbers import FollowedNumber
 from tutti.train.script_checks.loss_watch import reads_values
 from tutti.types.micro_batch import MicroBatch
 
-_GENERATORS = random.Random, np.random.Generator, np.random.RandomState
+_GENERATORS = LiveObjects[Any](random.Random, np.random.Generator, np.random.RandomState)
 _LARGEST = 1024
 """Most elements of an array whose values are compared (a guess)."""
 _KINDS: tuple[Any, Any] = (float, np.floating), (float, np.floating, int, np.integer)
@@ -229,13 +229,12 @@ def _key(number: PlainNumber) -> int:
 
 def generators_hash() -> int:
     """Return a hash of the states of Python's and NumPy's global generators."""
-    return hash((random.getstate(), repr(np.random.get_state(legacy=False)["state"])))
+    return hash((random.getstate(), pickle.dumps(np.random.get_state(legacy=False)["state"])))
 
 
 def _live_generators() -> list[Any]:
     """Return the generators of Python and NumPy that this process has made, besides the global ones."""
-    found = [each for kind in _GENERATORS for each in live_objects(kind)]
-    return [each for each in found if not isinstance(each, random.SystemRandom)]
+    return [each for each in _GENERATORS.all() if not isinstance(each, random.SystemRandom)]
 
 
 def _states(generators: Iterable[Any]) -> list[Any]:

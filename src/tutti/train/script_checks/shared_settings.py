@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tutti.python_compat import live_objects
+from tutti.python_compat import LiveObjects
 
+SCHEDULERS = LiveObjects(LRScheduler)
 _NAMES = ("lr", "momentum", "betas", "weight_decay")
 """What scripts and schedulers change during training; other entries of a group may be an optimizer's own counts."""
 
@@ -57,7 +58,7 @@ class SharedSettings:
         whose attribute ``optimizer`` is one of the script's. Not collective.
         """
         own = {id(optimizer) for optimizer in self._optimizers}
-        return any(id(getattr(scheduler, "optimizer", None)) in own for scheduler in live_objects(LRScheduler))
+        return any(id(getattr(scheduler, "optimizer", None)) in own for scheduler in SCHEDULERS.all())
 
 
 def _plain(value: Any) -> Any:

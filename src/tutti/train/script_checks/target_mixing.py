@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tutti.data.global_generators import own_generators
+from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
 from tutti.torch_compat import leave_function_mode, tensor_version, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tutti.train.script_checks.loss_watch import leaves_of_call
 from tutti.types.micro_batch import MicroBatch
 
 _MOST = 1_000_000
@@ -76,7 +78,9 @@ class TargetProbe(TorchFunctionMode):
         # Dynamo traces this mode with the code that it compiles.
         if torch.compiler.is_compiling() or self._calls is None or self._within:
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func in METADATA and not isinstance(result := func(*args, **kwargs), Tensor):
+            return result
+        given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
         if getattr(func, "__name__", "").startswith(("rand", "normal", "bernoulli", "multinomial", "dropout")):
             self._calls = None
         if not any(id(leaf) in self._known for leaf in given):
@@ -84,7 +88,7 @@ class TargetProbe(TorchFunctionMode):
         before = [tensor_version(leaf) for leaf in given]
         result = func(*args, **kwargs)
         written = {id(leaf) for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version}
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         if self._calls is not None and (made or written):
             if len(self._calls) == _CALLS or not written <= self._known:
                 self._calls = None
