@@ -104,12 +104,14 @@ class LiveObjects(Generic[_T]):
 
     def all(self) -> list[_T]:
         """Return the objects, which the list keeps alive, in no particular order."""
-        moves = tuple(generation["collections"] for generation in gc.get_stats()[1:])
-        if self._referenced and self._moves == moves:
-            objects = [item for generation in (0, 1) for item in gc.get_objects(generation)]
-            self._keep(objects, set(map(type, objects)))
-        else:
-            objects = gc.get_objects()
+        if self._referenced and self._moves == _collections():
+            for generation in (0, 1):
+                # One list at a time: a second one could hold the first, and itself, and with it all objects.
+                objects = gc.get_objects(generation)
+                self._keep(objects, set(map(type, objects)))
+                del objects
+        if not self._referenced or self._moves != _collections():
+            moves, objects = _collections(), gc.get_objects()
             kinds = set(map(type, objects))
             for each in _SEARCHES:
                 each._keep(objects, kinds)
@@ -131,6 +133,11 @@ class LiveObjects(Generic[_T]):
             self._known |= {id(item): weakref.ref(item) for item in self._own(objects, kinds)}
         except TypeError:
             self._referenced = False
+
+
+def _collections() -> tuple[int, ...]:
+    """Return how often the collector has moved objects into its oldest generation, or collected that."""
+    return tuple(generation["collections"] for generation in gc.get_stats()[1:])
 
 
 _SEARCHES = weakref.WeakSet[LiveObjects[Any]]()

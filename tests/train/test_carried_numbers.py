@@ -273,8 +273,6 @@ def kept_longer_than_its_run() -> Any:
         return first, weakref.ref(model)
 
     number, model = train_once()
-    # The first collection closes the loop that was left, whose end uses the run.
-    gc.collect()
     gc.collect()
     return float(number), model() is None
 
