@@ -6,8 +6,7 @@
     python benchmarks/real_ranking.py --record FILE --rounds 1     # adds a round to those that FILE has
 
 The plans of ``gpt`` were known while the prices were made, those of ``images`` when Python work was measured anew.
-The plans of ``deep`` prompted no change of the prices; those of ``mlp`` were fixed before the last change and run after
-it. The other results of 2026-11-27 are older than this change.
+The plans of ``deep`` prompted no change of the prices; those of ``mlp`` were fixed before the last two changes.
 
 ``tutti bench`` measures the machine, every plan is predicted from its file alone, as ``tutti plan`` does before it has
 measured steps, and then all plans are trained in turn, several rounds of them. A plan's measured step is the median
