@@ -66,7 +66,8 @@ class Patches(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(64, width))
 
     def forward(self, images: Tensor) -> Tensor:
-        embedded: Tensor = self.embed(images).flatten(2).transpose(1, 2) + self.positions
+        # Contiguous, as PyTorch's own pipelines send it.
+        embedded: Tensor = self.embed(images).flatten(2).transpose(1, 2).contiguous() + self.positions
         return embedded
 
 
