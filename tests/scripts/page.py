@@ -40,7 +40,8 @@ strategy on one, two and three devices, in float64. It ends in one of two ways:
   the strategy could do it and does not yet.
 
 A few end with an error of PyTorch's own, in the line that asks for what does not exist; those are counted apart.
-The scripts are in `tests/scripts/`; `make scripts` runs all cases and writes this page.
+The scripts are in `tests/scripts/`; `make scripts` runs all cases and writes this page. Models of transformers,
+timm and peft under each strategy are in [models](models.md).
 """
 
 
