@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.architecture.sources import ROOT, SOURCE, imports, modules, room
+from tests.architecture.sources import ROOT, SOURCE, dotted, imports, modules, room
 
 LAYERS = (
     "cli",
@@ -120,15 +120,64 @@ def test_no_cycle_between_modules_at_run_time() -> None:
         pytest.fail("modules import each other: " + " → ".join(error.args[1]))
 
 
-def test_only_comm_and_launcher_import_torch_distributed() -> None:
+DISTRIBUTED = "torch.distributed"
+
+DISTRIBUTED_PARTS = {
+    "tutti.parallel.fsdp.fully_sharded": {f"{DISTRIBUTED}.fsdp", f"{DISTRIBUTED}.device_mesh"},
+    "tutti.parallel.fsdp.fsdp_collectives": {f"{DISTRIBUTED}.fsdp"},
+    "tutti.parallel.fsdp.sharded_reads": {f"{DISTRIBUTED}.tensor"},
+    "tutti.parallel.tensor.split_reads": {f"{DISTRIBUTED}.tensor"},
+    "tutti.checkpoint.export_folder": {f"{DISTRIBUTED}.checkpoint"},
+    "tutti.torch_compat": {DISTRIBUTED},
+    "tutti.device": {DISTRIBUTED},
+}
+"""Parts of ``torch.distributed`` that modules outside of ``comm`` and ``launcher`` use. No module calls a collective.
+
+``parallel/fsdp`` wraps ``fully_shard``, which reduces over a group of ``comm``; the two ``*_reads`` recognise DTensors,
+and cut one from a tensor at hand without communication; ``export_folder`` writes PyTorch's own file format in one
+process; ``torch_compat`` has the private names of every part; ``device`` asks for the backends of this PyTorch.
+"""
+
+
+def distributed_uses(name: str) -> set[tuple[str, int]]:
+    """Every import and mention of ``torch.distributed`` or a part of it that runs, with its line."""
+    path = MODULES[name]
+    found = imports(path, KNOWN)
+    typing_only = {each.line for each in found if each.typing_only}
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    uses = [(each.target, each.line) for each in found]
+    uses += [(dotted(node), node.lineno) for node in nodes if isinstance(node, ast.Attribute)]
+    return {(target, line) for target, line in uses if is_part(target, DISTRIBUTED) and line not in typing_only}
+
+
+def is_part(name: str, whole: str) -> bool:
+    """Whether a dotted name is ``whole`` or inside of it.
+
+    >>> is_part("torch.distributed.fsdp", "torch.distributed"), is_part("torch.distributed_c10d", "torch.distributed")
+    (True, False)
+    """
+    return f"{name}.".startswith(f"{whole}.")
+
+
+def test_only_comm_and_launcher_use_torch_distributed() -> None:
     wrong = [
-        f"{path.relative_to(SOURCE)}:{found.line}"
-        for name, path in MODULES.items()
+        f"{MODULES[name].relative_to(SOURCE)}:{line} {target}"
+        for name in MODULES
         if room(name) not in {"comm", "launcher"}
-        for found in imports(path, KNOWN)
-        if found.target == "torch.distributed" and not found.typing_only
+        for target, line in sorted(distributed_uses(name))
+        if not any(is_part(target, part) for part in DISTRIBUTED_PARTS.get(name, ()))
     ]
     assert not wrong, "collectives are called in tutti.comm alone; use what it offers"
+
+
+def test_every_part_of_torch_distributed_that_is_allowed_is_used() -> None:
+    unused = [
+        f"{name}: {part}"
+        for name, parts in DISTRIBUTED_PARTS.items()
+        for part in parts
+        if not any(is_part(target, part) for target, _ in distributed_uses(name))
+    ]
+    assert not unused
 
 
 COLLECTIVES = """
