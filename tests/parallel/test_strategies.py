@@ -4,42 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import import_module
+from types import FunctionType
 
 import pytest
 
 from tutti import parallel
 from tutti.errors import UsageError
 from tutti.parallel import TABLE
+from tutti.types.gradient_sync import GradientSync
+from tutti.types.replica_runner import ModelLayout
+
+
+def methods(protocol: type) -> list[str]:
+    """Names of a protocol's public methods, its bases' included."""
+    return [
+        name
+        for each in protocol.__mro__
+        for name, value in vars(each).items()
+        if isinstance(value, FunctionType) and not name.startswith("_")
+    ]
+
+
+def check_class(text: str, protocol: type) -> None:
+    """A class that the registry names as text is there, and has the methods of its protocol."""
+    module, _, name = text.partition(":")
+    made = getattr(import_module(f"tutti.parallel.{module}"), name)
+    assert isinstance(made, type)
+    assert [method for method in methods(protocol) if not callable(getattr(made, method, None))] == []
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_is_whole(name: str) -> None:
     row = TABLE[name]
-    for text, methods in (
-        (row.layout, ["build"]),
-        (
-            row.exchange,
-            [
-                "attach",
-                "begin_worker",
-                "end_worker",
-                "reduce_gradients",
-                "optimizer_step",
-                "merged",
-                "replicated",
-                "state",
-                "load",
-            ],
-        ),
-    ):
-        module, _, kind = text.partition(":")
-        made = getattr(import_module(f"tutti.parallel.{module}"), kind)
-        assert all(callable(getattr(made, method)) for method in methods)
+    check_class(row.layout, ModelLayout)
+    for text in (row.exchange, *row.variants.values()):
+        check_class(text, GradientSync)
     fields = [{f.name for f in dataclasses.fields(c)} for c in (row.layout_config, row.exchange_config)]
     assert not fields[0] & fields[1]
     assert row.summary
     choice = parallel.parse_strategy(name)
     assert (choice.layout, choice.exchange) == (row.layout_config(), row.exchange_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("hybrid", {"sharded": "shards=2"}),
+        ("parameter_server", {"backup": "backup=1", "asynchronous": "mode=async"}),
+        ("parameter_server", {"backup": "backup=2", "asynchronous": "mode=bounded,staleness=1"}),
+    ],
+)
+def test_options_choose_a_variant_of_the_row(name: str, options: dict[str, str]) -> None:
+    row = TABLE[name]
+    assert options.keys() == row.variants.keys()
+    for variant, text in options.items():
+        assert parallel.parse_strategy(f"{name}:{text}").row.exchange == row.variants[variant]
+    assert parallel.parse_strategy(name).row.exchange == row.exchange
 
 
 def test_options_reach_their_owner() -> None:

@@ -186,6 +186,14 @@ class StrategyOptions:
         """
         return {}
 
+    @property
+    def variant(self) -> str | None:
+        """Name of the strategy's other gradient synchronisation that these options take; None for the usual one.
+
+        A key of ``Strategy.variants`` in ``parallel/registry.py``, which maps it to a class. None by default.
+        """
+        return None
+
     def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
         """Return the strategy's options with every duration, such as ``2ep``, as a number of steps (``500st``).
 

@@ -210,11 +210,15 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         values replace those that the registry has for the strategy.
 
         Returns:
-            A dict by name of the capability. With ``shards`` > 1: ``exchange``, module and name of the class that
-            synchronises gradients, ``ShardedSync``, as text; and ``worker_gradients`` False, because no rank has the
+            A dict by name of the capability. With ``shards`` > 1: ``worker_gradients`` False, because no rank has the
             gradient of one logical worker (a fixed share of the global batch). Otherwise an empty dict.
         """
-        return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
+        return {"worker_gradients": False} if self.shards > 1 else {}
+
+    @property
+    def variant(self) -> Literal["sharded"] | None:
+        """``sharded`` with ``shards`` > 1, where ZeRO reduces gradients; None for an all-reduce over the replicas."""
+        return "sharded" if self.shards > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,18 +376,15 @@ class ParameterServerConfig(StrategyOptions):
 
         Returns:
             For ``mode=sync`` an empty dict; with backup workers, whose steps leave out stragglers, ``reproducible``,
-            ``shared_weights`` and ``averages``, all False, and ``exchange``, module and name of the class that
-            synchronises gradients, as text: ``SynchronousServerSync``. For ``mode=async`` and ``mode=bounded``
-            ``reproducible``, ``shared_weights``, ``averages`` and ``single_update``, all False; ``fault_tolerant`` (the
-            run goes on when a rank is killed) True; ``exchange`` with the class ``AsynchronousServerSync``; and
-            ``synchronous`` (every rank makes all steps) and ``custom_loop`` (a script may have its own loop), both True
-            for ``steps=each``, both False for ``steps=all``, which counts the steps of all workers together.
+            ``shared_weights`` and ``averages``, all False. For ``mode=async`` and ``mode=bounded`` ``reproducible``,
+            ``shared_weights``, ``averages`` and ``single_update``, all False; ``fault_tolerant`` (the run goes on when
+            a rank is killed) True; and ``synchronous`` (every rank makes all steps) and ``custom_loop`` (a script may
+            have its own loop), both True for ``steps=each``, both False for ``steps=all``, which counts the steps of
+            all workers together.
         """
         if self.mode == "sync":
-            late = dict.fromkeys(("reproducible", "shared_weights", "averages"), False)
-            return {"exchange": "parameter_server.synchronous:SynchronousServerSync", **late} if self.backup else {}
+            return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}
         return {
-            "exchange": "parameter_server.asynchronous:AsynchronousServerSync",
             "reproducible": False,
             "single_update": False,
             "shared_weights": False,
@@ -391,6 +392,17 @@ class ParameterServerConfig(StrategyOptions):
             "fault_tolerant": True,
             **dict.fromkeys(("synchronous", "custom_loop"), self.steps == "each"),
         }
+
+    @property
+    def variant(self) -> Literal["backup", "asynchronous"] | None:
+        """How servers update otherwise than from all workers' gradients of a step; None where they wait for all.
+
+        ``backup``: once a step, without the gradients of the ``backup`` slowest workers; ``asynchronous``: once for
+        each gradient as it arrives. A worker is one of N fixed shares of the global batch.
+        """
+        if self.mode != "sync":
+            return "asynchronous"
+        return "backup" if self.backup else None
 
 
 @dataclass(frozen=True, kw_only=True)

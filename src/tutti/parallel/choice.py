@@ -185,7 +185,9 @@ def parse_strategy(text: str) -> Choice:
         build_options(config, {k: v for k, v in spec.options.items() if k in names}, f"--strategy {spec.name}")
         for config, names in fields.items()
     )
-    # Options may change capabilities of the strategy (``StrategyOptions.capabilities``).
+    # Options may change the class and capabilities of the strategy.
+    if exchange.variant is not None:
+        row = dataclasses.replace(row, exchange=row.variants[exchange.variant])
     return Choice(
         spec.name, dataclasses.replace(row, **layout.capabilities(), **exchange.capabilities()), layout, exchange
     )

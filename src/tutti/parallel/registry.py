@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
 from tutti.config.spec import StrategyOptions
@@ -27,6 +27,8 @@ class Strategy:
     Attributes:
         layout: class that places a replica of the model on ranks, as text ``module:class`` below ``tutti.parallel``.
         exchange: class that reduces gradients over replicas and makes the updates, as text of the same form.
+        variants: classes in place of ``exchange`` that options choose, as text of the same form, by the name that
+            ``StrategyOptions.variant`` returns.
         layout_config, exchange_config: dataclasses of the options of ``layout`` and of ``exchange``; no field name
             occurs in both.
         summary: description in one line.
@@ -59,6 +61,7 @@ class Strategy:
     exchange: str
     exchange_config: type[StrategyOptions]
     summary: str
+    variants: Mapping[str, str] = field(default_factory=dict, hash=False)
     reproducible: bool = True
     single_update: bool = True
     custom_loop: bool = True
@@ -135,6 +138,7 @@ TABLE: Mapping[str, Strategy] = {
         "ddp.allreduce:AllReduceSync",
         SplitConfig,
         "replicas × shards × stages × split layers, on one grid",
+        variants={"sharded": "fsdp.sharded:ShardedSync"},
         reproducible=False,
         own_backward=False,
     ),
@@ -173,6 +177,10 @@ TABLE: Mapping[str, Strategy] = {
         "parameter_server.readable_sums:ReadableServerSync",
         ParameterServerConfig,
         "parameters and optimizer on servers, to which workers push their gradients",
+        variants={
+            "backup": "parameter_server.synchronous:SynchronousServerSync",
+            "asynchronous": "parameter_server.asynchronous:AsynchronousServerSync",
+        },
         sparse_devices=0,
         optimizer_here=False,
         shares_workers=False,
