@@ -165,6 +165,10 @@ def test_options_that_a_strategy_leaves_open_are_searched(tmp_path: Path) -> Non
     assert [step.label for step in fixed] == ["pipeline:stages=2,schedule=gpipe,micro_batches=4"]
     alone = {step.strategy for step in plan_choices((1,), (64,), STRATEGIES, ("none",))}
     assert alone == {"mirrored"}
+    alone = {step.strategy for step in plan_choices((1,), (64,), ("tensor", "ddp", "sharded:stage=1"), ("none",))}
+    assert alone == {"tensor:tensor=1", "ddp"}
+    two = {step.strategy.partition(":")[0] for step in plan_choices((2,), (64,), ("ddp", "hybrid"), ("none",))}
+    assert two == {"ddp"}
     assert not list(plan_choices((8,), (4,), ("mirrored",), ("none",)))
 
 

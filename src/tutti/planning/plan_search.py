@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tutti.config.layout_config import PipelineConfig
+from tutti.config.layout_config import HybridConfig, PipelineConfig, TensorConfig
 from tutti.config.spec import Spec
+from tutti.config.sync_config import ShardedConfig
 from tutti.errors import UsageError, counted
 from tutti.parallel import check_strategy, parse_strategy
 from tutti.planning.conformal_band import NO_BAND
@@ -34,6 +35,7 @@ from tutti.planning.step_program import evaluate_program
 
 STRATEGIES = ("mirrored", "sharded", "pipeline", "tensor", "hybrid")
 """Strategies that a plan tries where none is given."""
+_HYBRID = parse_strategy("hybrid")
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 _MOST_MICRO_BATCHES = 64
 _MOST_STAGES = 64
@@ -69,9 +71,9 @@ def plan_choices(
     """
     for devices in counts:
         # One device alone has nothing to shard or cut.
-        named = [s for s in strategies if devices > 1 or s == strategies[0] or s.startswith(("mirrored", "single"))]
+        named = [s for s in strategies if devices > 1 or s == strategies[0] or parse_strategy(s).row.own_copies]
         # Two devices are one stage or one tensor rank each, which other strategies are.
-        named = [s for s in named if devices > 3 or s != "hybrid" or len(strategies) == 1]
+        named = [s for s in named if devices > 3 or parse_strategy(s) != _HYBRID or len(strategies) == 1]
         for text in (text for name in named for text in open_options(name, devices)):
             choice = parse_strategy(text)
             ranks, shape = choice.data_ranks(devices), choice.shape(devices)
@@ -115,24 +117,24 @@ def open_options(text: str, devices: int) -> list[str]:
     (['sharded:stage=1', 'sharded:stage=2', 'sharded:stage=3'], ['pipeline:schedule=gpipe,stages=2', \
 'pipeline:schedule=gpipe,stages=4'], ['mirrored'])
     """
-    given = Spec.parse(text, "--strategy")
-    name = parse_strategy(text).name
+    given, choice = Spec.parse(text, "--strategy"), parse_strategy(text)
+    layout, exchange = choice.layout, choice.exchange
     extents = [str(1 << power) for power in range(1, _MOST_STAGES.bit_length()) if devices % (1 << power) == 0]
-    searched: Mapping[str, Sequence[str]] = {}
-    if name == "sharded":
-        searched = {"stage": ("1", "2", "3")}
-    elif name == "pipeline":
-        searched = {"stages": extents or ("1",), "schedule": _SCHEDULES}
-    elif name == "tensor":
-        searched = {"tensor": [extent for extent in extents if int(extent) <= _MOST_TENSOR] or ("1",)}
-    elif name == "hybrid":
-        several = [extent for extent in extents if int(extent) <= _MOST_TENSOR] or ("1",)
-        searched = {"stages": extents or ("1",), "tensor": several, "schedule": _SCHEDULES}
+    several = [extent for extent in extents if int(extent) <= _MOST_TENSOR] or ("1",)
+    searched: dict[str, Sequence[str]] = {}
+    if isinstance(exchange, ShardedConfig):
+        searched["stage"] = ("1", "2", "3")
+    if isinstance(layout, PipelineConfig):
+        searched["stages"] = extents or ("1",)
+    if isinstance(layout, TensorConfig):
+        searched["tensor"] = several
+    if isinstance(layout, PipelineConfig):
+        searched["schedule"] = _SCHEDULES
     found = [dict(given.options)]
     for option, values in searched.items():
         if option not in given.options:
             found = [{**each, option: value} for each in found for value in values]
-    if name == "hybrid" and "/" not in given.options.get("stages", ""):
+    if isinstance(layout, HybridConfig) and "/" not in given.options.get("stages", ""):
         fitting = [each for each in found if devices % (int(each["stages"]) * int(each["tensor"])) == 0]
         alone = {"stages": "1", "tensor": several[-1], **given.options}
         found = fitting or [alone]

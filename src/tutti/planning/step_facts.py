@@ -14,7 +14,7 @@ import torch
 from tutti.comm.partition import even_share
 from tutti.comm.shared_memory import SMALL_BYTES
 from tutti.comm.tree_sum import tree_sum_traffic
-from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfig
 from tutti.config.sync_config import RowsConfig, ShardedConfig
 from tutti.parallel.choice import Choice
 from tutti.parallel.ddp.buckets import Tail, plan_buckets
@@ -188,7 +188,7 @@ def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig 
     layout = choice.layout
     if not isinstance(layout, PipelineConfig | LayersConfig):
         return None
-    return layout if choice.name != "hybrid" or shape["stage"] > 1 else None
+    return layout if not isinstance(layout, HybridConfig) or shape["stage"] > 1 else None
 
 
 def zero_stage(choice: Choice, shape: Mapping[str, int]) -> int:
