@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
@@ -20,23 +20,7 @@ from tutti.parallel.pipeline.module_timing import module_seconds as module_secon
 from tutti.parallel.pipeline.pipeline_schedule import make_order, peak_activations
 from tutti.parallel.pipeline.virtual_stage import body, last_uses, modules_of, read_directly
 from tutti.torch_compat import tree_leaves
-
-
-class Counter(Protocol):
-    """Counts the bytes of the tensors that are alive on a device.
-
-    Attributes:
-        peak: maximum of ``now`` since the caller last assigned ``peak``.
-    """
-
-    peak: int
-
-    @property
-    def now(self) -> int:
-        """Bytes, an int, of all tensors that are alive at this moment on the device that the counter watches.
-
-        ``observe_blocks`` reads the number before and after each block of the model.
-        """
+from tutti.workload.tensor_memory import Tracker
 
 
 @dataclass(frozen=True)
@@ -235,7 +219,7 @@ def observe_blocks(
     found: stage_partition.StagePartition,
     took: Mapping[str, float],
     run: Callable[[Any], Any],
-    counter: Counter,
+    counter: Tracker,
     samples: int,
 ) -> StagePlan:
     """Run one forward and backward on one device, and measure the memory of each block of the model.
@@ -305,7 +289,7 @@ class _Watched(fx.Interpreter):
         bytes: of each node's output.
     """
 
-    def __init__(self, plain: nn.Module, graph: fx.Graph, starts: Sequence[int], counter: Counter) -> None:
+    def __init__(self, plain: nn.Module, graph: fx.Graph, starts: Sequence[int], counter: Tracker) -> None:
         super().__init__(fx.GraphModule(plain, graph), graph=graph)
         self._plain, self._counter = plain, counter
         self._signature = inspect.signature(plain_forward(plain))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.linear_layer import is_linear
 from tutti.parallel.tensor.split_tensor import SplitTensor, whole
-from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
+from tutti.parallel.tensor.tensor_slice import LayerSlice, SilentRanks
 from tutti.parallel.tensor.tp_plan import PlanEntry
 from tutti.torch_compat import has_backward_hook
 
@@ -82,15 +82,14 @@ def _lasting(
 
 
 def _hook(name: str, ranks: _Alone) -> Callable[..., Tensor]:
-    return lambda layer, args, out: SplitTensor.of(out, -1, LayerSlice(name, cast(SliceRanks, ranks), out.shape[-1]))
+    return lambda layer, args, out: SplitTensor.of(out, -1, LayerSlice(name, ranks, out.shape[-1]))
 
 
-class _Alone:
+class _Alone(SilentRanks):
     """A single rank that records which collectives the loss would need."""
 
-    rank, size = 0, 1
-
     def __init__(self) -> None:
+        super().__init__(0, 1)
         self.joined = self.gathered = False
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
@@ -105,9 +104,9 @@ class _Alone:
         self.gathered = True
         return tensors
 
-    def take(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
         self.gathered = True
-        return tensor
+        return whole
 
 
 class Outputs:

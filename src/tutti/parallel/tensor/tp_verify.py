@@ -27,7 +27,7 @@ from tutti.nn.untraced import Untraced
 from tutti.parallel.tensor.block_call import BlockArguments, fill_zeros
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalShapeMode
-from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
+from tutti.parallel.tensor.tensor_slice import LayerSlice, SilentRanks
 from tutti.torch_compat import tree_leaves
 
 MOST_LINEAR = 8
@@ -553,7 +553,7 @@ class _Run:
             return out if last.bias is None else out + cast(Tensor, last.bias)
 
         last.forward = row
-        slice_ = LayerSlice("", cast(SliceRanks, _Nobody(self._rank, ranks)), block_split.units)
+        slice_ = LayerSlice("", SilentRanks(self._rank, ranks), block_split.units)
         self.mode = _Probe(slice_, block_split.width, self._whole.draws, self._prefer_last)
         try:
             with self.mode:
@@ -594,13 +594,6 @@ class _Run:
             return functional.linear(tapped, cut.take(matrix(linear), self._rank, ranks), bias)
 
         return column
-
-
-class _Nobody(NamedTuple):
-    """Rank and size of a rank that cannot communicate."""
-
-    rank: int
-    size: int
 
 
 def _gradients(outs: list[Tensor], wanted: list[Tensor], directions: list[Tensor]) -> list[Tensor | None]:
