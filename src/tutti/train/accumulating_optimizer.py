@@ -84,7 +84,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
             return result
         check_custom_loop(choice, run.context.workers, run.context.grid.data_ranks)
         loss: float | None = None
-        with _stepping_by(self, step), run.replica.model_code():
+        with _stepping_by(self, step), run.model_code():
             if closure is not None:
                 loss = run.custom.step_with(index, closure, partial(call, self, "step"), replaced)
             else:
@@ -94,7 +94,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         """Clear the optimizer's gradients, and those that the script sees."""
-        with run.replica.model_code():
+        with run.model_code():
             call(self, "zero_grad", *([] if set_to_none else [False]))
             if choice.row.custom_loop:
                 run.custom.cleared(index, set_to_none)

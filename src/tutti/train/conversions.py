@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.torch_compat import CONVERSION, TorchFunctionDisabled, convert_module
-
-if TYPE_CHECKING:
-    from tutti.train.run import Run
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.run_context import RunContext
 
 _REMEDY = (
     "convert the model before tutti.prepare, or give it precision=…; to compute elsewhere, convert a copy of the plain"
@@ -32,15 +30,16 @@ class ModelConversions:
 
     Args:
         model: the script's model.
-        run: the run that trains it.
+        replica: this rank's part of it.
+        run_context: the run's device mesh and communicators.
     """
 
-    def __init__(self, model: nn.Module, run: Run) -> None:
-        self._run, grid = run, run.context.grid
-        self._in_parts = run.context.rows or grid.tensor > 1 or grid.stage > 1
-        self._device = run.context.comms.world.device
+    def __init__(self, model: nn.Module, replica: ReplicaRunner, run_context: RunContext) -> None:
+        self._replica, grid = replica, run_context.grid
+        self._in_parts = run_context.rows or grid.tensor > 1 or grid.stage > 1
+        self._device = run_context.comms.world.device
         self._line: str | None = None
-        self._before = {name: _place(p) for name, p in parameters(run.replica.parts)}
+        self._before = {name: _place(p) for name, p in parameters(replica.parts)}
         for module in model.modules():
             # Instance attributes take precedence over the class's, and PyTorch has no hook for conversions.
             vars(module)[CONVERSION] = _Conversion(module, self)
@@ -79,21 +78,24 @@ class ModelConversions:
             )
         return module
 
-    def check(self) -> None:
+    def check(self, step: int) -> None:
         """Raise UsageError if parameters have another dtype or device than in ``tutti.prepare``. Not collective.
 
         To be called before each step. Only a model that the script has converted since the last step, such as by
         ``model.half()``, is looked at.
+
+        Args:
+            step: number of the coming step, from 1, which the error names.
         """
         line, self._line = self._line, None
         if line is None:
             return
-        for name, parameter in parameters(self._run.replica.parts):
+        for name, parameter in parameters(self._replica.parts):
             before, now = self._before.get(name), _place(parameter)
             if before is not None and before != now:
                 raise UsageError(
                     f"the script has converted the model after tutti.prepare: {name} was {before}, and is {now}",
-                    where=f"before step {self._run.clock + 1}, {line}",
+                    where=f"before step {step}, {line}",
                     why="batches, gradients and the optimizer's state are as the model was in tutti.prepare",
                     remedy=f"convert it back before the next step; {_REMEDY}",
                 )

@@ -201,7 +201,7 @@ class CustomLoop:
         try:
             with TellFailures():
                 for batch in self._run.epoch(number, start):
-                    with self._replica.model_code():
+                    with self._run.model_code():
                         yield from self._bodies_of(batch)
         finally:
             self._open -= 1
@@ -477,7 +477,7 @@ class CustomLoop:
                 return self._replica.backward(loss, micro_batch, before, self._run.grad_hook, retain_graph)
 
         try:
-            with self._lifecycle.values.updating(), self._replica.model_code():
+            with self._lifecycle.values.updating(), self._run.model_code():
                 self._contribute(micro_batch, work)
         except BaseException as error:
             # The sum over the bodies would lack this one, and other ranks may have begun to sum gradients.

@@ -285,8 +285,7 @@ def prepare_run(
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
     grad_hook = sync.attach(replica, factory(checked.trainer, checked.rule, contract.batch, checked.sparse))
-    hooks.adapt = replica.adapt_hooks
-    hooks.watch(replica.parts)
+    hooks.watch(replica)
     leave_hooks_out_of_copies(checked.model)
 
     # Data.
@@ -297,7 +296,10 @@ def prepare_run(
     noise_probe = None if o.noise_every is None else NoiseProbe(sync, run_context, choice, o.noise_every)
     rates = None if lr_schedule is None else lr_schedule(checked.epochs)
     settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, warn)
-    run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, settings)
+    conversions = ModelConversions(checked.model, replica, run_context)
+    run = Run(
+        replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, conversions, settings
+    )
     _wrap_script_objects(run, checked)
     reads.begin(run)
     refuse_steps(others)
@@ -343,12 +345,11 @@ def _with_trials(
 
 
 def _wrap_script_objects(run: Run, checked: CheckedRun) -> None:
-    """Make steps of the script's optimizers, and loads and conversions of its model, act on every rank's part."""
+    """Make steps of the script's optimizers, and loads of its model, act on every rank's part."""
     for index, each in enumerate(checked.optimizers):
         accumulate_steps(each, run, checked.choice, index)
     note_prepared(checked.model, checked.optimizers, checked.choice, run.context)
     StateLoads(checked.model, run, checked.choice)
-    run.conversions = ModelConversions(checked.model, run)
 
 
 def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:

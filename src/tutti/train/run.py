@@ -39,6 +39,7 @@ from tutti.torch_compat import step_hooks
 from tutti.train import run_state
 from tutti.train.argument_words import argument_words
 from tutti.train.callbacks import Callbacks
+from tutti.train.conversions import ModelConversions
 from tutti.train.custom_loop import CustomLoop
 from tutti.train.evaluation import BLOCK, Evaluation, evaluate_samples
 from tutti.train.lost_ranks import LostRanks
@@ -66,7 +67,6 @@ from tutti.types.step_records import StepStats, UpdateResult
 from tutti.types.weight_average import Average
 
 if TYPE_CHECKING:
-    from tutti.train.conversions import ModelConversions
     from tutti.train.run_checkpoints import Checkpoints
 
 
@@ -125,6 +125,7 @@ class Run:
         choice: the strategy.
         optimizers: the caller's optimizers; none where ``tutti.prepare`` was given options.
         hooks: refuses gradient hooks that the strategy cannot call.
+        conversions: refuses conversions of the model to another dtype or device.
         settings: what the run does around each step.
 
     Attributes:
@@ -149,8 +150,10 @@ class Run:
         noise_probe: measures the gradient noise scale in some steps; None for never.
         hooks: refuses gradient hooks that the strategy cannot call.
         trainability: detects parameters that the script thaws, freezes or replaces.
-        conversions: refuses conversions of the model to another dtype or device; None until ``tutti.prepare`` sets it.
-        state_guards: guards of ``state`` and step hooks of the caller's optimizers where this rank has a part of it.
+        conversions: refuses conversions of the model to another dtype or device.
+        model_code: context manager around the run's own code, whose reads and writes of parameters are not checked.
+        state_guards: guards of ``state`` and step hooks of the caller's optimizers where this rank has a part of it;
+            ``accumulate_steps`` adds those of each optimizer that it wraps.
         checks: checks for common mistakes, and their findings.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
         schedulers: PyTorch's schedulers, which the run steps.
@@ -176,12 +179,14 @@ class Run:
         choice: Choice,
         optimizers: Sequence[Optimizer],
         hooks: HookWatch,
+        conversions: ModelConversions,
         settings: RunSettings,
     ) -> None:
         self.replica, self.gradient_sync, self.feed, self.context = replica, sync, feed, run_context
         self.model: nn.Module = replica.plain
         self.loss_fn, self.hooks, self.grad_hook = loss_fn, hooks, grad_hook
-        self.conversions: ModelConversions | None = None
+        self.conversions = conversions
+        self.model_code = self._unchecked_code if replica.model_code is modes_aside else replica.model_code
         self.state_guards: list[StateGuard | StepHookGuard] = []
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
@@ -207,8 +212,6 @@ class Run:
         self.checks = Checks(self, settings.warn)
         tracks = settings.fault_tolerant and run_context.grid.rank == 0
         self.lost_ranks = LostRanks(self, not choice.row.synchronous, settings.warn) if tracks else None
-        if replica.model_code is modes_aside:
-            replica.model_code = self._model_code
         self._script_code = ExitStack()
         self.lifecycle = StepLifecycle(self, settings.max_nonfinite)
         self.custom = CustomLoop(self, optimizers, choice)
@@ -222,7 +225,7 @@ class Run:
         """
         self._script_code.enter_context(self.replica.script_code())
 
-    def _model_code(self) -> AbstractContextManager[None]:
+    def _unchecked_code(self) -> AbstractContextManager[None]:
         """Return a context for code of a run that splits no parameters, which other runs' function modes need not see.
 
         They stay active where the script's optimizer or step hooks may read other runs' parameters. A backward has no
@@ -376,7 +379,7 @@ class Run:
         """Return this rank's part of the next global batch; None at the end."""
         self.lifecycle.enter(Phase.DATA)
         try:
-            with self.replica.model_code():
+            with self.model_code():
                 return next(parts, None)
         finally:
             heartbeat.training.enter(Phase.IDLE)
@@ -419,7 +422,7 @@ class Run:
                 f"{self._closure} needs a closure, and run.step gives none",
                 remedy="loop over run.microbatches(epoch) and call optimizer.step(closure), one worker a device",
             )
-        with self.replica.model_code():
+        with self.model_code():
             self.lifecycle.enter(Phase.COMPUTE)
             work = self.lifecycle.begin(batch, self.loss_fn)
             # Synchronised batch norm takes statistics over all ranks, also from one without samples.

@@ -113,7 +113,7 @@ class StepLifecycle:
         self.check_left()
         self.context = self._make_context()
         if run.trainability.follow(late=False):
-            run.hooks.watch(run.replica.parts)
+            run.hooks.watch(run.replica)
             self._written.watch()
         noise = 0.0 if run.noise is None else run.noise.sigma(self.context.samples)
         normalisation = run.gradient_sync.loss_normalisation
@@ -146,8 +146,7 @@ class StepLifecycle:
                 "a batch that does not come from the run cannot grow",
                 remedy="loop over run.epoch(), or leave batch_growth out",
             )
-        if run.conversions is not None:
-            run.conversions.check()
+        run.conversions.check(run.clock + 1)
         for guard in run.state_guards:
             guard.check()
         edits = run.replica.edits

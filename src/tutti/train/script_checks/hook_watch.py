@@ -13,6 +13,7 @@ from tutti.nn.swap import parameters
 from tutti.torch_compat import has_backward_hook, hook_ids, hooks_registered
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import NamedParameters
+from tutti.types.replica_runner import ReplicaRunner
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext, StepStats
 
@@ -29,11 +30,6 @@ class HookWatch:
         run_context: the run's grid of ranks and communicators.
         alone: whether every gradient is that of a single micro-batch, and not a sum over several.
 
-    Attributes:
-        adapt: function without arguments that lets hooks see whole gradients where a rank has a part of the parameters,
-            and returns the names of parameters with new hooks; set to ``ReplicaRunner.adapt_hooks`` by
-            ``tutti.prepare``.
-
     Raises:
         UsageError: the model has hooks that the strategy cannot call.
     """
@@ -41,15 +37,16 @@ class HookWatch:
     def __init__(self, model: nn.Module, run_context: RunContext, alone: bool) -> None:
         self._rows, self._tensor = run_context.rows, run_context.grid.tensor > 1
         self._stages, self._model_ranks = run_context.grid.stage > 1, run_context.comms.model
-        self.adapt: Callable[[], Sequence[str]] = lambda: ()
         self._model = ref(model)
         self._originals = {name: ref(p) for name, p in parameters([model])}
         self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
-        # Set by ``watch``: what is checked, and parameters in whose place the model has other objects now.
+        # Set by ``watch``: what is checked, parameters in whose place the model has other objects now, and a function
+        # that lets hooks see whole gradients where a rank has a part, and returns the names of those with new hooks.
         self._parameters: NamedParameters = []
         self._modules: list[tuple[str, nn.Module]] = []
         self._former: list[tuple[str, ref[nn.Parameter], nn.Parameter]] = []
         self._tree: dict[str, nn.Module] = {}
+        self._adapt: Callable[[], Sequence[str]] = lambda: ()
         # The hooks at the last check, and how many were registered in this process by then. A hook that is given
         # gradients of another scale if the loss counts something else than samples: on this rank at that check, on any
         # stage before the model was cut, and either of them.
@@ -59,7 +56,7 @@ class HookWatch:
         self._elsewhere: str | None = None
         self._hooked: str | None = None
         self._alone = alone
-        self.watch([model])
+        self._watch([model])
         self.check_hooks(alone)
         # Before the model is split, every stage sees all hooks, so that all stages raise the same error.
         self._elsewhere = self._hooked if self._stages else None
@@ -73,14 +70,20 @@ class HookWatch:
         """
         return {name: original for name, each in self._originals.items() if (original := each()) is not None}
 
-    def watch(self, parts: Sequence[nn.Module]) -> None:
-        """Set the modules and parameters whose gradient hooks are checked in each step from now on.
+    def watch(self, replica: ReplicaRunner) -> None:
+        """Check the gradient hooks of this rank's part of the model from now on, and let them see whole gradients.
 
-        Called again when the model gets other parameters to train.
+        Called when the model has been split over ranks, and again when it gets other parameters to train. Not
+        collective.
 
         Args:
-            parts: the modules of the model that this rank has, such as its pipeline stages.
+            replica: this rank's part of the model.
         """
+        self._adapt = replica.adapt_hooks
+        self._watch(replica.parts)
+
+    def _watch(self, parts: Sequence[nn.Module]) -> None:
+        """Set the modules and parameters whose gradient hooks are checked."""
         self._parameters = parameters(parts)
         self._modules = [(name, module) for part in parts for name, module in part.named_modules()]
         self._tree = self._tree_now()
@@ -123,7 +126,7 @@ class HookWatch:
         """
         self._alone = alone
         self._check_all()
-        self.adapt()
+        self._adapt()
 
     def _check_all(self) -> None:
         """Look at every hook, unless none was registered or removed since the last look."""
@@ -237,7 +240,7 @@ class HookWatch:
                 cannot call, such as one that is registered within the step where ranks have parts of gradients.
         """
         self._check_all()
-        if late := self.adapt():
+        if late := self._adapt():
             raise UsageError(
                 f"a hook on the gradient of {late[0]} that was registered within the step",
                 where=f"step {step_context.taken + 1}",
