@@ -128,8 +128,8 @@ class Feed:
         return map(self._placed, parts) if self._transfer is None else self._transfer.parts(parts, self._placed)
 
     def _placed(self, part: RankBatch) -> RankBatch:
-        stand_in = None if part.dummy is None else self.place(part.dummy)
-        return replace(part, batch=self.place(part.batch), dummy=stand_in)
+        dummy = None if part.dummy is None else self.place(part.dummy)
+        return replace(part, batch=self.place(part.batch), dummy=dummy)
 
     def micro_batches(
         self, batch: Batch, clock: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0

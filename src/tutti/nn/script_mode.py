@@ -424,5 +424,5 @@ def size_of_whole(func: Any, whole: Sequence[int], args: Sequence[Any], kwargs: 
     """
     given = args[0] if args else kwargs["input"]
     with TorchFunctionDisabled():
-        stand_in = torch.empty(tuple(whole), dtype=given.dtype, device="meta")
-    return func(stand_in, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+        on_meta = torch.empty(tuple(whole), dtype=given.dtype, device="meta")
+    return func(on_meta, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})

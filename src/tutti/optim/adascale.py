@@ -68,9 +68,9 @@ class AdaScale:
         )
 
     def _measure(self, stats: StepStats, shares: float) -> None:
-        spread = stats.gradient_variance
-        if spread is not None and spread.workers > 1:
-            found = weighted_moments(spread.mean_of_squares, stats.grad_norm**2, spread.workers, shares)
+        variance = stats.gradient_variance
+        if variance is not None and variance.workers > 1:
+            found = weighted_moments(variance.mean_of_squares, stats.grad_norm**2, variance.workers, shares)
             # Squares may overflow although the gradient is finite.
             if all(map(math.isfinite, found)):
                 self._averages.add(*found)

@@ -95,7 +95,7 @@ class LossCounter:
         return {name: value / count for name, value in zip(self._names, metrics, strict=False)}
 
     def stats(
-        self, sums: ReducedSums, norm: float, finite: bool, stop: bool, spread: GradientVariance | None = None
+        self, sums: ReducedSums, norm: float, finite: bool, stop: bool, variance: GradientVariance | None = None
     ) -> StepStats:
         """Build the statistics of a step from sums over all ranks: means of loss and metrics over the global count.
 
@@ -104,12 +104,12 @@ class LossCounter:
             norm: L2 norm of the whole gradient, before clipping.
             finite: whether the whole gradient is finite.
             stop: whether any rank asks to stop.
-            spread: mean of the squared L2 norms of the gradients of the logical workers (fixed shares of the global
+            variance: mean of the squared L2 norms of the gradients of the logical workers (fixed shares of the global
                 batch), each over its own samples, and their number; None where it is not measured.
 
         Returns:
             A ``StepStats``: ``loss``, the mean over ``count``; ``metrics``, means by name; and the arguments ``norm``
-            (as ``grad_norm``), ``finite``, ``stop`` and ``spread`` (as ``gradient_variance``) as they are.
+            (as ``grad_norm``), ``finite``, ``stop`` and ``variance`` (as ``gradient_variance``) as they are.
         """
         count = sums.samples or math.nan
-        return StepStats(sums.loss / count, sums.samples, self.means(sums.metrics, count), norm, finite, stop, spread)
+        return StepStats(sums.loss / count, sums.samples, self.means(sums.metrics, count), norm, finite, stop, variance)

@@ -124,7 +124,7 @@ def _task_of_script(script: str, arguments: Sequence[str]) -> Task:
     """Return what a script gives to ``tutti.prepare``; all ranks run it with the same seed."""
     seed_generators(0)
     loaded = load_script(script, arguments)
-    if loaded.own_loop:
+    if loaded.custom_loop:
         raise UsageError(
             "the script gives no loss to tutti.prepare",
             where=script,

@@ -41,13 +41,13 @@ class ScriptTask:
     Attributes:
         task: model, loss and training data.
         options: values by field of ``TrainConfig``; what the script does not say is absent.
-        own_loop: whether the script computes the loss in its own training loop, and gives no loss function to
+        custom_loop: whether the script computes the loss in its own training loop, and gives no loss function to
             ``tutti.prepare``; such a script cannot be simulated in pipeline stages.
     """
 
     task: Task
     options: Mapping[str, Any] = field(default_factory=dict)
-    own_loop: bool = False
+    custom_loop: bool = False
 
 
 def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
@@ -63,7 +63,7 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
     Returns:
         A ``ScriptTask``: ``task``, a ``Task`` with the attributes ``model`` (a function that returns a copy of the
         script's model), ``loss`` (the loss function) and ``train`` (the training data); ``options``: the options that
-        the script passes, by field of ``TrainConfig``; and ``own_loop``: whether the script computes the loss in its
+        the script passes, by field of ``TrainConfig``; and ``custom_loop``: whether the script computes the loss in its
         own loop and gives no loss function.
 
     Raises:

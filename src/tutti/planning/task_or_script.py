@@ -88,7 +88,7 @@ class TaskOrScript:
 
         Returns:
             A ``ScriptTask``: ``task`` (model, loss function and training data of the script), ``options`` (a dict of
-            the options that the script states, by field of ``TrainConfig``) and ``own_loop`` (whether the script
+            the options that the script states, by field of ``TrainConfig``) and ``custom_loop`` (whether the script
             computes the loss in its own loop). None if the command line names a task and not a script.
 
         Raises:

@@ -265,12 +265,12 @@ class AllReduceSync(UnshardedGradients):
         rows = [self._reducer.squares(), *([sums.own[:-1]] if sums.own else [])]
         (square, *own), stop = self._across_stages(rows, sums.stop)
         self._buffers.verify()
-        spread = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
+        variance = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
         finite = math.isfinite(norm) or self._all_finite()
         if self._has_custom_loop or not all(is_known(type(member)) for member in members_of(self._optimizer)):
             self._release()
-        return self._counting.stats(sums, norm, finite, stop, spread)
+        return self._counting.stats(sums, norm, finite, stop, variance)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip the gradients and step this rank's optimizers; skip the update where a gradient is not finite.

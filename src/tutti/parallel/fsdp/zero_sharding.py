@@ -47,7 +47,7 @@ class ZeroSharding:
         comm: Communicator,
     ) -> None:
         self._comm = comm
-        self._whole = [_stand_in(parameter, parts, comm) for _, parameter in named]
+        self._whole = [_new_parameter(parameter, parts, comm) for _, parameter in named]
         self.rows = [
             _cut(name, p, whole, specs[name], comm) for (name, p), whole in zip(named, self._whole, strict=True)
         ]
@@ -352,7 +352,7 @@ class ZeroSharding:
         return _block(whole, self._comm.size, 0).numel()
 
 
-def _stand_in(parameter: nn.Parameter, parts: Sequence[nn.Module], comm: Communicator) -> nn.Parameter:
+def _new_parameter(parameter: nn.Parameter, parts: Sequence[nn.Module], comm: Communicator) -> nn.Parameter:
     """Replace ``parameter``, which becomes the optimizer's rows, by a new parameter in all modules; return that.
 
     One rank keeps ``parameter`` itself.
