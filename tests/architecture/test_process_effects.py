@@ -1,4 +1,4 @@
-"""What tutti changes in a process beyond its own objects is listed in ``docs/environment.md``, and nothing else is."""
+"""``docs/environment.md`` lists all that tutti changes in a process, and all its further calls of the script's code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.architecture.sources import ROOT, dotted, modules
 
 CALLS = (
     "atexit.register",
+    "child.let_go",
     "faulthandler.enable",
     "faulthandler.register",
     "gc.disable",
@@ -24,25 +25,42 @@ CALLS = (
     "sys.meta_path.insert",
     "torch.manual_seed",
     "torch.set_num_threads",
+    "torch.use_deterministic_algorithms",
     "warnings.filterwarnings",
     "warnings.simplefilter",
 )
+METHODS = ("__enter__", "addHandler")
+"""Methods whose calls are effects, whatever their object: a function mode may stay entered."""
+
 ASSIGNED = ("os.environ", "sys.excepthook", "sys.stderr", "sys.stdout", "threading.excepthook")
 
 LISTED = {
-    "tutti.launcher.context": ("`sys.excepthook`", "`GLOO_SOCKET_IFNAME`", "an exit handler"),
+    "tutti.config.verbosity": ("a handler of the logger `tutti`",),
+    "tutti.device": (
+        "`torch.use_deterministic_algorithms(True)`",
+        "`TORCH_NCCL_ASYNC_ERROR_HANDLING=3`",
+        "is the current device",
+    ),
+    "tutti.launcher.context": (
+        "`sys.excepthook`",
+        "`GLOO_SOCKET_IFNAME`",
+        "exit handler (`tutti.shutdown`)",
+        "a twentieth of a second",
+    ),
     "tutti.launcher.malloc_tuning": ("`mallopt`",),
-    "tutti.launcher.watchdog": ("a forked watchdog process",),
+    "tutti.launcher.watchdog": ("a forked watchdog process with an exit handler",),
     "tutti.launcher.dumps": ("`faulthandler`",),
     "tutti.comm.collective_engine": ("an exit handler of the collectives",),
     "tutti.horovod.torch.mpi_ops": ("`import tutti.horovod.torch`",),
     "tutti.horovod.installing": ("`tutti.horovod.install()`",),
     "tutti.metrics.profile": ("`KINETO_LOG_LEVEL=6`",),
+    "tutti.nn.script_mode": ("a torch function mode stays on the calling thread's stack",),
     "tutti.optim.mixing": ("tries the optimizer once with a single CPU thread",),
     "tutti.parallel.parameter_server.server_supervisor": ("an exit handler of the parameter servers",),
     "tutti.train.metric_loggers": ("an exit handler of each logger",),
     "tutti.train.preemption": ("`run.stopping()`",),
     "tutti.train.prepare": ("`torch.set_num_threads(1)`",),
+    "tutti.train.script_checks.loss_watch": ("a function mode follows values from batches to losses",),
 }
 """Modules that change the process of a user's script, with words of the page for each change."""
 
@@ -56,20 +74,54 @@ OWN_PROCESS = """
 
 WITHIN_A_CALL = {
     "tutti.checkpoint.export_folder",
-    "tutti.device",
     "tutti.launcher.held_signals",
+    "tutti.nn.recompute",
     "tutti.python_compat",
     "tutti.report.report_charts",
     "tutti.train.batch_size_schedule",
+    "tutti.train.script_checks.target_mixing",
 }
-"""Modules that change warnings' filters, signals' handlers or the garbage collector for a while, and restore them."""
+"""Modules that change filters of warnings, handlers of signals, the garbage collector or modes, and restore them."""
+
+FURTHER = ("check_repeats", "python_state", "trace_workload", "trial_call", "untouched")
+"""Functions for a further call of the script's code: context managers that undo its effects, and such calls."""
+
+CALLS_AGAIN = {
+    "tutti.data.reader": ("the first iteration reads the rank's first sample of a map-style data set two more times",),
+    "tutti.parallel.fsdp.routed_modules": ("rank 0 calls the loss function once on the first samples",),
+    "tutti.parallel.pipeline.module_timing": ("the modules' times",),
+    "tutti.parallel.pipeline.pipeline_layout": ("what a forward writes",),
+    "tutti.parallel.tensor.block_call": ("which layers can be split",),
+    "tutti.parallel.tensor.loss_parallel_plan": ("which layers can be split",),
+    "tutti.parallel.tensor.split_reads": ("which layers can be split",),
+    "tutti.train.script_checks.mistake_checks": ("five to nine times on a few samples", "the second derivative"),
+    "tutti.train.script_checks.module_trials": ("up to three forwards, without gradients, of a module of yours",),
+    "tutti.train.script_checks.worker_trials": (
+        "up to three calls of the loss function for each worker's first micro-batch",
+        "up to three calls of the loss function for each micro-batch",
+        "up to 27 calls of the loss function",
+    ),
+    "tutti.train.training_data": ("is called several times on the first samples",),
+    "tutti.train.utilisation": ("traces the loss function of the task",),
+}
+"""Modules that call the script's code more often than plain PyTorch, with words of the page for each case."""
+
+OF_COMMANDS = "cli planning tasks workload"
+"""Rooms whose further calls are a command's own work, such as that of ``tutti plan``."""
+
+
+def calls_again(tree: ast.AST) -> bool:
+    """Return whether ``tree`` uses one of ``FURTHER``."""
+    calls = [dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return any(name.rpartition(".")[2] in FURTHER for name in calls)
 
 
 def effects(tree: ast.AST) -> Iterator[str]:
     """Yield each change of the process that ``tree`` makes by its own code."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and dotted(node.func) in CALLS:
-            yield dotted(node.func)
+        called = dotted(node.func) if isinstance(node, ast.Call) else ""
+        if called in CALLS or called.rpartition(".")[2] in METHODS:
+            yield called
         targets = node.targets if isinstance(node, ast.Assign) else []
         for target in targets:
             place = target.value if isinstance(target, ast.Subscript) else target
@@ -85,10 +137,27 @@ def test_modules_that_change_the_process_are_known() -> None:
 @pytest.mark.parametrize("words", [words for found in LISTED.values() for words in found])
 def test_the_page_lists_the_change(words: str) -> None:
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    changes = page.split("## What `tutti.init` changes in a process")[1].split("\n## Signals")[0]
+    changes = page.split("## What `tutti.init` changes in a process")[1].split("\n## What calls your code")[0]
     assert words in changes
 
 
-@pytest.mark.parametrize("code", ["atexit.register(f)", "sys.excepthook = f", "os.environ['A'] = 'b'"])
+def test_modules_that_call_the_scripts_code_again_are_known() -> None:
+    found = {name for name, path in modules().items() if calls_again(ast.parse(path.read_text(encoding="utf-8")))}
+    assert {name for name in found if name.split(".")[1] not in OF_COMMANDS.split()} == set(CALLS_AGAIN)
+
+
+@pytest.mark.parametrize("words", [words for found in CALLS_AGAIN.values() for words in found])
+def test_the_page_lists_the_calls(words: str) -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert words in page.split("## What calls your code more often")[1].split("\n## Signals")[0]
+
+
+def test_each_call_has_a_way_out() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    rows = page.split("## What calls your code more often")[1].split("\n## Signals")[0].split("|---|---|---|\n")[1]
+    assert all(len(row.strip("| ").split(" | ")) == 3 for row in rows.strip().splitlines())
+
+
+@pytest.mark.parametrize("code", ["atexit.register(f)", "sys.excepthook = f", "os.environ['A'] = ''", "m.__enter__()"])
 def test_a_change_is_noticed(code: str) -> None:
     assert list(effects(ast.parse(code)))

@@ -148,6 +148,18 @@ def test_the_process_is_left_alone_where_asked(value: str, changed: bool, tmp_pa
     assert (done.returncode, done.stdout) == (0, f"{changed} {changed} {changed}\n"), done.stderr
 
 
+@pytest.mark.parametrize(("value", "said"), [("on", "left"), ("off", "")])
+def test_the_process_leaves_the_job_at_its_end_unless_it_is_left_alone(value: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import tutti\n"
+        "from tutti.launcher import context\n"
+        "tutti.init()\n"
+        "context.before_shutdown(lambda: print('left', end=''))\n"
+    )
+    done = ran("script.py", cwd=tmp_path, TUTTI_PROCESS_SETUP=value)
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
 @pytest.mark.parametrize(("value", "calls"), [("on", 11), ("off", 2)])
 def test_diagnostics_call_the_loss_unless_they_are_off(value: str, calls: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(

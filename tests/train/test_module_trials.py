@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -130,6 +132,17 @@ def test_numbers_that_each_micro_batch_changes_are_refused_where_workers_share_t
 def test_the_model_on_three_ranks_is_refused_too() -> None:
     for updates, said in worlds.run(3, train, strategy="mirrored", kind="Warm", form="loop", workers=6):
         assert updates == 0 and "Warm.step" in said
+
+
+def without_diagnostics(form: str) -> Any:
+    with patch.dict(os.environ, TUTTI_DIAGNOSTICS="off"):
+        return train(strategy="mirrored", kind="Warm", form=form, workers=2)
+
+
+@pytest.mark.parametrize("form", ["step", "loop"])
+def test_the_model_is_refused_without_diagnostics_too(form: str) -> None:
+    updates, said = worlds.alone(without_diagnostics, form=form)
+    assert updates == 0 and "Warm.step" in said
 
 
 @pytest.mark.parametrize("strategy", ["tensor:least=1", "model_parallel"])

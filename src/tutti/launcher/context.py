@@ -91,9 +91,10 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     of the job, and blocks until they have arrived. Gloo moves CPU tensors, the vendor's backend an accelerator's. In a
     job of several processes, each process that has no watchdog yet gets one: a process that kills the rank when it
     makes no progress. On several nodes Gloo takes the network interface that leads to rank 0, unless
-    ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once. docs/environment.md lists all
-    effects on the process; ``TUTTI_PROCESS_SETUP=off`` switches them off. A second call does nothing and returns the
-    result of the first.
+    ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once, and at the interpreter's exit
+    ``shutdown`` is called. docs/environment.md lists all effects on the process. ``TUTTI_PROCESS_SETUP=off`` switches
+    them off, except for the process group, the current accelerator, and the log handler that ``TUTTI_VERBOSITY``
+    requests; call ``shutdown`` at the end then. A second call does nothing and returns the result of the first.
 
     Args:
         device: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type, such as ``cuda``.
@@ -145,9 +146,10 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         ) from error
     _world = World(identity, place, store, timeout, owned=True)
     log.info("%s on %s, as %s says; ranks wait %g s for each other", where, place, identity.source, timeout)
-    atexit.register(shutdown)
-    if not (isinstance(sys.excepthook, _End) or is_off("PROCESS_SETUP", os.environ)):
-        sys.excepthook = _End(sys.excepthook)
+    if not is_off("PROCESS_SETUP", os.environ):
+        atexit.register(shutdown)
+        if not isinstance(sys.excepthook, _End):
+            sys.excepthook = _End(sys.excepthook)
     return _world
 
 
@@ -233,8 +235,9 @@ def shutdown() -> None:
     """Leave the job: call the functions registered by ``before_shutdown``, then destroy the process group.
 
     The registered functions get no arguments; if one raises, the others are called and the process group is destroyed
-    all the same, and the last exception is then raised. A process group that ``init`` did not create is kept. A second
-    call only calls the registered functions. ``init`` can join a job again afterwards.
+    all the same, and the last exception is then raised. A process group that ``init`` did not create is kept. After it
+    has destroyed one, the call sleeps 50 ms, in which Gloo's threads end their work. A second call only calls the
+    registered functions. ``init`` can join a job again afterwards.
 
     No collective, but all ranks should call it at about the same time: where tutti's collectives were used, a
     registered function may block until rank 0 has noted that this rank leaves; ``destroy_process_group`` of NCCL may

@@ -35,6 +35,9 @@ class ModuleTrials:
     depend on the values, such as those of a module that counts for a log, are allowed. A module with submodules is
     tried only where its forward sends nothing to other ranks.
 
+    ``TUTTI_DIAGNOSTICS=off`` does not turn the trials off: in a custom loop no other check sees such numbers, and the
+    updates would be wrong.
+
     Args:
         run: the run.
         aside: returns a context manager in which calls of PyTorch are not followed by other checks.
