@@ -82,8 +82,9 @@ scripts: $(READY)  ## every training script under every strategy, then docs/what
 fuzz: $(READY)  ## 500 drawn training scripts against plain PyTorch; FUZZ_DRAWS=100 FUZZ_SEED=7 for others
 	$(BIN)/pytest -q -s -n 0 -m fuzz tests/fuzz
 
-faults: $(READY)  ## every fault ten times under every strategy, without retries
-	FAULT_RUNS=10 $(BIN)/pytest -q -n 2 --maxschedchunk 2 -m faults tests/faults --figures benchmarks/results/$$(date -u +%F)-faults.json
+FAULT_RUNS ?= 10
+faults: $(READY)  ## every fault ten times under every strategy, or FAULT_RUNS=1 once, without retries
+	FAULT_RUNS=$(FAULT_RUNS) $(BIN)/pytest -q -n 2 --maxschedchunk 2 -m faults tests/faults --figures benchmarks/results/$$(date -u +%F)-faults.json
 
 peers: $(READY)  ## what others do under the same faults
 	$(BIN)/python benchmarks/faults_peers.py --save

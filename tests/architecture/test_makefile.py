@@ -29,3 +29,4 @@ def test_a_linked_environment_is_used_and_never_changed(tmp_path: Path) -> None:
     found = planned("venv", "backtest", "bench", "LEAVE_OUT=source")
     assert "benchmarks/backtest.py" in found and "--leave-out source" in found
     assert "-m venv" not in found and "pip" not in found
+    assert "FAULT_RUNS=10 " in planned("faults") and "FAULT_RUNS=1 " in planned("faults", "FAULT_RUNS=1")
