@@ -199,3 +199,15 @@ def test_only_comm_calls_collectives() -> None:
         and ast.unparse(node.func.value) in {"dist", "distributed", "torch.distributed"}
     ]
     assert not wrong, "collectives are called in tutti.comm alone; use what it offers"
+
+
+def test_only_normalisation_asks_whether_a_gradient_is_finite() -> None:
+    wrong = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for name, path in MODULES.items()
+        if name == "tutti.train.custom_loop" or room(name) == "parallel"
+        if name != "tutti.parallel.normalisation"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"math.isfinite", "torch.isfinite"}
+    ]
+    assert not wrong, "use finite_by_norm and is_finite of tutti.parallel.normalisation"

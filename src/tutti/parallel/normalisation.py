@@ -120,6 +120,24 @@ def clip_norm(norm: float, largest: float | None, scale: Callable[[float], None]
     return after
 
 
+def finite_by_norm(norm: float, all_finite: Callable[[], bool] | None = None) -> bool:
+    """Return whether a gradient is finite, by its norm; if the norm is not finite, the elements decide.
+
+    A norm is also infinite if the squares of finite elements overflow. The elements are then looked at, which takes
+    time and may be collective; a finite norm needs no such look.
+
+    Args:
+        norm: L2 norm of the gradient, or the sum of its squares or elements: a number that is finite only if all
+            elements are.
+        all_finite: called without arguments if ``norm`` is not finite; returns whether all elements are finite. None
+            if the norm alone decides.
+
+    >>> finite_by_norm(1.0), finite_by_norm(math.inf), finite_by_norm(math.inf, lambda: True)
+    (True, False, True)
+    """
+    return math.isfinite(norm) or (all_finite is not None and all_finite())
+
+
 def is_finite(gradient: Tensor | None) -> bool:
     """Return whether all elements of a gradient are finite; True if the gradient is None.
 

@@ -31,7 +31,7 @@ from tutti.nn.incomplete_gradient import conceal, is_zeroed
 from tutti.optim.mixing import calls_closure_once, unlike_one_closure
 from tutti.parallel import Choice, check_custom_loop
 from tutti.parallel.ddp.step_agreement import agree_on_settings
-from tutti.parallel.normalisation import is_finite
+from tutti.parallel.normalisation import finite_by_norm, is_finite
 from tutti.torch_compat import tensor_version
 from tutti.train.script_checks.body_comparison import BodyComparison
 from tutti.train.script_checks.carried_state import CarriedState
@@ -930,7 +930,8 @@ class CustomLoop:
         anew = edited or decides or sync.accumulated or sync.gradient_at == "stages"
         if not self._batch.alone and (anew or len(pending) != 1 or len(self.optimizers) > 1):
             norm = sync.norm_of(members, self._lifecycle.context)
-            latest = replace(latest, grad_norm=norm, finite=math.isfinite(norm) or (latest.finite and not edited))
+            unedited = latest.finite and not edited
+            latest = replace(latest, grad_norm=norm, finite=finite_by_norm(norm, lambda: unedited))
         run.stats = self._latest = latest
         return latest
 
@@ -1031,7 +1032,7 @@ class CustomLoop:
             stats = self._stats_for(members, bool(edited))
             if self._batch.alone:
                 norm = sync.norm_of(members, self._lifecycle.context)
-                stats = replace(stats, grad_norm=norm, finite=math.isfinite(norm))
+                stats = replace(stats, grad_norm=norm, finite=finite_by_norm(norm))
             found.append(stats)
             if stats.finite:
                 with sync.stepping(index, members):

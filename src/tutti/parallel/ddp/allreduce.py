@@ -38,7 +38,14 @@ from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_stat
 from tutti.parallel.ddp.unsharded_gradients import UnshardedGradients
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.loss_stats import LossCounter
-from tutti.parallel.normalisation import clip_norm, divisor_of_backward, is_finite, mean_factor, nonfinite_names
+from tutti.parallel.normalisation import (
+    clip_norm,
+    divisor_of_backward,
+    finite_by_norm,
+    is_finite,
+    mean_factor,
+    nonfinite_names,
+)
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
     WholeTensors,
@@ -267,7 +274,7 @@ class AllReduceSync(UnshardedGradients):
         self._buffers.verify()
         variance = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
-        finite = math.isfinite(norm) or self._all_finite()
+        finite = finite_by_norm(norm, self._all_finite)
         if self._has_custom_loop or not all(is_known(type(member)) for member in members_of(self._optimizer)):
             self._release()
         return self._counting.stats(sums, norm, finite, stop, variance)

@@ -54,7 +54,7 @@ from tutti.parallel.fsdp.sharding_engine import ShardingEngine
 from tutti.parallel.fsdp.zero_sharding import ZeroSharding
 from tutti.parallel.grad_norm import norm_across_model
 from tutti.parallel.loss_stats import LossCounter
-from tutti.parallel.normalisation import clip_norm, divisor_of_backward, is_finite, mean_factor
+from tutti.parallel.normalisation import clip_norm, divisor_of_backward, finite_by_norm, is_finite, mean_factor
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
     WholeTensors,
@@ -466,7 +466,7 @@ class ShardedSync:
         if factor != 1.0:
             scale_all(self._gradients(), factor)
         norm = math.sqrt(square) * factor
-        return self._counting.stats(sums, norm, self._finite(norm), stop)
+        return self._counting.stats(sums, norm, finite_by_norm(norm, self._all_finite), stop)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip gradients and step the optimizers on this rank's rows, then all-gather the parameters (ZeRO stage 1).
@@ -1101,13 +1101,13 @@ class ShardedSync:
             refuse_mismatch(comm, step_context)
         return self._tail.read(numbers[: self._tail.size]), numbers[-1]
 
-    def _finite(self, norm: float) -> bool:
-        """Return whether all gradients are finite; where the norm is not, their elements decide, by an all-reduce.
+    def _all_finite(self) -> bool:
+        """Return whether every gradient element is finite; called where the norm is not. Collective: an all-reduce.
 
-        With several ranks a replica (tensor parallelism or stages) the norm alone decides.
+        False without a look at the elements, and without the all-reduce, where a replica lives on several ranks.
         """
-        if math.isfinite(norm) or self._run_context.comms.model.size > 1:
-            return math.isfinite(norm)
+        if self._run_context.comms.model.size > 1:
+            return False
         bad = torch.zeros(1, device=self._run_context.comms.replica.device)
         bad += sum(not is_finite(g) for g in self._gradients())
         self._run_context.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()

@@ -14,7 +14,7 @@ from tutti.optim.several import acting, members_of
 from tutti.parallel.ddp.allreduce import optimizer_step
 from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
 from tutti.parallel.ddp.unsharded_gradients import TrainedGradients
-from tutti.parallel.normalisation import clip_norm, nonfinite_names
+from tutti.parallel.normalisation import clip_norm, finite_by_norm, nonfinite_names
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext, UpdateResult
@@ -144,7 +144,7 @@ class LocalGradients(TrainedGradients):
         """
         members = self.script_parameters() if self._acting_on is None else self._acting_on
         norm = self.norm_of(members, step_context)
-        if not math.isfinite(norm):
+        if not finite_by_norm(norm):
             names = nonfinite_names((name, p.grad) for name, p in self.named_trained())
             return UpdateResult(1, skipped=True, nonfinite=tuple(names[:3]), together=False)
         norm = self.clip_gradients(norm)

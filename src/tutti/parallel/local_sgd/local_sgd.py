@@ -35,7 +35,7 @@ from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.local_sgd.local_gradients import LocalGradients
 from tutti.parallel.loss_stats import LossCounter
-from tutti.parallel.normalisation import clip_norm, is_finite, nonfinite_names, own_mean, own_sum
+from tutti.parallel.normalisation import clip_norm, finite_by_norm, is_finite, nonfinite_names, own_mean, own_sum
 from tutti.parallel.whole_tensors import agreed_mixing
 from tutti.torch_compat import foreach_copy_, tensor_version
 from tutti.types.micro_batch import LossSums
@@ -196,7 +196,7 @@ class LocalSGDSync(LocalGradients):
             self._contribute(reducer, worker, part)
             return
         norm = self._make_own(part)
-        if part is not None and math.isfinite(norm):
+        if part is not None and finite_by_norm(norm):
             gradients = [p.grad for _, p in self._trained if p.grad is not None]
             left = clip_norm(norm, self._run_context.clip, partial(scale_all, gradients))
             optimizer_step(self._optimizer_of[worker], self._step_context.lr_factor, left)
@@ -232,13 +232,13 @@ class LocalSGDSync(LocalGradients):
         gradients = [p.grad for _, p in self._trained if p.grad is not None]
         norm = own_mean(gradients, part, self._step_context.loss_scale)
         self._buffers.verify()
-        if not math.isfinite(norm):
+        if not finite_by_norm(norm):
             self._culprits |= dict.fromkeys(nonfinite_names((name, p.grad) for name, p in self._trained))
         return norm
 
     def _tell(self, worker: int, part: LossSums | None, norm: float) -> None:
         """Add a worker's loss sums and the norm of its gradient to the sums over all workers."""
-        bad = not math.isfinite(norm)
+        bad = not finite_by_norm(norm)
         message = torch.zeros(LOSS_LANES, dtype=torch.float64)
         message[:4] = torch.tensor([0.0 if bad else norm, bad, part is not None, self._step_context.stop])
         if part is not None:
@@ -718,7 +718,7 @@ class LocalSGDSync(LocalGradients):
         reducer.scale(1 / count)
         norm = math.sqrt(sum(reducer.squares()))
         self._buffers.verify()
-        finite = math.isfinite(norm) or all(is_finite(p.grad) for _, p in self._trained)
+        finite = finite_by_norm(norm, lambda: all(is_finite(p.grad) for _, p in self._trained))
         return self._counting.stats(sums, norm, finite, sums.stop)
 
     def _update_all(self, reducer: Reducer, stats: StepStats, step_context: StepContext) -> UpdateResult:

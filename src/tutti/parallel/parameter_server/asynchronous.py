@@ -26,7 +26,7 @@ from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_stat
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.loss_stats import LossCounter
-from tutti.parallel.normalisation import clip_norm, nonfinite_names, own_mean
+from tutti.parallel.normalisation import clip_norm, finite_by_norm, nonfinite_names, own_mean
 from tutti.parallel.parameter_server.client import Reply
 from tutti.parallel.parameter_server.flat_views import write_gradients
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard
@@ -256,7 +256,7 @@ class AsynchronousServerSync(RemoteGradients):
         there = [g for g in gradients if g is not None]
         norm = own_mean(there, part, self._step_context.loss_scale)
         self._buffers.verify()
-        if not math.isfinite(norm):
+        if not finite_by_norm(norm):
             self._culprits += nonfinite_names(zip([name for name, _ in self._trained], gradients, strict=True))
             return False
         clip_norm(norm, self._run_context.clip, partial(scale_all, there))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from tutti.parallel.ddp.buckets import METRICS, read_sums
 from tutti.parallel.ddp.gradient_arithmetic import scale_all, squares_of
 from tutti.parallel.ddp.step_agreement import DIGESTS
-from tutti.parallel.normalisation import mean_factor
+from tutti.parallel.normalisation import finite_by_norm, is_finite, mean_factor
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard, Vectors
 from tutti.parallel.parameter_server.server_barrier import MOST_BEHIND, ServerBarrier
 from tutti.parallel.parameter_server.server_wire import (
@@ -271,7 +272,7 @@ class SyncHandler:
         there = [(i, g) for i, g in zip(self._indices, self._gradients, strict=True) if g is not None]
         for (index, gradient), square in zip(there, squares_of([g for _, g in there]), strict=True):
             squares[index] = square
-            finite[index] = float(math.isfinite(square) or bool(torch.isfinite(gradient).all()))
+            finite[index] = float(finite_by_norm(square, partial(is_finite, gradient)))
         return squares + finite
 
     def _mask(self, leaves: int) -> list[float]:
@@ -425,7 +426,7 @@ class AsyncHandler:
 
     def _finite(self, vectors: Vectors, extras: Sequence[float]) -> bool:
         # A sum is non-finite only if an element is, or if it overflows: only then look at the elements.
-        sums = all(math.isfinite(float(v.sum())) or bool(torch.isfinite(v).all()) for v in vectors)
+        sums = all(finite_by_norm(float(v.sum()), partial(is_finite, v)) for v in vectors)
         return sums and all(map(math.isfinite, extras))
 
     def _answer(self, allowed: bool, staleness: int = 0) -> Answer:
