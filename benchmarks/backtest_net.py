@@ -482,6 +482,12 @@ runs are `tutti train` with real sockets; computing is slept, so that two cores 
 communication, schedules, servers and delays, and not computing. `make backtest-net` needs root and about an hour on an
 idle machine, and goes on where it was stopped. Every figure comes from `{source}`.
 
+A prediction of the same kind, from files that `tutti bench` wrote on your own nodes:
+
+```console
+$ tutti simulate text --machine machine.json --network nodes.json --devices 16 --strategy sharded
+```
+
 Calibrated on at most four nodes are the link (`tutti bench links` between two namespaces), the backend's collectives
 (`tutti bench collectives` over four), copies and updates (`tutti bench`), and the cost of a layer's call beside its
 sleep, from steps of one device. Pipelines are calibrated on two nodes at one micro-batch: `gpipe` cuts the layers into

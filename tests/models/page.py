@@ -21,6 +21,33 @@ uneven micro-batches, by its own loss (`model(**batch).loss`) or a loss function
 the parameters of plain PyTorch on the global batches to 1e-10 (for batch norm and contrastive losses, and for
 `local_sgd`, those of a loop that plays the logical workers one after the other).
 
+An example, with a model built from a configuration:
+
+```python
+import torch
+import transformers
+
+import tutti
+
+torch.manual_seed(0)
+config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=16, n_positions=8)
+model = transformers.GPT2LMHeadModel(config)
+tokens = (torch.arange(8) + torch.arange(256)[:, None]) % 16  # each token follows from the one before
+dataset = [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def loss_fn(model, batch):
+    return model(**batch).loss
+
+
+run = tutti.prepare(model, "adam:lr=0.01", dataset, loss_fn, strategy="sharded", batch_size=32)
+for epoch in range(4):
+    for batch in run.epoch(epoch):
+        run.step(batch)
+    if tutti.rank() == 0:
+        print(f"epoch {epoch}: loss {run.stats.loss:.3f}")
+```
+
 The models are in `tests/models/`; `make models` runs all cases and writes this page. It needs `transformers`, `timm`
 and `peft`.
 """
