@@ -166,7 +166,7 @@ these measurements in sight. Only measurements that are not in these sets can co
 |---|---|---|
 | anchored | the smallest batch size of a round; for a metric, with the gradient noise at it | larger batch sizes |
 | extrapolated | batch sizes of at most 1/2 of the predicted one; for a metric one, and the noise | each batch size |
-| extrapolated, at least 8 × | batch sizes of at most 1/8 of the predicted one | each batch size |
+| extrapolated, at least 8 × | as extrapolated, of at most 1/8 of the predicted batch size | each batch size |
 | time, from at most 1/4 of the devices | a round's trainings on at most N/4 devices of the kind | time on N devices |
 
 *Extrapolated* predicts a published job from the nearest job of its series on at most half as many devices, with
@@ -188,6 +188,13 @@ and a prediction only if at least 9 of them, of at least 2 sets, are not of its 
 one set does not say how far sets differ. Other cells say `no band`. *Coverage* is the share of measurements inside
 their bands. A cell *holds* if its coverage lies within the expected coverage: the binomial 95 % interval of 90 % for
 its number of series. *Width* is the upper end less the lower end, in % of the prediction."""
+
+
+EPOCHS_TEXT = """\
+Some submissions evaluate at the ends of whole epochs, or of every few epochs: their target was met at some time between
+two evaluations, and the measurement is a whole number of epochs. These are the *extrapolated* predictions of such
+measurements. They count in all figures of this page. The last column is an epoch in % of the measurement, the least by
+which the measurement itself is uncertain."""
 
 
 def pooled(checked: list[dict[str, float]], figure: str) -> float:
@@ -231,6 +238,25 @@ def outliers(result: BacktestResult) -> list[dict[str, Any]]:
         for each, one in result.checked
         if (each.table, each.protocol) == ("data to target", "extrapolated")
         and abs(one.predicted / one.measured - 1) > 0.25
+    ]
+
+
+_MOST_EPOCHS = 1000.0
+"""Data to a target below this number are epochs; others are samples."""
+
+
+def whole_epochs(result: BacktestResult) -> list[dict[str, Any]]:
+    """Return the predictions of data to a target that was met at an evaluation at the end of a whole epoch.
+
+    The target fell between this evaluation and the one before, of which the table says nothing. Such a measurement is a
+    whole number of epochs.
+    """
+    return [
+        {"series": one.series, "predicted": one.predicted, "measured": one.measured}
+        for each, one in result.checked
+        if (each.table, each.protocol) == ("data to target", "extrapolated")
+        and one.measured < _MOST_EPOCHS
+        and one.measured == int(one.measured)
     ]
 
 
@@ -289,6 +315,15 @@ def page(stored: dict[str, Any], file: str) -> str:
         lines += ["", "## Data to a target with an error above 25 %", ""]
         lines += ["| benchmark, round and batch size | predicted samples or epochs | measured |", "|---|---|---|"]
         lines += [f"| {o['series']} | {o['predicted']:.4g} | {o['measured']:.4g} |" for o in stored["outliers"]]
+    if stored["whole_epochs"]:
+        lines += ["", "## Targets between two whole-epoch evaluations", "", *EPOCHS_TEXT.splitlines(), ""]
+        lines += [
+            "| benchmark, round and batch size | predicted epochs | measured | an epoch is % |",
+            "|---|---|---|---|",
+        ]
+        for row in stored["whole_epochs"]:
+            epoch = f"{100 / row['measured']:.1f}"
+            lines.append(f"| {row['series']} | {row['predicted']:.4g} | {row['measured']:.4g} | {epoch} |")
     lines += [
         "",
         "## Tables and groups without a prediction",
@@ -403,6 +438,7 @@ def main() -> int:
         "refused": result.refused,
         "notes": result.notes,
         "outliers": outliers(result),
+        "whole_epochs": whole_epochs(result),
     }
     (ROOT / file).write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(stored, file), encoding="utf-8")

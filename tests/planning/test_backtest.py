@@ -408,10 +408,12 @@ def test_time_to_a_target_is_predicted_from_a_quarter_of_the_devices(tmp_path: P
     assert [*predicted(spoilt=4).values()][1] > 1.5 * [*truth.values()][1]
 
 
-def progress(folder: Path, spoilt: dict[tuple[int, int], float]) -> backtest.BacktestResult:
-    """Runs at four batches whose metric rises to 1; some (batch, epoch) have another metric."""
+def progress(
+    folder: Path, spoilt: dict[tuple[int, int], float], batches: Sequence[int] = (32, 64, 128, 256)
+) -> backtest.BacktestResult:
+    """Runs at several batches whose metric rises to 1; some (batch, epoch) have another metric."""
     rows = []
-    for batch in (32, 64, 128, 256):
+    for batch in batches:
         for epoch in range(1, 41):
             metric = 1 - np.exp(-epoch / (4 + batch / 64))
             rows.append(["w", batch, epoch, spoilt.get((batch, epoch), metric), 1.0, 4.0])
@@ -456,6 +458,32 @@ def test_an_outlier_of_a_metric_reaches_no_level(tmp_path: Path) -> None:
         # Beside an outlier, a level may move by an epoch.
         assert other.measured == pytest.approx(one.measured, abs=1.05)
         assert other.predicted == pytest.approx(one.predicted, rel=0.05)
+
+
+def test_a_metric_is_predicted_from_batches_of_at_most_an_eighth_too(tmp_path: Path) -> None:
+    result = progress(tmp_path, {}, (32, 64, 128, 512))
+    far = [one for asked, one in result.checked if asked.protocol == "extrapolated, at least 8 ×"]
+    assert far and {(one.distance, one.series) for one in far} == {(8.0, "w 512")}
+    half = [one for asked, one in result.checked if asked.protocol == "extrapolated"]
+    assert min(one.distance for one in half) == 2
+    near = progress(tmp_path, {}, (32, 64, 128, 256))
+    reasons = [row["reason"] for row in near.refused if row["protocol"] == "extrapolated, at least 8 ×"]
+    assert reasons == ["no batch so much smaller than another"]
+
+
+def test_targets_between_two_whole_epoch_evaluations_are_named_on_the_page(tmp_path: Path) -> None:
+    rows = [["b", "r1", n, epochs] for n, epochs in ((128, 4.0), (256, 4.0), (512, 5.0), (1024, 6.5), (2048, 9.0))]
+    samples = [["s", "r1", n, 2e6 + 1e3 * n] for n in (128, 256, 512)]
+    write(tmp_path / "t.csv", ["bench", "version", "batch", "last_eval"], [*rows, *samples])
+    code = (
+        "import json, sys; from pathlib import Path; import backtest; from tutti.planning.backtest import run_backtest;"
+        "print(json.dumps(backtest.whole_epochs(run_backtest(Path(sys.argv[1])))))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])}
+    done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
+    found = {row["series"]: row["measured"] for row in json.loads(done.stdout)}
+    assert found == {"b / r1 256": 4.0, "b / r1 512": 5.0, "b / r1 2048": 9.0}
 
 
 def test_a_source_is_left_out_of_its_own_bands(tmp_path: Path) -> None:
@@ -653,6 +681,11 @@ def test_the_command_prints_a_line_of_json_a_group(tmp_path: Path) -> None:
 
 @MEASURED
 def test_published_measurements_are_predicted_as_the_page_says() -> None:
+    """The kept figures of the newest back-test are those of the code.
+
+    The published measurements are no part of the project. Without ``TEST_SCALING_DATA``, the path of the folder that
+    ``make backtest DATA=folder`` was given, this test is skipped, and only tests on made-up tables run.
+    """
     newest = max((ROOT / "benchmarks" / "results").glob("*-backtest.json"))
     stored = json.loads(newest.read_text(encoding="utf-8"))
     result = backtest.run_backtest(Path(DATA))

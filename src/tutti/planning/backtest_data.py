@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -166,7 +166,8 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
     A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the gradient noise scale at that
     time (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). The column
     ``grad_var`` is the variance of the gradient of the smallest batch B_0, so φ = B_0 · grad_var / grad_sqr. *Anchored*
-    predictions see the run of the smallest batch alone, *extrapolated* ones also a run of one other batch. A level is
+    predictions see the run of the smallest batch alone, *extrapolated* ones also a run of one other batch, of at most
+    half the predicted one, and once more of at most an eighth. A level is
     reached where two of three neighbouring epochs reach it, so that a single outlier does not.
 
     Args:
@@ -174,20 +175,21 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
             tables of the kind ``metric by epoch`` have them.
 
     Yields:
-        For each workload and protocol (zero-shot: from no row of the table; anchored; extrapolated) one record with
-        ``group`` (the workload), ``protocol``, ``predictions`` (in samples or epochs, a list of ``CheckedPrediction``,
-        with ``predicted`` and ``measured``) and ``reason``: why the list is empty, as always for zero-shot.
+        For each workload and protocol (zero-shot: from no row of the table; anchored; extrapolated at least 2 × and at
+        least 8 ×) one record with ``group`` (the workload), ``protocol``, ``predictions`` (in samples or epochs, a list
+        of ``CheckedPrediction``, with ``predicted`` and ``measured``) and ``reason``: why the list is empty, as always
+        for zero-shot.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)
-        alone, more = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED)
+        alone, more, far = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
         # Epochs are a unit of data too, and all batches of a workload must have one unit.
         counted = "iteration" if 2 * sum("iteration" in row.numbers for row in same) >= len(same) else "epoch"
         named = grouped((row for row in same if counted in row.numbers), lambda row: row.number("batch"))
         curves = [_Curve(batch, each, counted) for batch, each in sorted(named.items()) if len(each) > 1]
         if len(curves) < 2:
-            alone.reason = more.reason = "fewer than two batches with two epochs"
-            yield from (alone, more)
+            alone.reason = more.reason = far.reason = "fewer than two batches with two epochs"
+            yield from (alone, more, far)
             continue
         if _falls(curves[0]):
             for curve in curves:
@@ -196,11 +198,13 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
         end = min(float(curve.best()[-1]) for curve in curves)
         for share in _LEVELS if end > start else ():
             level = start + share * (end - start)
-            _ask_level(alone, more, curves, level)
+            _ask_level(alone, {0.5: more, 0.125: far}, curves, level)
         missing = "no level of the metric that every batch reaches"
         if not np.isfinite(curves[0].ratio).any():
             alone.reason = "the table does not say the noise of the gradient at the smallest batch"
-        for asked in (alone, more):
+        if more.predictions:
+            far.reason = "no batch so much smaller than another"
+        for asked in (alone, more, far):
             asked.reason = "" if asked.predictions else asked.reason or missing
             yield asked
 
@@ -209,7 +213,15 @@ def _falls(curve: _Curve) -> bool:
     return bool(np.median(curve.metric[-3:]) < np.median(curve.metric[:3]))
 
 
-def _ask_level(alone: Asked, more: Asked, curves: Sequence[_Curve], level: float) -> None:
+def _ask_level(alone: Asked, with_one: Mapping[float, Asked], curves: Sequence[_Curve], level: float) -> None:
+    """Predict the data to a level of the metric at each batch, and append the predictions.
+
+    Args:
+        alone: receives those from the gradient noise of the smallest batch.
+        with_one: by largest share of the predicted batch, receives those from one other batch besides.
+        curves: by rising batch size.
+        level: of the metric.
+    """
     first = curves[0]
     base = first.reached(level)
     if not math.isfinite(base):
@@ -230,8 +242,10 @@ def _ask_level(alone: Asked, more: Asked, curves: Sequence[_Curve], level: float
             sigma = math.log(2) * float(curve.batch / (curve.batch + average)) + 0.05
             alone.predictions.append(CheckedPrediction(name, "gradient noise", far, label, predicted, sigma, truth))
         middle = math.sqrt(first.batch * curve.batch)
-        others = [each for each in curves[1:] if each.batch <= curve.batch / 2]
-        if others:
+        for share, more in with_one.items():
+            others = [each for each in curves[1:] if each.batch <= share * curve.batch]
+            if not others:
+                continue
             one = min(others, key=lambda each: abs(math.log(each.batch / middle)))
             measured = np.array([base, one.reached(level)])
             batches = np.array([first.batch, one.batch])
