@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def planned(folder: Path, *words: str) -> dict[str, Any]:
 
 
 def test_a_plan_from_runs_and_published_hardware(tmp_path: Path) -> None:
-    machine = ("--machine", "a100x8", "--precision", "bf16", "--max-devices", "2", "--price", "2")
+    machine = ("--machine", "a100x8", "--precision", "bf16", "--max-devices", "2", "--price", "2@2026-11-27")
     found = planned(
         write_runs(tmp_path), *machine, "--strategy", "mirrored", "parameter_server", "parameter_server:backup=1"
     )
@@ -55,7 +56,8 @@ def test_a_plan_from_runs_and_published_hardware(tmp_path: Path) -> None:
             low, high = each[ends]
             assert 0 < low <= 1.01 * each[name] and each[name] <= 1.01 * high, (name, each)
         assert each["cost"] == pytest.approx(2 * each["devices"] * each["seconds"] / 3600)
-    assert found["price"]["stated"] and found["guesses"] and any("another machine" in note for note in found["notes"])
+    assert found["price"] == {"device_hour": 2, "date": "2026-11-27"} and found["guesses"]
+    assert any("another machine" in note for note in found["notes"])
     assert all(each["band"] is None and "no band" in each["band_text"] for each in found["plans"])
 
 
@@ -70,8 +72,33 @@ def test_measured_steps_alone_and_a_file_that_train_takes(tmp_path: Path) -> Non
     assert (task, config.batch_size, config.devices) == ("digits", 32, "1")
     assert str(config.target()) == "accuracy >= 0.93" and (config.samples or 0) >= 1.2 * chosen["samples"]
     assert "optimizer" in read_file(tmp_path / "plan.toml")
+    assert "at this batch" in found["learning_rate"]["text"] and config.lr_scale == "none"
+    assert f"# learning rate {found['learning_rate']['text']}" in (tmp_path / "plan.toml").read_text()
     trained = tutti(tmp_path, "train", "--config", "plan.toml", "--dry-run")
     assert trained.code == 0, trained.err
+
+
+def test_a_batch_that_no_run_has_trained_gets_a_scaled_rate(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    words = (
+        "plan",
+        "digits",
+        "--runs",
+        "runs",
+        *A100,
+        "--max-devices",
+        "1",
+        "--batch-size",
+        "512",
+        "--out",
+        "plan.toml",
+    )
+    done = tutti(tmp_path, *words)
+    assert done.code == 0, done.err
+    (line,) = (line for line in done.out.splitlines() if line.startswith("rate "))
+    assert "sqrt:base_batch=128" in line and "an assumption: no run of batch 512" in line
+    _, config = resolve_config({}, [tmp_path / "plan.toml"], None)
+    assert config.lr_scale == "sqrt:base_batch=128" and config.lr_rule.factor(config.batch_size) == 2
 
 
 def test_limits_that_cannot_be_met_end_with_9(tmp_path: Path) -> None:
@@ -112,10 +139,34 @@ def test_recomputation_is_searched_where_memory_is_short(tmp_path: Path) -> None
     assert any(each.get("activation_checkpointing") == "blocks" for each in options), options
 
 
+def test_verify_trains_the_best_plans_and_plans_again(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    for batch in (32, 64, 128):
+        env = {"host": platform.node(), "devices": []}
+        (tmp_path / "runs" / str(batch) / "env.json").write_text(json.dumps(env), encoding="utf-8")
+    before, found = planned(tmp_path), planned(tmp_path, "--verify", "2")
+    said = [note for note in found["notes"] if note.startswith("verify: ")]
+    assert len(said) == 3 and "the fastest plan was 1 device, batch 32, mirrored" in said[-1], said
+    old, new = ({each["batch"]: each for each in plans["plans"]} for plans in (before, found))
+    # The two fastest of three plans are trained; the third keeps the step of its run.
+    assert new[128] == {**old[128], "lost": new[128]["lost"], "marks": new[128]["marks"]}
+    for batch, line in zip((32, 64), said, strict=False):
+        assert new[batch]["step_basis"] == "measured by --verify" and "measured in 1 run" in old[batch]["step_basis"]
+        ratio = new[batch]["step_seconds"] / old[batch]["step_seconds"]
+        seconds = f"{new[batch]['step_seconds'] * 1e3:.3g} ms a step (25 steps), {ratio:.2f} × the plan's"
+        assert line == f"verify: 1 device, batch {batch}, mirrored: {seconds}"
+        assert new[batch]["samples"] == old[batch]["samples"]
+        assert new[batch]["seconds"] == pytest.approx(new[batch]["steps"] * new[batch]["step_seconds"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--runs", "runs", "--budget", "5"), "give --price"),
+        (("--runs", "runs", "--price", "2.10"), "a price needs its date"),
+        (("--runs", "runs", "--price", "2.10@today"), "write --price 2.10@year-month-day"),
+        (("--runs", "runs", "--price", "cheap@2026-11-27"), "cannot read the price"),
+        (("--runs", "runs", "--price", "0@2026-11-27"), "--price is 0"),
         (("--runs", "runs", "--target", "acuracy>=0.93"), "did you mean 'accuracy'"),
         (("--runs", "runs", "--target", "accuracy=0.99"), "run tutti train digits --batch-size b --until"),
         (("--runs", "runs/32"), "second batch (tutti train digits --batch-size b --until"),
@@ -146,7 +197,7 @@ def test_recomputation_is_traced_only_where_a_plan_may_have_it(monkeypatch: pyte
     traced: list[set[str]] = []
     monkeypatch.setattr(step_prediction, "TaskSizes", lambda task, base, choices: traced.append(set(choices)))
     data = TargetData([MeasuredTarget(8, 1600, 1)], None, {}, "digits")
-    limits = PlanLimits(2, (), None, None, None, 0, None)
+    limits = PlanLimits(2, (), None, None, None, None, 0, None)
     recomputing = (("activation_checkpointing", "selective"),)
     measured = PlannedStep(2, 8, "mirrored", 1.0, np.ones(1), {}, "", True, recomputing)
     for steps in ([], [measured]):

@@ -38,6 +38,7 @@ class PlanLimits:
         deadline: most seconds of training; None for no limit.
         budget: most money; None for no limit.
         price: price of one device for an hour; None where it is not stated.
+        price_date: day on which the price was valid, as the user stated it; None without a price.
         verify: number of plans to train for a few steps on this machine.
         device_memory: bytes of a device; None: memory is not checked.
     """
@@ -47,6 +48,7 @@ class PlanLimits:
     deadline: float | None
     budget: float | None
     price: float | None
+    price_date: datetime.date | None
     verify: int
     device_memory: float | None
 
@@ -57,7 +59,7 @@ class PlanLimits:
         batches: tuple[int, ...],
         deadline: str | None,
         budget: float | None,
-        price: float | None,
+        price: str | None,
         verify: int,
         device_memory: float | None,
     ) -> PlanLimits:
@@ -68,29 +70,52 @@ class PlanLimits:
             batches: ``--batch-size``, global batch sizes in samples; empty if not given.
             deadline: ``--deadline``, longest training time as a text such as ``8h``; None for none.
             budget: ``--budget``, largest cost of the training, in the currency of ``price``; None for none.
-            price: ``--price``, of one device for an hour; None if not given.
+            price: ``--price``, of one device for an hour and its date, as ``2.10@2026-11-27``; None if not given.
             verify: ``--verify``, number of plans to train for a few steps on this machine.
             device_memory: ``--device-memory``, in GiB; None if not given.
 
         Returns:
-            A ``PlanLimits`` with the same attributes, but ``deadline`` in seconds and ``device_memory`` in bytes.
+            A ``PlanLimits`` with the same attributes, but ``deadline`` in seconds, ``device_memory`` in bytes, and the
+            text ``price`` parted into a number, ``price``, and a ``datetime.date``, ``price_date``.
 
         Raises:
             UsageError: ``max_devices`` or a batch is below 1, ``verify`` is below 0, the budget, price or memory is not
-                finite and above 0, the deadline is no time above 0 (in s, min or m, h or d), or there is a budget and
-                no price.
+                finite and above 0, the price has no date, the deadline is no time above 0 (in s, min or m, h or d), or
+                there is a budget and no price.
         """
         check_least({"--max-devices": max_devices, "--batch-size": min(batches, default=None)})
-        check_above_zero({"--budget": budget, "--price": price, "--device-memory": device_memory})
+        amount, date = (None, None) if price is None else _dated_price(price)
+        check_above_zero({"--budget": budget, "--price": amount, "--device-memory": device_memory})
         if budget is not None and price is None:
             raise UsageError(
-                "--budget needs a price", remedy="give --price, of one device for an hour; tutti knows no prices"
+                "--budget needs a price",
+                remedy="give --price, of one device for an hour, with its date; tutti knows no prices",
             )
         if verify < 0:
             raise UsageError(f"--verify is {verify}", remedy="give a number of plans, such as 3")
         seconds = None if deadline is None else _deadline(deadline)
         room = None if device_memory is None else device_memory * (1 << 30)
-        return cls(max_devices, batches, seconds, budget, price, verify, room)
+        return cls(max_devices, batches, seconds, budget, amount, date, verify, room)
+
+
+def _dated_price(text: str) -> tuple[float, datetime.date]:
+    """Return price and date of a text such as 2.10@2026-11-27.
+
+    >>> _dated_price("2.10@2026-11-27")
+    (2.1, datetime.date(2026, 11, 27))
+    """
+    amount, _, date = text.partition("@")
+    remedy = f"write --price {amount or '2.10'}@YEAR-MONTH-DAY, with the day on which the price was valid"
+    try:
+        price = float(amount)
+    except ValueError as error:
+        raise UsageError(f"cannot read the price '{text}'", where="--price", remedy=remedy) from error
+    if not date:
+        raise UsageError("a price needs its date", where="--price", why="prices of devices change", remedy=remedy)
+    try:
+        return price, datetime.date.fromisoformat(date)
+    except ValueError as error:
+        raise UsageError(f"cannot read the date '{date}'", where="--price", remedy=remedy) from error
 
 
 def _deadline(text: str) -> float:
@@ -132,13 +157,13 @@ class PlanAnswer:
     asked: PlanLimits
 
     def show(
-        self, base: PlannedRun, near: RunEvidence | None, out: Path | None, figure: Path | None, as_json: bool
+        self, base: PlannedRun, runs: Sequence[RunEvidence], out: Path | None, figure: Path | None, as_json: bool
     ) -> int:
         """Print the answer of ``tutti plan``, write plan file and figure, and return the exit code.
 
         Args:
             base: configuration with the options that all plans share.
-            near: evidence of a run from which the plan file takes the length of training; None without one.
+            runs: evidence of the runs, from which the plan file takes learning rate, schedule and length.
             out: plan file to write; None for none.
             figure: SVG or PNG to write; None for none.
             as_json: print JSON in place of tables.
@@ -152,7 +177,15 @@ class PlanAnswer:
                 ``.svg`` or ``.png``.
         """
         from tutti.planning.device_plan import best_by_devices, cheapest_plan, find_knee, lost_reason, within_limits
-        from tutti.planning.plan_file import headline, plan_config, plan_json, write_plan, write_plan_figure
+        from tutti.planning.plan_file import (
+            headline,
+            model_run,
+            plan_config,
+            plan_json,
+            rate_words,
+            write_plan,
+            write_plan_figure,
+        )
 
         best = best_by_devices(self.plans)
         rows = {plan.devices: plan for plan in best}
@@ -170,15 +203,26 @@ class PlanAnswer:
         reasons = {place[id(p)]: lost_reason(p, rows[p.devices]) for p in shown if p is not rows[p.devices]}
         chosen = fastest if limited else knee or best[0]
         text = headline(best, self.target, fastest if limited else None) if chosen is not None else self._missed(best)
-        if out is not None and chosen is not None:
-            write_plan(plan_config(chosen, base, self.target, near), self.subject.text, text, out)
+        rate: dict[str, Any] | None = None
+        if chosen is not None and not self.subject.script:
+            near = model_run(chosen, runs)
+            config = plan_config(chosen, base, self.target, near)
+            words = rate_words(config, near)
+            value = config.optimizer_choice.options.lr * config.lr_rule.factor(config.batch_size)
+            rate = {"value": value, "lr_scale": config.lr_scale, "text": words}
+            if out is not None:
+                write_plan(config, self.subject.text, (text, f"learning rate {words}"), out)
         if figure is not None:
             write_plan_figure(best, f"{self.subject.text} to {self.target}", figure)
         if as_json:
-            print(json_text(self._json(text, plan_json(self.plans, reasons, marks), chosen, place), sys.stdout))
+            found = self._json(text, plan_json(self.plans, reasons, marks), chosen, place)
+            print(json_text({**found, "learning_rate": rate}, sys.stdout))
         else:
             self._print(text, best, marks, place, reasons)
+            if rate is not None:
+                print(f"rate      {rate['text']}")
             if chosen is not None and self.subject.script:
+                print("rate      the script's own, which tutti does not scale to the plan's batch")
                 print(f"to run it: {_script_run(chosen, self.subject)}")
             for path in (out if chosen is not None else None, figure):
                 if path is not None:
@@ -225,7 +269,7 @@ class PlanAnswer:
             "chosen": None if chosen is None else place[id(chosen)],
             "price": None
             if self.asked.price is None
-            else {"device_hour": self.asked.price, "stated": datetime.date.today().isoformat()},
+            else {"device_hour": self.asked.price, "date": str(self.asked.price_date)},
             "data": self._facts(),
             "plans": plans,
             "searched": self.found.searched,
@@ -295,7 +339,7 @@ class PlanAnswer:
         ):
             print(f"{label:<9} {line}")
         if self.asked.price is not None:
-            print(f"price     {self.asked.price:g} a device and hour, as stated on {datetime.date.today().isoformat()}")
+            print(f"price     {self.asked.price:g} a device and hour, stated for {self.asked.price_date}")
         print("time      of training alone: start, evaluations, saves and failures come on top (tutti goodput)")
 
 

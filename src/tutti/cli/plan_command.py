@@ -49,7 +49,7 @@ def plan_devices(
     strategy: Annotated[tuple[str, ...], _MANY] = (),
     deadline: Annotated[str | None, Parameter(show_default=False)] = None,
     budget: Annotated[float | None, Parameter(show_default=False)] = None,
-    price: Annotated[float | None, Parameter(show_default=False)] = None,
+    price: Annotated[str | None, Parameter(show_default=False)] = None,
     device_memory: Annotated[float | None, Parameter(show_default=False)] = None,
     devices_per_node: Annotated[OptionalWholeNumber, Parameter(show_default=False)] = None,
     network: Annotated[str | None, Parameter(show_default=False)] = None,
@@ -89,7 +89,7 @@ def plan_devices(
     budget:
         most money; exit with 9 unless a plan is within it
     price:
-        of one device for an hour
+        of one device for an hour, with its date: 2.10@2026-11-27
     device_memory:
         GiB of a device; plans that need more are refused
     devices_per_node:
@@ -167,7 +167,7 @@ def plan_devices(
     if recipe is not None and not stated and not named.script and not user.is_own(task):
         check_metric(known.metric.name, f"--recipe {recipe}", task_registry.held_out_values(task), averaged=True)
     loaded = named.load_script()
-    base, near = _base(evidence, precision, None if loaded is None else loaded.options)
+    base = _base(evidence, precision, None if loaded is None else loaded.options)
     batches = _batches(data, asked.batches)
     command = f"tutti train {task} --until {known.metric.name}={known.value:g}"
     steps = _steps_of_runs(evidence, strategy, batches, max_devices, command)
@@ -194,14 +194,14 @@ def plan_devices(
             if found.lacking
             else "give --machine, other --strategy or --batch-size",
         )
-    answer = PlanAnswer(named, known, device_plans(found.steps, data, price), found, notes, data, asked)
+    answer = PlanAnswer(named, known, device_plans(found.steps, data, asked.price), found, notes, data, asked)
     if verify:
         _check_here(costs, evidence)
-        verified = _verify(answer, base, near)
+        verified = _verify(answer, base, evidence)
         known_steps = {**{step_key(s): s for s in steps}, **{step_key(s): s for s in verified}}
         found = search([*known_steps.values()])
-        answer = replace(answer, plans=device_plans(found.steps, data, price), found=found)
-    return answer.show(base, near, out, figure, as_json)
+        answer = replace(answer, plans=device_plans(found.steps, data, asked.price), found=found)
+    return answer.show(base, evidence, out, figure, as_json)
 
 
 def _to_target(
@@ -390,8 +390,8 @@ def _searcher(
 
 def _base(
     evidence: Sequence[RunEvidence], precision: _Precision | None, stated: Mapping[str, Any] | None
-) -> tuple[PlannedRun, RunEvidence | None]:
-    """Return the options of the planned run besides those of a plan, and the run that they come from.
+) -> PlannedRun:
+    """Return the options of all plans besides those of a plan.
 
     Args:
         evidence: the runs; of these that with the largest batch counts.
@@ -402,7 +402,7 @@ def _base(
     near = max(reached or evidence, key=lambda run: run.config.batch_size, default=None)
     kept = {name: value for name, value in (stated or {}).items() if name not in ("strategy", "workers", "batch_size")}
     config = PlannedRun(**kept) if near is None else PlannedRun.of(near.config)
-    return (replace(config, precision=precision) if precision is not None else config), near
+    return replace(config, precision=precision) if precision is not None else config
 
 
 def _of_machine(evidence: Sequence[RunEvidence], costs: StepCosts, precision: str) -> tuple[list[RunEvidence], int]:
@@ -438,14 +438,14 @@ def _check_here(costs: StepCosts | None, evidence: Sequence[RunEvidence]) -> Non
         )
 
 
-def _verify(answer: PlanAnswer, base: PlannedRun, near: RunEvidence | None) -> list[PlannedStep]:
+def _verify(answer: PlanAnswer, base: PlannedRun, runs: Sequence[RunEvidence]) -> list[PlannedStep]:
     """Train the best plans that this machine has devices for, and return their measured steps."""
     from tutti.config.variables import without_settings
     from tutti.launcher.devices import count_accelerators
     from tutti.metrics.records import config_toml
     from tutti.planning.device_plan import best_by_devices
     from tutti.planning.plan_candidates import measured_steps
-    from tutti.planning.plan_file import plan_config
+    from tutti.planning.plan_file import model_run, plan_config
     from tutti.planning.run_evidence import read_evidence
 
     here = count_accelerators(base.device, os.environ) or os.cpu_count() or 1
@@ -462,7 +462,7 @@ def _verify(answer: PlanAnswer, base: PlannedRun, near: RunEvidence | None) -> l
         with tempfile.TemporaryDirectory() as folder:
             directory, file = Path(folder) / "run", Path(folder) / "plan.toml"
             config = replace(
-                plan_config(plan, base, answer.target, near),
+                plan_config(plan, base, answer.target, model_run(plan, runs)),
                 until=None,
                 patience=None,
                 samples=None,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.compare.runs import Trial
 from tutti.config.dotted import changed_fields
-from tutti.config.optimizer_config import MuonConfig, SGDConfig
+from tutti.config.lr_rule import usual_rule
+from tutti.config.optimizer_config import MuonConfig
 from tutti.config.settings import read_file
 from tutti.config.spec import Spec
 from tutti.config.train_config import TrainConfig
@@ -161,7 +162,7 @@ def branch_trials(
     """
     base = point.config
     chosen = base.optimizer_choice.options
-    rule = rule or ("linear" if isinstance(chosen, SGDConfig) else "sqrt")
+    rule = rule or usual_rule(chosen)
     changes = [f"optimizer.lr={chosen.lr * point.factor:.17g}"]
     if isinstance(chosen, MuonConfig):
         changes.append(f"optimizer.adam_lr={chosen.adam_lr * point.factor:.17g}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from tutti.config.gradient_noise import Multiplicative
+from tutti.config.optimizer_config import OptimizerConfig, SGDConfig
 from tutti.config.spec import Spec
 from tutti.errors import UsageError
 
@@ -127,6 +128,18 @@ def check_rule(text: str) -> NoRule:
     """
     spec = Spec.parse(text, "--lr-scale")
     return spec.build(spec.choose(RULES, "rule"), "--lr-scale")
+
+
+def usual_rule(optimizer: OptimizerConfig) -> Literal["linear", "sqrt"]:
+    """Return the name of the learning-rate rule that is assumed for an optimizer whose rate was tuned at one batch.
+
+    The name is one of ``--lr-scale``: ``linear`` for SGD (Goyal et al. 2017, arXiv 1706.02677), ``sqrt`` for all other
+    optimizers, such as Adam (Malladi et al. 2022, arXiv 2205.10287).
+
+    Args:
+        optimizer: options of the optimizer, a dataclass of ``tutti.config.optimizer_config``.
+    """
+    return "linear" if isinstance(optimizer, SGDConfig) else "sqrt"
 
 
 def check_growth(rule: NoRule, noise: Multiplicative | None) -> None:

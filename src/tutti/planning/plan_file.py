@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tutti.config.lr_rule import usual_rule
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget
 from tutti.distribution import pip_install
@@ -17,10 +18,30 @@ from tutti.metrics.records import config_toml
 from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, draw_ends, find_knee, last_gain
 from tutti.planning.plan_candidates import plan_config_of
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.run_evidence import RunEvidence
+from tutti.planning.run_evidence import TRAINING_OPTIONS, RunEvidence
 
 _ROOM = 2.0
 """The planned run may take so many times the samples that the target needs, before it ends without it."""
+
+
+def model_run(plan: DevicePlan, runs: Sequence[RunEvidence]) -> RunEvidence | None:
+    """Return the finished run from which the planned run takes learning rate, schedule and length.
+
+    Preferred are runs that reached their target; of these, runs of the plan's batch size and strategy, then runs of its
+    batch size, then runs of the largest batch size. Of several such runs the one is taken which needed the median
+    number of samples to its target.
+
+    Args:
+        plan: devices, batch and strategy of the planned run.
+        runs: evidence of the finished runs; None is returned if it is empty.
+    """
+    able = [run for run in runs if run.target is not None and run.target["reached"]] or [*runs]
+    same = [run for run in able if run.config.batch_size == plan.step.batch]
+    largest = max((run.config.batch_size for run in able), default=0)
+    found = [run for run in same if run.config.strategy == plan.step.strategy] or same
+    found = found or [run for run in able if run.config.batch_size == largest]
+    ordered = sorted(found, key=lambda run: float((run.target or {}).get("samples") or math.inf))
+    return ordered[len(ordered) // 2] if ordered else None
 
 
 def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near: RunEvidence | None) -> TrainConfig:
@@ -30,19 +51,31 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
         plan: devices, batch and strategy of the run.
         base: configuration with all further options.
         target: metric and level at which the run ends.
-        near: evidence of a finished run with the options of ``base``. Its length is kept where it is at least 1.2 times
-            the samples that the target needs, because the learning-rate schedule depends on it; otherwise, for None,
-            and for a run that missed its target, the length is twice the samples that the target needs.
+        near: evidence of a finished run (``model_run``), from which the planned run takes the options of training, such
+            as optimizer and learning-rate schedule. None: they are those of ``base``.
+
+            If the run has another batch size than the plan, and no learning-rate rule (``--lr-scale``) of its own, the
+            planned run gets the usual rule of the optimizer (``usual_rule``), with the run's batch size as base batch.
+
+            The length of a run that reached its target is kept where it is at least 1.2 times the samples that the plan
+            needs, because the schedule depends on it; otherwise, and for None, the length is twice these samples.
 
     Returns:
         Options of ``tutti train``: those of ``base`` with the plan's choice, ``until`` set to the target and the length
         in samples; without output directory, ``resume``, profile and trace, and with the default of ``wait`` (time to
         wait for another device), as the number of devices is fixed.
     """
+    if near is not None:
+        taken: dict[str, Any] = {name: getattr(near.config, name) for name in TRAINING_OPTIONS}
+        if taken["lr_scale"] == "none" and near.config.batch_size != plan.step.batch:
+            taken["lr_scale"] = (
+                f"{usual_rule(near.config.optimizer_choice.options)}:base_batch={near.config.batch_size}"
+            )
+        base = replace(base, **taken)
     most = math.ceil(_ROOM * plan.data.samples)
     length: dict[str, Any] = {"epochs": None, "steps": None, "duration": None, "samples": most}
     if near is not None and near.target is not None and near.target["reached"]:
-        kept = base.length
+        kept = near.config.length
         epoch = near.target["samples"] / near.target["epochs"]
         samples = kept.value * {"ep": epoch, "sa": 1, "st": near.config.batch_size}[kept.unit]
         if samples >= 1.2 * plan.data.samples:
@@ -61,20 +94,47 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
     )
 
 
-def write_plan(config: TrainConfig, task: str, headline: str, path: Path) -> None:
-    """Write ``plan.toml`` for ``tutti train --config``, with the plan's headline as a comment.
+def rate_words(config: TrainConfig, near: RunEvidence | None) -> str:
+    """Say in words which learning rate a planned run has, by which rule, and whether a run has tried it.
+
+    Args:
+        config: options of the planned run, of ``plan_config``.
+        near: the run from which its optimizer is taken; None without one.
+
+    Returns:
+        One line of text without a full stop, such as ``0.008 = 0.004 × 2 by sqrt:base_batch=128, …``.
+    """
+    given, batch = config.optimizer_choice.options.lr, config.batch_size
+    if near is None:
+        return f"{given:g} of --optimizer {config.optimizer}, an assumption: no run has tried it; tune it"
+    factor = config.lr_rule.factor(batch)
+    rate = f"{given * factor:g}"
+    if config.lr_scale != "none":
+        rate += f" = {given:g} × {factor:.3g} by {config.lr_scale}"
+    if near.config.batch_size == batch:
+        return f"{rate}, that of {near.path} at this batch"
+    own = "the rule of the run" if near.config.lr_scale != "none" else "the usual rule of such an optimizer"
+    return (
+        f"{rate}, {own} at batch {near.config.batch_size} ({near.path}); an assumption: no run of batch {batch} has "
+        f"tried it, and the plan's samples hold for a tuned rate"
+    )
+
+
+def write_plan(config: TrainConfig, task: str, comments: Sequence[str], path: Path) -> None:
+    """Write ``plan.toml`` for ``tutti train --config``, with lines about the plan as comments at its top.
 
     Args:
         config: options of the planned run.
         task: name of its task.
-        headline: the plan in one sentence.
+        comments: lines without ``#``, such as the plan in one sentence.
         path: the file to write.
 
     Raises:
         DiskError: the file cannot be written.
     """
     try:
-        path.write_text(f"# {headline}\n{config_toml(config, task)}", encoding="utf-8")
+        head = "".join(f"# {line}\n" for line in comments)
+        path.write_text(head + config_toml(config, task), encoding="utf-8")
     except OSError as error:
         raise DiskError("cannot write the plan", where=str(path), why=error.strerror) from error
 

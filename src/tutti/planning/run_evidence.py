@@ -25,7 +25,8 @@ _BLOCKS = 5
 _LEAST_STEPS = 10
 _SAME = ("data", "model", "augment")
 """Options without which samples to the target are of another problem."""
-_RECIPE = ("optimizer", "schedule", "lr_scale", "clip", "ema", "gradient_noise", "precision")
+TRAINING_OPTIONS = ("optimizer", "schedule", "lr_scale", "clip", "ema", "gradient_noise")
+"""Options on which the samples to a target depend, besides those of the problem, the batch and the precision."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
                     remedy="plan from runs of one model and data",
                 )
         kept.append(run)
-    for name in _RECIPE:
+    for name in (*TRAINING_OPTIONS, "precision"):
         values = sorted({str(getattr(run.config, name)) for run in kept})
         if len(values) > 1:
             notes.append(f"the runs differ in {name}: {', '.join(values)}")
