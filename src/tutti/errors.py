@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
         DATA: data are missing or unreadable, or a loader process failed.
         CHECKPOINT: a checkpoint cannot be loaded, or does not fit the run.
         PEER: another rank or a collective failed, or ranks disagree.
-        NON_FINITE: too many steps in a row had NaN or infinite gradients.
+        NON_FINITE: too many steps in a row had NaN or infinite gradients, or a run to be read has diverged.
         AUTHENTICATION: a parameter server refused this process.
         DISK: a file cannot be written.
         THRESHOLD: the run ended as planned, and missed a target that the user stated.
@@ -203,7 +203,7 @@ class MismatchError(PeerError):
 
 
 class NonFiniteError(TuttiError):
-    """Raised where too many training steps in a row had a NaN or infinite gradient."""
+    """Raised where too many training steps in a row had a NaN or infinite gradient, or a run given to read diverged."""
 
     exit_code = ExitCode.NON_FINITE
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.planning.test_critical_batch import run_directory
 from tutti.cli.app import main
-from tutti.errors import UsageError
+from tutti.errors import NonFiniteError, UsageError
 from tutti.planning.branch_fit import Branch, BranchFit, fit_branches
 from tutti.planning.critical_batch import critical_batch, noise_evidence
 from tutti.planning.noise_figure import write_noise_figure
@@ -67,7 +67,6 @@ def test_an_end_that_is_not_bounded() -> None:
 @pytest.mark.parametrize(
     ("start", "found", "words"),
     [
-        (START, [Branch(1, 0, 1.0), Branch(2, 0, math.nan), Branch(4, 0, 1.0)], "at 2 × the batch diverged"),
         (START, [Branch(1, 0, 1.0), Branch(2, 0, 1.0)], "three runs in all"),
         (START, [Branch(2, 0, 1.0), Branch(4, 0, 1.0), Branch(8, 0, 1.0)], "at one times the batch"),
         (1.0, [Branch(1, 0, 1.0), Branch(2, 0, 1.0), Branch(4, 0, 1.0)], "did not lower the held-out loss"),
@@ -76,6 +75,11 @@ def test_an_end_that_is_not_bounded() -> None:
 def test_branches_that_say_nothing_are_refused(start: float, found: list[Branch], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         fit_branches(BATCH, start, found)
+
+
+def test_a_branch_that_diverged_is_refused_as_diverged() -> None:
+    with pytest.raises(NonFiniteError, match="at 2 × the batch diverged"):
+        fit_branches(BATCH, START, [Branch(1, 0, 1.0), Branch(2, 0, math.nan), Branch(4, 0, 1.0)])
 
 
 def known_target(folder: Path, critical: float, noise: float | None) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tutti.cli.app import main
-from tutti.errors import UsageError
+from tutti.errors import ExitCode, UsageError
 from tutti.planning.critical_batch import critical_batch, noise_evidence
 from tutti.planning.recipe import read_recipe
 
@@ -92,7 +92,6 @@ def test_the_table_and_the_figure(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("made", "words"),
     [
         ([{"noise": None}], "such as tutti train digits --workers 8 --noise-every"),
-        ([{"loss": None}], "the run diverged"),
         ([{"noise": None, "samples": 900, "target": 0.9}], "does not fix the two constants"),
         ([{"samples": None, "target": 0.9}], "a run did not reach its target"),
         ([{"samples": 900, "target": 0.9}, {"samples": 900, "target": 0.8}], "the runs have different targets"),
@@ -105,6 +104,14 @@ def test_what_says_nothing_is_refused(
     paths = [str(run_directory(tmp_path / str(number), **options)) for number, options in enumerate(made)]
     assert main(["noise", *paths]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_ends_with_the_code_of_diverged_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_directory(tmp_path / "a", loss=None)
+    assert main(["noise", str(path)]) == ExitCode.NON_FINITE
+    assert "the run diverged" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget
 from tutti.errors import TargetError, UsageError
 from tutti.metrics.records import config_toml
+from tutti.planning.critical_batch import noise_evidence
+from tutti.planning.device_plan import TargetData
+from tutti.planning.law_fit import fit_target
 from tutti.planning.plan_candidates import check_measured_algorithms, measured_steps
 from tutti.planning.run_evidence import find_runs, measured_targets, read_evidence, usable_runs
 
@@ -26,13 +30,17 @@ def write_run(
     config = TrainConfig(**{"batch_size": batch, "devices": "1", "epochs": 20.0, "until": "accuracy=0.93", **options})
     (folder / "config.toml").write_text(config_toml(config, task), encoding="utf-8")
     records: list[dict[str, Any]] = [
-        {"group": "train", "step": n, "samples": n * batch, "seconds": 1.0 + n * step_seconds} for n in range(1, 101)
+        {"group": "train", "step": n, "samples": n * batch, "seconds": 1.0 + n * step_seconds, "loss": 1.0}
+        for n in range(1, 101)
     ]
     records.append({"group": "eval", "step": 100, "samples": 359, "accuracy": 0.94, "loss": 0.2, "seconds": 2.0})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
     target = {"metric": "accuracy", "better": "higher", "value": 0.93, "reached": samples is not None}
-    target |= {"samples": samples, "samples_before": samples and samples - 1, "epochs": samples and samples / 1438}
-    (folder / "summary.json").write_text(json.dumps({"target": target}), encoding="utf-8")
+    ends = (None, None) if samples is None else (samples - 1, samples + 1)
+    target |= {"samples_before": ends[0], "samples": ends[1], "epochs": samples and samples / 1438}
+    (folder / "summary.json").write_text(
+        json.dumps({"task": task, "global_batch_size": batch, "target": target}), encoding="utf-8"
+    )
     (folder / "env.json").write_text(json.dumps({"host": "lab", "devices": []}), encoding="utf-8")
     return folder
 
@@ -54,6 +62,29 @@ def test_steps_and_samples_are_read(tmp_path: Path) -> None:
     steps = measured_steps(runs)
     assert [(each.devices, each.batch, each.strategy) for each in steps] == [(1, 32, "mirrored"), (1, 128, "mirrored")]
     assert steps[0].seconds == pytest.approx(0.015) and steps[0].measured and "2 runs" in steps[0].basis
+
+
+def test_plan_and_noise_take_the_same_samples_to_the_target(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", 32, 6400)
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary["target"] |= {"samples_before": 6000, "samples": 8000}
+    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    _, (planned,), notes = measured_targets(evidence(run), TARGET, "digits")
+    noise = noise_evidence(run)
+    assert planned.samples == noise.samples == 7000
+    assert planned.spread == noise.spread == pytest.approx(2000 / 12**0.5 / 7000)
+    assert any("between 6,000 and 8,000 samples" in note for note in notes)
+    # The interval is part of the draws: coarse evaluations leave a wide one.
+    coarse = TargetData([planned], None, {}, "digits").at(32)
+    assert np.std(np.log(coarse.draws)) == pytest.approx(planned.spread, rel=0.2)
+
+
+def test_coarse_evaluations_count_less_in_the_fit() -> None:
+    batches, runs = np.array([32.0, 64.0, 128.0]), np.ones(3)
+    data = 6400 * (1 + batches / 256) * np.array([1.0, 1.2, 1.0])
+    plain, _ = fit_target(batches, data, runs).predict(256.0)
+    weighed, _ = fit_target(batches, data, runs, np.array([0.0, 0.2, 0.0])).predict(256.0)
+    assert abs(weighed - 12800) < abs(plain - 12800)
 
 
 def test_a_damaged_environment_says_nothing_of_the_host(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def noise(
     Returns
     -------
     int
-        Exit code. 0: the critical batch size is printed. A wrong option, or runs that do not determine it,
-        raise UsageError, which ``tutti`` turns into exit code 2. A training run of ``branch`` or ``batches`` that
-        fails raises a TuttiError with its exit code.
+        Exit code. 0: the critical batch size is printed. A wrong option, or runs that do not determine it, raise
+        UsageError, which ``tutti`` turns into exit code 2; a run or branch that diverged raises NonFiniteError, exit
+        code 6. A training run of ``branch`` or ``batches`` that fails raises a TuttiError with its exit code.
 
     Notes
     -----
@@ -237,8 +237,8 @@ def _show(found: CriticalBatch, evidence: Sequence[NoiseEvidence], tuned: Sequen
         print(f"batch {each.batch:,}: rate {each.rate:.3g}{edge} (samples by rate: {rates})")
     if found.recipe is not None:
         shown = [
-            (f"{batch:,}", f"{samples:,.0f}", f"{found.recipe.samples_at(batch):,.0f}", str(count))
-            for batch, samples, count in found.batches
+            (f"{b.batch:,}", f"{b.samples:,.0f}", f"{found.recipe.samples_at(b.batch):,.0f}", str(b.runs))
+            for b in found.batches
         ]
         print_table(("batch", f"samples to {found.recipe.metric} {found.recipe.value:g}", "fitted", "runs"), shown)
 
@@ -281,5 +281,5 @@ def _plain(found: CriticalBatch, tuned: Sequence[TunedBatch]) -> dict[str, Any]:
         ],
         "samples_min": None if recipe is None else recipe.samples_min,
         "target": None if recipe is None else {"metric": recipe.metric, "value": recipe.value},
-        "batches": [{"batch": b, "samples": samples, "runs": count} for b, samples, count in found.batches],
+        "batches": [{"batch": b.batch, "samples": b.samples, "runs": b.runs} for b in found.batches],
     }

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tutti.errors import UsageError
+from tutti.errors import NonFiniteError, UsageError
 from tutti.optim.noise_scale import student_t
 
 _GRID = 801
@@ -112,7 +112,8 @@ def fit_branches(batch: int, start: float, branches: Sequence[Branch], tolerance
         deviation of ln B_crit (``centre``, ``spread``) and P (``progress``).
 
     Raises:
-        UsageError: a loss is not finite, there are fewer branches or multiples than ``branches`` must have, or training
+        NonFiniteError: a loss is not finite.
+        UsageError: there are fewer branches or multiples than ``branches`` must have, or training
             at one times the batch made no progress.
     """
     import numpy as np
@@ -162,7 +163,7 @@ def _by_multiple(branches: Sequence[Branch]) -> dict[int, list[float]]:
 def _check(start: float, losses: dict[int, list[float]]) -> None:
     for multiple, found in losses.items():
         if not all(map(math.isfinite, (start, *found))):
-            raise UsageError(
+            raise NonFiniteError(
                 f"the branch at {multiple} × the batch diverged",
                 why="its held-out loss is not finite",
                 remedy="leave this multiple out, or take a rule that raises the learning rate less (--rule sqrt, none)",

@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
-from tutti.errors import UsageError, counted
+from tutti.errors import NonFiniteError, UsageError, counted
 from tutti.metrics.metrics_file import METRICS, metric_records
 from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
 from tutti.planning.branch_fit import BranchFit
+from tutti.planning.device_plan import MeasuredTarget
 from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.recipe import CriticalBatchWay, TrainingRecipe
+from tutti.planning.run_evidence import interval_spread, target_interval
 
 _NOISE_SPREAD = 0.7
 _BRANCH_SPREAD = 0.35
@@ -39,6 +42,7 @@ class NoiseEvidence:
         scaled: the same estimates for Adam's preconditioned gradient.
         target: metric and value of ``--until``; None without that option.
         samples: training samples until the target was reached; None if the run did not reach it.
+        spread: standard deviation of the natural logarithm of ``samples`` because a run evaluates every so often only.
     """
 
     path: Path
@@ -48,6 +52,7 @@ class NoiseEvidence:
     scaled: tuple[NoiseEstimate, ...]
     target: tuple[str, float] | None
     samples: float | None
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class CriticalBatch:
     Attributes:
         noise: simple noise scale over all runs; None if none was measured.
         scaled: noise scale of Adam's preconditioned gradient; None if none was measured.
-        batches: measured (batch, samples to the target, runs), by batch.
+        batches: measured samples to the target by rising batch size; geometric mean over the runs of a batch size.
         recipe: posterior of samples to the target; None without a run that reached a target.
         band: 5 % and 95 % quantile of the critical batch.
         critical_batch: the estimate in samples.
@@ -68,7 +73,7 @@ class CriticalBatch:
 
     noise: NoiseBand | None
     scaled: NoiseBand | None
-    batches: tuple[tuple[int, float, int], ...]
+    batches: tuple[MeasuredTarget, ...]
     recipe: TrainingRecipe | None
     band: tuple[float, float]
     critical_batch: float
@@ -88,13 +93,13 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
     Returns:
         A ``NoiseEvidence``: ``task`` and ``batch`` (samples of a global batch); ``estimates`` and ``scaled``, noise
         estimates of the gradient and of Adam's preconditioned gradient, one for each kept step (empty where none was
-        recorded); ``target`` (metric and value; None without ``--until``) and the ``samples`` to it, the mean of the
-        samples at the evaluation that reached it and at the one before (None where it was not reached).
+        recorded); ``target`` (metric and value; None without ``--until``); the ``samples`` to it, the middle of
+        ``target_interval`` (None where it was not reached), and their ``spread``.
 
     Raises:
         UsageError: ``summary.json`` or ``metrics.jsonl`` cannot be read, as before the end of a run, or the summary has
-            no ``global_batch_size``; the run has made no step; or the run diverged (its last step has no finite loss or
-            was skipped).
+            no ``global_batch_size``; or the run has made no step.
+        NonFiniteError: the run diverged: its last step has no finite loss or was skipped.
     """
     summary = _object(path / "summary.json", "give the directory of a run that has ended, such as runs/digits-…")
     try:
@@ -108,7 +113,7 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
             remedy="give the directory of a run that has trained, with its metrics.jsonl",
         )
     if steps[-1].get("loss") is None or steps[-1].get("skipped"):
-        raise UsageError(
+        raise NonFiniteError(
             "the run diverged",
             where=str(path),
             why="the loss of its last step is not finite, and its gradients' noise says nothing",
@@ -144,8 +149,8 @@ def critical_batch(
         estimate rests on, in words; ``ways``, a tuple with the estimate by each measured method alone (``noise``,
         ``branches``, ``target``); ``recipe``, the posterior of E_min and B_crit (None without a run that reached a
         target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's preconditioned gradient with
-        their bands (None where not measured); ``batches``, triples of batch, samples to the target (geometric mean over
-        the runs of this batch) and number of runs; and ``branches`` as given.
+        their bands (None where not measured); ``batches``, for each batch the samples to the target (geometric mean
+        over its runs) and the number of runs; and ``branches`` as given.
 
     Raises:
         UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a
@@ -229,17 +234,16 @@ def _from_target(runs: Sequence[NoiseEvidence], known: CriticalBatch) -> Critica
 
     from tutti.planning.law_fit import fit_target
 
-    sizes, samples, counts = (np.array(column, dtype=float) for column in zip(*known.batches, strict=True))
+    rows = [astuple(each) for each in known.batches]
+    sizes, samples, counts, spreads = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
+    alone = fit_target(sizes, samples, counts, spreads)
     prior = _prior(known)
-    posterior = (
-        fit_target(sizes, samples, counts)
-        if prior is None
-        else fit_target(sizes, samples, counts, math.exp(prior[0]), prior[1])
-    )
+    posterior = alone
+    if prior is not None:
+        posterior = fit_target(sizes, samples, counts, spreads, math.exp(prior[0]), prior[1])
     ways = list(known.ways)
     words = f"samples to the target at {counted(len(sizes), 'batch size')}"
     if len(sizes) > 1:
-        alone = fit_target(sizes, samples, counts)
         ends = np.exp(np.interp((0.05, 0.5, 0.95), np.cumsum(alone.weights), alone.log_critical)).tolist()
         ways.append(CriticalBatchWay("target", ends[1], ends[0], ends[2], words + " alone"))
     generator = np.random.default_rng(0)
@@ -255,8 +259,8 @@ def _from_target(runs: Sequence[NoiseEvidence], known: CriticalBatch) -> Critica
     return replace(known, recipe=recipe, band=(low, high), critical_batch=middle, basis=basis, ways=tuple(ways))
 
 
-def _batches(runs: Sequence[NoiseEvidence]) -> tuple[tuple[int, float, int], ...]:
-    """Return (batch, geometric mean of samples to the target, runs). Raises UsageError where targets differ."""
+def _batches(runs: Sequence[NoiseEvidence]) -> tuple[MeasuredTarget, ...]:
+    """Return the geometric mean of samples to the target by batch. Raises UsageError where targets differ."""
     targets = {run.target for run in runs if run.target is not None}
     if len(targets) > 1:
         raise UsageError(
@@ -272,11 +276,14 @@ def _batches(runs: Sequence[NoiseEvidence]) -> tuple[tuple[int, float, int], ...
             why="its samples to the target are unknown, and leaving it out would favour its batch size",
             remedy="train it longer, with another learning rate, or to a lower target",
         )
-    found: dict[int, list[float]] = {}
+    found: dict[int, list[tuple[float, float]]] = {}
     for run in runs:
         if run.samples is not None:
-            found.setdefault(run.batch, []).append(math.log(run.samples))
-    return tuple((batch, math.exp(sum(logs) / len(logs)), len(logs)) for batch, logs in sorted(found.items()))
+            found.setdefault(run.batch, []).append((run.samples, run.spread))
+    return tuple(
+        MeasuredTarget(batch, geometric_mean(s for s, _ in same), len(same), fmean(spread for _, spread in same))
+        for batch, same in sorted(found.items())
+    )
 
 
 def _band(estimates: Sequence[NoiseEstimate]) -> NoiseBand | None:
@@ -292,15 +299,14 @@ def _estimates(steps: Sequence[dict[str, Any]], name: str, last: float) -> tuple
     return tuple(found[-max(math.ceil(len(found) * last), 1) :]) if found else ()
 
 
-def _reached(summary: dict[str, Any]) -> tuple[tuple[str, float] | None, float | None]:
-    """Return target and samples to it: half-way between the evaluation that reached it and the one before."""
+def _reached(summary: dict[str, Any]) -> tuple[tuple[str, float] | None, float | None, float]:
+    """Return target, samples to it, and the standard deviation of their logarithm."""
     target = summary.get("target")
     if not isinstance(target, dict) or target.get("value") is None:
-        return None, None
-    samples = target.get("samples")
-    if samples is not None:
-        samples = (float(samples) + float(target.get("samples_before") or 0)) / 2
-    return (str(target["metric"]), float(target["value"])), samples
+        return None, None, 0.0
+    interval = target_interval(target)
+    wanted = str(target["metric"]), float(target["value"])
+    return (wanted, None, 0.0) if math.isinf(interval[1]) else (wanted, fmean(interval), interval_spread(interval))
 
 
 def _object(path: Path, remedy: str) -> dict[str, Any]:

@@ -37,13 +37,15 @@ class MeasuredTarget:
 
     Attributes:
         batch: samples in a global batch.
-        samples: training samples until a run reached the target, in the median of the runs.
+        samples: training samples until a run reached the target, of several runs their median or geometric mean.
         runs: number of runs.
+        spread: standard deviation of the natural logarithm of ``samples`` because a run evaluates every so often only.
     """
 
     batch: int
     samples: float
     runs: int
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +100,8 @@ class TargetData:
             batches = np.array([float(batch) for batch in self.measured])
             data = np.array([each.samples for each in self.measured.values()])
             runs = np.array([float(each.runs) for each in self.measured.values()])
-            self._posterior = fit_target(batches, data, runs)
+            spreads = np.array([each.spread for each in self.measured.values()])
+            self._posterior = fit_target(batches, data, runs, spreads)
             chosen = generator.choice(len(self._posterior.weights), size=DRAWS, p=self._posterior.weights)
             self._least = np.exp(self._posterior.log_least[chosen])
             self._critical = np.exp(self._posterior.log_critical[chosen])
@@ -143,7 +146,8 @@ class TargetData:
     def _demand(self, batch: int) -> DataDemand:
         known = self.measured.get(batch)
         if known is not None:
-            draws = known.samples * np.exp(self.spread / math.sqrt(known.runs) * self._normal)
+            spread = math.hypot(self.spread / math.sqrt(known.runs), known.spread)
+            draws = known.samples * np.exp(spread * self._normal)
             runs = counted(known.runs, "run")
             return DataDemand(known.samples, draws, None, f"measured in {runs}; no band: runs of other seeds differ")
         if not len(self._least):

@@ -17,9 +17,6 @@ _INDEPENDENT = 100.0
 """Rows that count as independent at most: the errors of a law repeat from row to row, so a thousand rows are no
 proof."""
 
-
-"""Draws of a law's constants, from which the standard deviation of a prediction comes."""
-
 OTHER_SETS = 8.0
 """Rows that count as independent where they come from other sets than the one that is predicted: a guess."""
 
@@ -167,7 +164,12 @@ _FREEDOM = 3.0
 
 
 def fit_target(
-    batches: Array, data: Array, runs: Array, noise: float | None = None, noise_spread: float = 0.7
+    batches: Array,
+    data: Array,
+    runs: Array,
+    spreads: Array | float = 0.0,
+    noise: float | None = None,
+    noise_spread: float = 0.7,
 ) -> TargetPosterior:
     """Fit E(B) = E_min(1 + B/B_crit), the data to a target at batch size B, to measured batch sizes.
 
@@ -181,6 +183,8 @@ def fit_target(
         data: (n,) samples, or epochs, that training needed to the target at each batch size.
         runs: (n,) number of runs that each value comes from; two or more count for more than one, with diminishing
             returns.
+        spreads: (n,) standard deviations of ln ``data``, or one for all, because evaluations are apart: the target was
+            reached somewhere between two of them. They lower the weights of the values.
         noise: measured gradient noise scale B_simple in samples; None if there is none.
         noise_spread: standard deviation of log B_crit given the noise scale.
 
@@ -192,7 +196,7 @@ def fit_target(
     middle = np.log(_CRITICAL_FACTOR * batches.max() if noise is None else noise)
     spread = _CRITICAL_SPREAD if noise is None else noise_spread
     grid = np.linspace(middle - 6 * spread, middle + 6 * spread, 400)
-    weight = 2 * runs / (runs + 1)
+    weight = 1 / ((runs + 1) / (2 * runs) + (spreads / _SEED) ** 2)
     least = np.log(data)[None] - np.log1p(batches[None] / np.exp(grid)[:, None])
     centre = (least * weight).sum(1) / weight.sum()
     square = (weight * (least - centre[:, None]) ** 2).sum(1)

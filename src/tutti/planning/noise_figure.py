@@ -87,10 +87,10 @@ def _draw_branches(axes: Any, branches: BranchFit) -> None:
 
 
 def _draw_target(axes: Any, recipe: TrainingRecipe, found: CriticalBatch) -> None:
-    largest = 4 * max(found.critical_batch, *(batch for batch, _, _ in found.batches))
+    largest = 4 * max(found.critical_batch, *(each.batch for each in found.batches))
     sizes = [largest * 2 ** (-n / 8) for n in range(80)]
     axes.plot(sizes, [recipe.samples_at(size) for size in sizes], label="E(B) = E_min(1 + B/B_crit)")
-    axes.plot([row[0] for row in found.batches], [row[1] for row in found.batches], "o", label="measured")
+    axes.plot([each.batch for each in found.batches], [each.samples for each in found.batches], "o", label="measured")
     axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="samples to the target")
     axes.set_title(f"{recipe.metric} {recipe.value:g}")
     axes.legend(fontsize="small")

@@ -15,7 +15,7 @@ from tutti.errors import UsageError, counted
 from tutti.planning.device_plan import PlannedStep
 from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.planned_run import PlannedRun, mesh_extents
-from tutti.planning.run_evidence import RunEvidence
+from tutti.planning.run_evidence import RunEvidence, target_interval
 
 _OPTIONS = ("micro_batch", "activation_checkpointing")
 """Options of a run that are part of a plan, besides devices, batch and strategy."""
@@ -132,7 +132,8 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
         draws = middle * np.exp(spread * np.random.default_rng(seed).standard_normal(DRAWS))
         samples = None
         if not is_single_update(strategy):
-            reached = [run.target["samples"] for run in same if run.target is not None and run.target["reached"]]
+            middles = [float(np.mean(target_interval(run.target))) for run in same if run.target is not None]
+            reached = [middle for middle in middles if math.isfinite(middle)]
             if not reached:
                 continue
             samples = float(np.median(reached))

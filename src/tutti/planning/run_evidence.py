@@ -201,6 +201,40 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
     return kept, notes
 
 
+def target_interval(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the number of training samples after which a run reached its target, as an interval.
+
+    A run evaluates every so often only, so that it reached the target somewhere between two evaluations. The middle is
+    what ``tutti plan`` and ``tutti noise`` take as the samples to the target.
+
+    Args:
+        entry: the object ``target`` of the run's ``summary.json``.
+
+    Returns:
+        A pair of Python floats: samples at the last evaluation that missed the target (0 if there was none), and at the
+        evaluation that met it. Both are infinite if the run did not reach the target.
+    """
+    if entry.get("samples") is None:
+        return math.inf, math.inf
+    return float(entry.get("samples_before") or 0), float(entry["samples"])
+
+
+def interval_spread(interval: tuple[float, float]) -> float:
+    """Return the standard deviation of the natural logarithm of a number of which only an interval is known.
+
+    It is width ÷ (√12 · middle), to first order that of a number which lies anywhere in the interval with equal
+    probability.
+
+    Args:
+        interval: low end, at least 0, and high end, above 0.
+
+    >>> round(interval_spread((900.0, 1100.0)), 4)
+    0.0577
+    """
+    low, high = interval
+    return (high - low) / (math.sqrt(12) * (low + high) / 2)
+
+
 def measured_targets(
     runs: Sequence[RunEvidence], target: TrainingTarget | None, task: str
 ) -> tuple[TrainingTarget, list[MeasuredTarget], list[str]]:
@@ -215,9 +249,10 @@ def measured_targets(
 
     Returns:
         Three values. The target. A list by rising batch size, whose elements have ``batch`` (samples of a global
-        batch), ``samples`` (median of the training samples until the target was reached; the higher of two middle ones)
-        and ``runs`` (number of runs). And lines in words: runs that missed the target, batches left out, and targets
-        that may have been reached earlier because evaluations were far apart.
+        batch), ``samples`` (training samples until the target was reached, the middle of ``target_interval``, in the
+        median of the runs; the higher of two middle ones), ``runs`` (number of runs) and ``spread`` (standard deviation
+        of ln ``samples``, because evaluations are apart). And lines in words: runs that missed the target, batches left
+        out, and evaluations that were far apart.
 
     Raises:
         UsageError: ``target`` is None, and no run was trained to a target or the runs have different targets; the runs
@@ -242,28 +277,27 @@ def measured_targets(
     if wanted not in trained:
         shown = ", ".join(f"{name}={value:g}" for name, value in sorted(trained)) or "none"
         raise UsageError(f"no run was trained to {target}", why=f"targets of the runs: {shown}", remedy=f"run {train}")
-    by_batch: dict[int, list[float]] = defaultdict(list)
+    by_batch: dict[int, list[tuple[float, float]]] = defaultdict(list)
     notes = []
     for run in runs:
         entry = run.target
         if entry is None or (entry["metric"], entry["value"]) != wanted:
             continue
-        reached = bool(entry["reached"])
-        by_batch[run.config.batch_size].append(float(entry["samples"]) if reached else math.inf)
-        if not reached:
+        before, seen = interval = target_interval(entry)
+        by_batch[run.config.batch_size].append(interval)
+        if math.isinf(seen):
             notes.append(f"{run.path} did not reach {target}: it counts as infinitely many samples")
-        elif entry["samples"] > 1.1 * max(entry["samples_before"], 1):
-            early = 1 - entry["samples_before"] / entry["samples"]
-            notes.append(f"{run.path} may have reached it {early:.0%} earlier: evaluate more often")
+        elif seen > 1.1 * max(before, 1):
+            notes.append(f"{run.path} reached it between {before:,.0f} and {seen:,.0f} samples: evaluate more often")
     found = []
-    for batch, values in sorted(by_batch.items()):
-        middle = statistics.median_high(values)
-        if math.isinf(middle):
-            notes.append(
-                f"batch {batch} is left out: {sum(map(math.isinf, values))} of {counted(len(values), 'run')} missed it"
-            )
+    for batch, intervals in sorted(by_batch.items()):
+        interval = sorted(intervals, key=statistics.fmean)[len(intervals) // 2]
+        if math.isinf(interval[1]):
+            missed = sum(math.isinf(seen) for _, seen in intervals)
+            notes.append(f"batch {batch} is left out: {missed} of {counted(len(intervals), 'run')} missed it")
         else:
-            found.append(MeasuredTarget(batch, middle, len(values)))
+            middle = statistics.fmean(interval)
+            found.append(MeasuredTarget(batch, middle, len(intervals), interval_spread(interval)))
     if not found:
         raise TargetError(
             f"no run has reached {target}",
