@@ -123,14 +123,14 @@ class Case:
     """A model and the plans that are ranked for it.
 
     Attributes:
-        task, model: as ``tutti train`` takes them.
+        task, model: as ``tutti train`` takes them; no model for a task of one's own.
         batch: samples of a global batch.
         plans: the plans.
         origin: how the plans came about beside the prices; kept with each result.
     """
 
     task: str
-    model: str
+    model: str | None
     batch: int
     plans: Sequence[Plan]
     origin: str
@@ -170,7 +170,8 @@ def predictions(machine: Path, case: Case) -> dict[str, dict[str, Any]]:
 def trained(case: Case, plan: Plan, steps: int, folder: Path) -> float:
     """Train a plan, and return the median seconds of its steps by the clock of rank 0."""
     strategy, devices, micro_batch = plan
-    words = ["train", case.task, "--model", case.model, "--strategy", strategy, "--devices", str(devices)]
+    words = ["train", case.task, *([] if case.model is None else ["--model", case.model])]
+    words += ["--strategy", strategy, "--devices", str(devices)]
     words += ["--device", "cpu", "--batch-size", str(case.batch), "--optimizer", OPTIMIZER]
     words += ["--steps", str(steps + _SKIPPED + 1), "--checkpoint-every", "none", "--eval-every", "none"]
     words += ["--out", str(folder), "--overwrite"]

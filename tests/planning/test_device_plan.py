@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +85,15 @@ def test_a_band_exists_only_where_the_back_test_has_a_cell() -> None:
     assert narrow.band is not None and narrow.band[1] < near.band[1]
     predicted = device_plans([step(2, 256, {"compute": 0.1})], data, None)[0]
     assert predicted.band is None and "no band" in predicted.band_text
+    # The errors of data and step are independent: their logarithms add up in squares.
+    seconds = predicted.step.seconds
+    for wide in (1.0001, 1.3):
+        checked = replace(predicted.step, band=(seconds / wide, seconds * wide))
+        (banded,) = device_plans([checked], data, None)
+        assert banded.band is not None and "taken as independent" in banded.band_text
+        end = np.hypot(np.log(near.band[1] / near.samples), np.log(wide))
+        assert np.log(banded.band[1] / banded.seconds) == pytest.approx(end) == -np.log(banded.band[0] / banded.seconds)
+        assert not within_limits(banded, banded.seconds * 1.01, None)
 
 
 def test_the_knee_is_the_last_doubling_that_was_worth_it() -> None:

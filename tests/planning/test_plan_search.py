@@ -11,6 +11,7 @@ import pytest
 from tests.planning.test_step_prediction import TASK, costs
 from tutti.comm.collective_schedules import LinkCost
 from tutti.errors import UsageError
+from tutti.planning.conformal_band import CellScores
 from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData, best_by_devices, device_plans
 from tutti.planning.machine_choice import open_machine
 from tutti.planning.memory_plan import model_facts
@@ -19,7 +20,7 @@ from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_
 from tutti.planning.plan_search import STRATEGIES, StepPricer, calibrate, plan_choices, search_plans
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_costs import StepCosts
-from tutti.planning.step_prediction import TaskSizes
+from tutti.planning.step_prediction import TaskSizes, step_basis
 
 DATA = TargetData([MeasuredTarget(8, 1600, 1), MeasuredTarget(64, 3200, 1)], None, {}, "digits")
 BATCHES = (8, 16)
@@ -140,6 +141,21 @@ def test_measured_steps_win_and_scale_the_others(own: str) -> None:
     assert "÷ predicted 3.00" in found.rests[0]
     calibrate((), pricer, found)
     assert pricer.evaluate(made(2, 16, "mirrored", 0.0)).seconds == pytest.approx(plain.seconds)
+
+
+def test_a_simulated_step_has_a_band_where_steps_like_it_were_checked(own: str) -> None:
+    pricer, step = pricer_of(own, costs()), made(2, 8, "mirrored", 0.0)
+    pricer.residuals = {}
+    assert pricer.evaluate(step).band is None and "no band" in pricer.evaluate(step).basis
+    sets = {kind: CellScores((1.0,), 10) for kind in ("mlp", "cnn", "gpt")}
+    pricer.residuals = {f"{step_basis(pricer.costs, 2)}, at most 2 ×": sets}
+    found = pricer.evaluate(step)
+    assert found.band is not None and found.band[0] < found.seconds < found.band[1]
+    assert "30 series of 3 kinds" in found.basis
+    # A lower bound has none, and neither has a prediction that a measured step scales: others were checked.
+    assert pricer.floor(step).band is None
+    pricer.factors = {"": (1.5, 1)}
+    assert pricer.evaluate(step).band is None
 
 
 def test_stages_and_tensor_ranks_of_hybrid_divide_the_devices() -> None:

@@ -32,7 +32,7 @@ from tutti.planning.published_costs import published_chips
 from tutti.planning.step_builders import build_step, check_buildable
 from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
-from tutti.planning.step_prediction import TaskSizes, alone_config, gather_sizes, predict_step, step_band
+from tutti.planning.step_prediction import TaskSizes, alone_config, gather_sizes, predict_step, step_band, step_basis
 from tutti.planning.step_program import UPDATE, StepProgram, evaluate_program
 from tutti.workload.bench_timing import fit_link
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine, write_machine
@@ -466,13 +466,15 @@ def test_published_hardware_names_its_rows_and_its_guesses() -> None:
 def test_a_band_needs_thirty_checked_series_of_its_cell() -> None:
     seconds = np.full(DRAWS, 2.0)
     assert step_band(seconds, costs(), 2, {}) == (None, NO_BAND)
-    cell = "simulated step, measured machine, at most 2 ×"
+    cell = f"{step_basis(costs(), 2)}, at most 2 ×"
     few, enough = ({cell: {name: CellScores((2.0,), each) for name in "ab"}} for each in (14, 15))
     assert step_band(seconds, costs(), 2, few) == (None, NO_BAND)
     band, text = step_band(seconds, costs(), 2, enough)
     wide = np.exp(2 * band_unit(0.0))
     assert band == pytest.approx((2 / wide, 2 * wide)) and cell in text
-    assert step_band(seconds, costs(), 64, enough) == (None, NO_BAND)
+    # What was checked on measured devices says nothing of more of them, nor of scaled predictions.
+    for devices, scaled in ((4, False), (64, False), (2, True)):
+        assert step_band(seconds, costs(), devices, enough, scaled) == (None, NO_BAND)
 
 
 def test_devices_of_a_node_share_the_threads_of_a_cpu() -> None:

@@ -294,7 +294,7 @@ class PlanAnswer:
 
         print(f"{text[0].upper()}{text[1:]}.\n")
         times = ["time to target", "draws 5–95 %", "band 90 %"]
-        heads = ["devices", "batch", "step (5–95 %)", "samples", *times, "gain", "cost (5–95 %) [band]", "plan"]
+        heads = ["devices", "batch", "step (5–95 %) [band]", "samples", *times, "gain", "cost (5–95 %) [band]", "plan"]
         rows = []
         for number, plan in enumerate(best):
             low, high = draw_ends(plan.draws)
@@ -303,7 +303,7 @@ class PlanAnswer:
                 [
                     str(plan.devices),
                     str(plan.step.batch),
-                    f"{plan_seconds(plan.step.seconds)} ({'–'.join(map(plan_seconds, draw_ends(plan.step.draws)))})",
+                    _step_text(plan),
                     f"{plan.data.samples:,.0f}",
                     plan_seconds(plan.seconds),
                     f"{plan_seconds(low)}–{plan_seconds(high)}",
@@ -382,6 +382,16 @@ def choice_in_words(plan: DevicePlan) -> str:
     """
     count = counted(plan.devices, "device")
     return f"{count}, batch {plan.step.batch}, {plan.step.label}"
+
+
+def _step_text(plan: DevicePlan) -> str:
+    """Return a plan's step time, the quantiles of its draws in parentheses, and its band, if any, in brackets."""
+    from tutti.planning.device_plan import draw_ends
+    from tutti.planning.plan_file import plan_seconds
+
+    step = plan.step
+    band = "" if step.band is None else f" [{'–'.join(map(plan_seconds, step.band))}]"
+    return f"{plan_seconds(step.seconds)} ({'–'.join(map(plan_seconds, draw_ends(step.draws)))}){band}"
 
 
 def _cost_text(plan: DevicePlan) -> str:

@@ -285,12 +285,14 @@ def shipped_residuals() -> dict[str, dict[str, CellScores]]:
 
     A score is the error |ln(measured ÷ predicted)| of a prediction, divided by (σ² + 0.1²)^⅜, where σ is the standard
     deviation that the prediction states for its logarithm (``band_unit``). ``make backtest`` has computed the scores
-    from published measurements.
+    from published measurements; those of steps that ``tutti simulate`` predicts are from steps that the project has
+    measured (``benchmarks/step_residuals.py``).
 
     Returns:
         A dict from the class of prediction (what predictions rest on, and how far they extrapolate) to a dict from the
-        published source to its ``CellScores``: ``scores``, a tuple of at most 60 quantiles, and ``series``, the number
-        of independent series. Empty if the file is missing.
+        source, such as a published set or a kind of model, to its ``CellScores``: ``scores``, a tuple of at most 60
+        quantiles, and ``series``, the number of independent series. Empty if the files are missing.
     """
-    path = resources.files("tutti.planning") / "residuals.json"
-    return read_residuals(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    paths = [resources.files("tutti.planning") / name for name in ("residuals.json", "step_residuals.json")]
+    found = [read_residuals(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    return {cell: sets for each in found for cell, sets in each.items()}

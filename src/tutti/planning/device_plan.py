@@ -194,6 +194,8 @@ class PlannedStep:
             alone, as for any synchronous strategy.
         least: whether ``seconds``, ``draws`` and ``terms`` are only a lower bound, because even with it the step loses
             against another plan.
+        band: low and high end of the 90 % band of predicted ``seconds``; None for a measured step, and where
+            predictions like this were not checked.
     """
 
     devices: int
@@ -207,6 +209,7 @@ class PlannedStep:
     options: tuple[tuple[str, object], ...] = ()
     samples: float | None = None
     least: bool = False
+    band: tuple[float, float] | None = None
 
     @cached_property
     def choice(self) -> Choice:
@@ -268,13 +271,16 @@ class DevicePlan:
     def band_text(self) -> str:
         """Text for people that says what the 90 % band of the plan's training time rests on, or why it has none.
 
-        A plan is a choice of devices, batch size and strategy. Its training time has a band only if its step time was
-        measured, and if the samples to the target have a band, which needs tested predictions of the same kind.
+        A plan is a choice of devices, batch size and strategy. Its training time has a band only if the samples to the
+        target have one, and if its step time was measured or has a band too. Both need tested predictions of the same
+        kind.
         """
-        if self.band is not None:
+        if self.band is not None and self.step.measured:
             return "90 % band of the data to the target; the step was measured"
+        if self.band is not None:
+            return "90 % bands of the data to the target and of the step, their errors taken as independent"
         if self.data.band is not None:
-            return "no band: only the data have one, and predicted steps were not checked"
+            return "no band: only the data have one, and predicted steps like this were not checked"
         return "no band: times to a target like this were not checked"
 
     @property
@@ -369,9 +375,10 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
         seconds = number * step.seconds
         draws = demand.draws / step.batch * step.draws
         band = None
-        if demand.band is not None and step.measured:
-            low, high = (end / demand.samples * seconds for end in demand.band)
-            band = (low, high)
+        if demand.band is not None and (step.measured or step.band is not None):
+            known = step.seconds if step.band is None else step.band[1]
+            wide = math.exp(math.hypot(math.log(demand.band[1] / demand.samples), math.log(known / step.seconds)))
+            band = (seconds / wide, seconds * wide)
         cost = None if price is None else price * step.devices * seconds / 3600
         plans.append(DevicePlan(step, demand, number, seconds, draws, band, cost))
     return sorted(plans, key=lambda plan: (plan.devices, plan.seconds))

@@ -205,8 +205,8 @@ def plan_json(
         One object for each plan. Its choice: ``devices``, ``batch`` (samples), ``strategy``, ``options``; ``marks``;
         ``evaluated`` (False if ``step_seconds`` is only a lower bound). Then ``step_seconds``, ``step_terms`` (the same
         by cause, such as ``compute``), ``samples`` and ``steps`` to the target, ``seconds`` of the training and
-        ``cost``; with 90 % bands (``samples_band``, ``band``, ``cost_band``), quantiles 0.05 and 0.95 over Monte Carlo
-        draws (``step_draws``, ``draws``, ``cost_draws``), and words on their sources (``step_basis``,
+        ``cost``; with 90 % bands (``step_band``, ``samples_band``, ``band``, ``cost_band``), quantiles 0.05 and 0.95
+        over Monte Carlo draws (``step_draws``, ``draws``, ``cost_draws``), and words on their sources (``step_basis``,
         ``samples_basis``, ``band_text``). ``lost`` is an object with ``gap_seconds``, ``term`` (the cause),
         ``closes_seconds`` (part of the gap that the cause explains), ``tie`` and ``text``, or None without a reason.
         Unknown numbers are None.
@@ -224,6 +224,7 @@ def plan_json(
                 "evaluated": not plan.step.least,
                 "step_seconds": plan.step.seconds,
                 "step_draws": draw_ends(plan.step.draws),
+                "step_band": plan.step.band,
                 "step_basis": plan.step.basis,
                 "step_terms": dict(plan.step.terms),
                 "samples": plan.data.samples,

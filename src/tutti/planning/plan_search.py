@@ -19,7 +19,7 @@ from tutti.config.spec import Spec
 from tutti.config.sync_config import ShardedConfig
 from tutti.errors import UsageError, counted
 from tutti.parallel import check_strategy, parse_strategy
-from tutti.planning.conformal_band import NO_BAND
+from tutti.planning.conformal_band import NO_BAND, Residuals, shipped_residuals
 from tutti.planning.device_plan import DevicePlan, PlannedStep, TargetData, device_plans, may_tie
 from tutti.planning.monte_carlo import DRAWS, median_draw
 from tutti.planning.pass_prices import PassPrices
@@ -30,7 +30,7 @@ from tutti.planning.step_builders import build_step, rank_micro_batches
 from tutti.planning.step_costs import StepCosts
 from tutti.planning.step_facts import StepFacts
 from tutti.planning.step_floor import step_floor
-from tutti.planning.step_prediction import TaskSizes, step_shares
+from tutti.planning.step_prediction import TaskSizes, step_band, step_shares
 from tutti.planning.step_program import evaluate_program
 
 STRATEGIES = ("mirrored", "sharded", "pipeline", "tensor", "hybrid")
@@ -164,12 +164,14 @@ class StepPricer:
         costs: durations of computing and communication on the machine.
         factors: by name of the strategy, and under "" over all strategies: measured ÷ predicted seconds of earlier
             steps, by which predictions are multiplied, and the number of these steps.
+        residuals: scores of checked predictions from which bands of predicted steps are derived.
     """
 
     sizes: TaskSizes
     base: PlannedRun
     costs: StepCosts
     factors: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    residuals: Residuals = field(default_factory=shipped_residuals)
     _prices: dict[tuple[int, int], PassPrices] = field(default_factory=dict)
     _checked: dict[tuple[str, int], str] = field(default_factory=dict)
     _meshes: dict[tuple[str, int], PlannedRun] = field(default_factory=dict)
@@ -292,12 +294,14 @@ class StepPricer:
 
     def _made(self, step: PlannedStep, seconds: Array, terms: Mapping[str, float], least: bool) -> PlannedStep:
         factor, number = self.factors.get(step.family, self.factors.get("", (1.0, 0)))
-        basis = f"predicted for {self.costs.name}; {NO_BAND}"
+        draws = seconds * factor
+        band, why = (None, NO_BAND) if least else step_band(draws, self.costs, step.devices, self.residuals, number > 0)
+        basis = f"predicted for {self.costs.name}; {why if band is None else f'90 % band: {why}'}"
         if number:
             basis += f"; scaled × {factor:.2f} by {counted(number, 'measured step')}"
         scaled = {name: value * factor for name, value in terms.items()}
-        draws = seconds * factor
-        return replace(step, seconds=median_draw(draws), draws=draws, terms=scaled, basis=basis, least=least)
+        middle = median_draw(draws)
+        return replace(step, seconds=middle, draws=draws, terms=scaled, basis=basis, least=least, band=band)
 
     def _terms(self, terms: Mapping[str, float], config: PlannedRun, prices: PassPrices) -> dict[str, float]:
         """Return the terms with recomputation apart from the rest of computing."""

@@ -458,15 +458,31 @@ def predict_step(
     return prediction, times
 
 
+def step_basis(costs: StepCosts, devices: int, scaled: bool = False) -> str:
+    """Return in words what the predicted seconds of a step rest on: the basis of its cell (``conformal_band``).
+
+    Bases tell apart data of measured and of published machines, CPUs and accelerators, no more devices than were
+    measured together and more, and predictions that are multiplied by measured ÷ predicted seconds of other steps.
+
+    Args:
+        costs: predicts durations on the machine; read are the kind of its data and the devices of a node.
+        devices: number of devices of the step.
+        scaled: whether the prediction is so multiplied.
+    """
+    kind = "accelerators" if costs.overlaps else "CPUs"
+    more = costs.basis == "measured" and devices > costs.network.per_node
+    basis = f"{SIMULATED} on more {kind} than measured" if more else f"{SIMULATED} on {costs.basis} {kind}"
+    return f"{basis} and scaled by measured steps" if scaled else basis
+
+
 def step_band(
-    seconds: Array, costs: StepCosts, devices: int, residuals: Residuals
+    seconds: Array, costs: StepCosts, devices: int, residuals: Residuals, scaled: bool = False
 ) -> tuple[tuple[float, float] | None, str]:
     """Return the interval that should hold a step's seconds with 90 % probability, and in words what it rests on.
 
     The interval is m · exp(±q·u) around the median m of ``seconds``. u = (σ² + 0.1²)^⅜ is the unit of errors
     (``band_unit``), with the standard deviation σ of ln ``seconds``; q is chosen so that 90 % of the checked
-    predictions of the same class are off by a factor of at most exp(q·u) (``band_factor``). A class holds predictions
-    from the same kind of machine data (measured or published) to a similar multiple of the devices of a measured node.
+    predictions of the same class (``step_basis``) are off by a factor of at most exp(q·u) (``band_factor``).
 
     Args:
         seconds: predicted seconds of a step, shape (256,): one value for each of the Monte Carlo draws of the
@@ -474,20 +490,27 @@ def step_band(
         costs: predicts durations on the machine; read are the kind of its data (``basis``) and the devices of a node.
         devices: number of devices of the run.
         residuals: scores of checked predictions, |ln(measured ÷ predicted)| / u, by class of prediction and then by
-            published source.
+            source.
+        scaled: whether ``seconds`` are multiplied by measured ÷ predicted seconds of other steps.
 
     Returns:
         A pair: the interval as (low end, high end) in seconds, or None where the class has too few predictions; and the
         text that says what the interval rests on, or why there is none.
     """
     measured = costs.network.per_node if costs.basis == "measured" else devices
-    cell = f"{SIMULATED}, {costs.basis} machine, {distance_class(devices / measured)}"
+    cell = f"{step_basis(costs, devices, scaled)}, {distance_class(devices / measured)}"
     factor = band_factor(residuals, cell, "")
     if factor is None:
         return None, NO_BAND
     centre, sigma = float(np.median(seconds)), float(np.log(seconds).std())
     wide = float(np.exp(factor * band_unit(sigma)))
-    return (centre / wide, centre * wide), f"90 % of checked predictions like this were within it ({cell})"
+    return (centre / wide, centre * wide), _checked_words(residuals, cell)
+
+
+def _checked_words(residuals: Residuals, cell: str) -> str:
+    kinds = residuals[cell]
+    series = sum(each.series for each in kinds.values())
+    return f"90 % of checked predictions like this were within it ({cell}; {series} series of {len(kinds)} kinds)"
 
 
 def alone_config(config: PlannedRun) -> PlannedRun:

@@ -69,7 +69,7 @@ def _predicted(plan: Mapping[str, Any], runs: Sequence[RunRecord]) -> ReportTabl
             measured = run.step_seconds
             if measured is None or not _same(row, run):
                 continue
-            band = None if whole else row.get("band")
+            band = row.get("step_band" if whole else "band")
             ends = [finite(end) for end in band] if isinstance(band, list) else []
             low, high = ends if len(ends) == 2 else (None, None)
             within, said = "no band", "no band"
