@@ -13,11 +13,12 @@ else
 READY := $(VENV)/.ready
 BENCH := $(VENV)/.bench
 SITE := $(VENV)/.site
+BROWSER := $(VENV)/.browser
 endif
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test full engines contract models scripts fuzz faults peers reliability demo lint site bench gpu backtest backtest-net soak study alike causes clean
+.PHONY: help venv test full browser engines contract models scripts fuzz faults peers reliability demo lint site bench gpu backtest backtest-net soak study alike causes clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +43,10 @@ $(BENCH): $(READY)
 $(SITE): $(READY)
 	$(INSTALL) --editable '.[site]'
 	touch $@
+
+$(BROWSER): $(READY)
+	$(INSTALL) --editable '.[browser]'
+	touch $@
 endif
 
 # Four at once on two cores: a good part of the tests waits for processes, timeouts and the disk.
@@ -52,6 +57,11 @@ test: $(READY)  ## every test and doctest; of large tables a pairwise part
 
 full: $(READY)  ## what `make test` leaves out of all tables but those of contract, scripts, fuzz and faults
 	$(BIN)/pytest -q -n 3 --dist worksteal -m full
+
+# apt-get install chromium brings the browser.
+browser: $(BROWSER)  ## reports in a headless Chromium: console, network, axe-core; a dated result, pictures in build/browser
+	BROWSER_RECORD=benchmarks/results/$$(date -u +%F)-browser.json BROWSER_PICTURES=build/browser \
+		$(BIN)/pytest -q -n 0 -m full tests/report/test_report_in_browser.py
 
 # The whole table is about a day on two cores; each part of it has something of everything.
 PART ?= 1/1

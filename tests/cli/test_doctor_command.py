@@ -317,5 +317,5 @@ def test_help_needs_no_torch() -> None:
 def test_the_extras_are_those_that_are_declared() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert {extra: list(packages) for extra, packages in EXTRAS.items()} == {
-        extra: packages for extra, packages in declared.items() if extra not in ("dev", "parity", "site")
+        extra: packages for extra, packages in declared.items() if extra not in ("browser", "dev", "parity", "site")
     }
