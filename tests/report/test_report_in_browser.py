@@ -105,6 +105,8 @@ def test_a_page_for_all(checked: Checked, pages: dict[str, Path], name: str, wid
     for folded in page.locator("summary").all():
         folded.click()
     assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+    ends = "all => Math.max(...all.map(each => each.getBoundingClientRect().right))"
+    assert page.locator("caption").evaluate_all(ends) <= width
     if PICTURES:
         Path(PICTURES).mkdir(parents=True, exist_ok=True)
         page.screenshot(path=f"{PICTURES}/{name}-{width}-{scheme}.png", full_page=True)

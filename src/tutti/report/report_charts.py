@@ -129,7 +129,7 @@ def line_chart(
 def contour_chart(
     offsets: Sequence[float], values: Sequence[Sequence[float]], levels: Sequence[float], caption: str
 ) -> ReportChart:
-    """Draw lines of equal loss, or of another value, over a square plane as SVG, each labelled with its value.
+    """Draw lines of equal loss, or of another value, over a square plane as SVG; every second line is labelled.
 
     Needs matplotlib.
 
@@ -145,7 +145,8 @@ def contour_chart(
 
     def draw(axes: Axes) -> None:
         lines = axes.contour(offsets, offsets, values, levels=levels, colors=_series(0), linewidths=1.0)
-        axes.clabel(lines, fontsize=7, colors=_TEXT)
+        # Levels lie close together around the minimum, where labels of all would overlap.
+        axes.clabel(lines, lines.levels[::2], fontsize=7, colors=_TEXT)
         axes.plot([0], [0], "+", color=_TEXT)
         axes.set(xlabel="first direction", ylabel="second direction", aspect="equal")
 
