@@ -35,7 +35,8 @@ def convert_to_float8(model: nn.Module, device: torch.device, emulate: bool = Fa
         The model; a new module if ``model`` is itself a linear layer.
 
     Raises:
-        UsageError: torchao is missing, the device has no such products, or no layer can be converted.
+        UsageError: torchao is missing; the device cannot multiply 8-bit floats, and ``emulate`` is False; or no layer
+            can be converted.
     """
     check_float8_package()
     why = None if emulate else reason_against_float8(device)

@@ -59,9 +59,9 @@ def as_built(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def spilled(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage is backed by a file and not by memory, as of tensors made in ``spilling``.
+    """Return whether a tensor's storage is backed by a file, as that of a large CPU tensor made in ``spilling`` is.
 
-    False for a ``DTensor``.
+    False for a tensor in memory, and for a ``DTensor``.
 
     Args:
         tensor: any dense tensor.

@@ -341,9 +341,9 @@ class PartGradient(IncompleteGradient):
     def takes(self, term: Any) -> bool:
         """Return whether the script may add ``term`` to this gradient without gathering it. Not collective.
 
-        True if all of this holds: each rank has either the whole gradient or no part of it (attribute ``whole``, as
-        with pipeline stages); this rank or another one has it; no backward runs in this thread; and ``term`` is not
-        itself a placeholder of a gradient.
+        True if all of this holds: the attribute ``whole`` is True (each rank has either the whole gradient or no part
+        of it, as with pipeline stages); a rank of the group has the gradient; no backward runs in this thread; and
+        ``term`` is not itself a placeholder of a gradient.
 
         Args:
             term: what the script adds: a tensor or a number.
@@ -372,7 +372,9 @@ class PartGradient(IncompleteGradient):
         return self
 
     def note(self, total: Tensor | None) -> None:
-        """Record that the script has added a tensor to the gradient, for the comparison over ranks. Not collective.
+        """Record, for the comparison over ranks, that the script has added a tensor to the gradient. Not collective.
+
+        The sums are kept in the attribute ``added_to``, in order. Discards the computed norms, as every edit does.
 
         Args:
             total: the sum of the tensor's elements; None where this rank does not have the tensor.
@@ -381,11 +383,22 @@ class PartGradient(IncompleteGradient):
         self.added_to.append(total)
 
     def assembled(self) -> Tensor:
-        """Return the whole gradient, all-gathered from the parts, as a new tensor.
+        """Return the whole gradient, gathered from the parts of all ranks, as a new tensor.
 
-        Collective over the ranks that hold the parts, by the gatherer of ``how_split``: an all-gather over the shard
-        ranks where they hold rows, and an all-reduce over the tensor ranks where they hold slices. Blocks.
-        ``how_split`` must not be None, and this rank must have a part.
+        For a gradient that is cut into slices (tensor parallelism) or rows (ZeRO stage 1), of which every rank of the
+        group has a part. The caller has checked two conditions: the attribute ``how_split`` is not None, and ``own()``
+        does not return None. With pipeline stages ``how_split`` is None: call ``GradientParts.total`` there.
+
+        Collective over the group: every rank calls it for the same gradient; blocks. Rows are all-gathered over the
+        shard ranks. Slices are all-reduced over the tensor ranks, each of which contributes its slice, and zeros
+        elsewhere.
+
+        Returns:
+            A tensor of shape ``how_split.shape``, equal on all ranks of the group, in the dtype and on the device of
+            this rank's part.
+
+        Raises:
+            PeerError: a rank of the group is lost, or does not take part within the timeout.
         """
         split = cast(GradientSplit, self.how_split)
         [gathered] = split.gatherer.gather(split.key, [cast(Tensor, self.own())])
@@ -429,8 +442,9 @@ class PartGradient(IncompleteGradient):
     def write(self, whole: Tensor) -> Any:
         """Copy this rank's part of a whole tensor into its part of the gradient, in place. Not collective.
 
-        Every rank of the group must make the call with the same tensor. ``how_split`` must not be None, and this rank
-        must have a part. Counts as an edit of the gradient.
+        For a gradient in slices or rows, as ``assembled`` returns it whole: the attribute ``how_split`` is not None,
+        and ``own()`` returns this rank's part. Every rank of the group must make the call with the same tensor. Counts
+        as an edit of the gradient.
 
         Args:
             whole: the new values of the whole gradient, of its shape.

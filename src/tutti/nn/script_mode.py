@@ -363,12 +363,12 @@ def _is_elementwise(name: str) -> bool:
 
 
 def is_of_lists(func: Any) -> bool:
-    """Return whether a function of PyTorch takes lists of tensors (``torch._foreach_mul_``, for example), by its name.
+    """Return whether a function of PyTorch takes lists of tensors: whether its name begins with ``_foreach``.
 
-    Such a function combines the tensors that are at the same index in its lists.
+    Such a function, for example ``torch._foreach_mul_``, combines the tensors that are at the same index in its lists.
 
     Args:
-        func: the function, as ``__torch_function__`` is given it.
+        func: the function, as ``__torch_function__`` is given it; False if it has no ``__name__``.
     """
     return str(getattr(func, "__name__", "")).startswith("_foreach")
 

@@ -90,12 +90,13 @@ class CentralStorageSync(AllReduceSync):
         Returns:
             This object itself, which is also the gradient-ready hook. With several ranks, ``attach`` has registered its
             ``gradient_ready`` as post-accumulate-grad hook of the parameters, to copy gradients to shared memory during
-            backward; not where gradients of logical workers are summed in a fixed order, which begins after backward.
+            backward. There is no such hook where the gradients of logical workers (fixed shares of the global batch)
+            are summed in a fixed order, because this sum begins after backward.
 
         Raises:
             UsageError: the ranks are on several hosts or cannot share memory; the optimizer needs tensors of several
-                owners together; or, on accelerators, the model has sparse gradients or the optimizer needs a closure;
-                or a trial step of the optimizer draws from PyTorch's global random generator.
+                owners together; a trial step of the optimizer draws from PyTorch's global random generator; or, on
+                accelerators, the model has sparse gradients or the optimizer needs a closure.
             MismatchError: ranks hold models with different parameters or buffers.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
@@ -134,11 +135,11 @@ class CentralStorageSync(AllReduceSync):
             clipping; ``finite``, whether the gradient is finite; and ``stop``, whether a rank asks to stop.
 
         Raises:
-            UsageError: with several ranks the script has written parameters since the last update, has assigned their
-                ``.data``, or has edited gradients on some ranks only. Or, on an accelerator, the script has written a
-                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance, where this
-                rank computes several logical workers with buffers of their own. Or a gradient is sparse although no
-                module that holds the parameter has an attribute ``sparse`` that is True.
+            UsageError: in one of three cases. There are several ranks, and the script has written parameters since the
+                last update, has assigned their ``.data``, or has edited gradients on some ranks only. This rank
+                computes several logical workers, each with buffers of its own, on an accelerator, and the script has
+                written a buffer that forwards write too, other than by a reset to zeros, or to ones for a variance. Or
+                a gradient is sparse, and no module that holds the parameter has an attribute ``sparse`` that is True.
             MismatchError: ranks are in different steps, hold different parameters, or differ in batch size or settings.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
@@ -291,8 +292,13 @@ class CentralStorageSync(AllReduceSync):
         Every parameter has one owner, the rank that updates it; without this call a rank receives only the gradients of
         the parameters that it owns. Called before the first step of a script's own training loop, which may read all
         gradients. The first call is collective over the data ranks, which allocate shared memory for another reducer of
-        gradients. From now on, what the script writes to buffers after an update counts for the last logical worker
-        (fixed share of the global batch) of this rank alone. Later calls change nothing and are not collective.
+        gradients. Later calls change nothing and are not collective.
+
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
+        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
+        write and that the script writes after an update. From now on only the rank's last worker takes the script's
+        value, and the other workers keep theirs; without this call, such a write raises UsageError in the next step,
+        unless it is a reset to zeros, or to ones for a variance.
 
         Raises:
             UsageError: the shared memory has no room.

@@ -571,7 +571,8 @@ class FullySharded:
             Names of the parameters with hooks that this call has adapted, and no earlier one.
 
         Raises:
-            UsageError: a parameter with a hook is unsharded in another dtype.
+            UsageError: a parameter with a hook has another dtype when it is unsharded (option ``param_dtype``), so that
+                the hook would get gradients of that dtype.
         """
         for name, (_, gathered, *unsharded) in self._twins.items():
             for other in unsharded:

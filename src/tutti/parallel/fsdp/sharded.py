@@ -357,10 +357,10 @@ class ShardedSync:
             part: unused; other strategies send these loss sums along with the gradients.
 
         Raises:
-            UsageError: ranks share a logical worker, and a forward has changed a buffer (outside reproducible mode:
-                other than batch-norm statistics), either with FSDP2, whose forwards are collective, so that ranks
-                cannot compute one after the other, or after a first step in which no forward of any rank changed a
-                buffer.
+            UsageError: ranks share a logical worker, a forward of this rank has changed a buffer in this step, and one
+                of two conditions holds: FSDP2 shards the model, whose collective forwards ranks cannot compute one
+                after the other; or no forward of any rank changed a buffer in the first step. Batch-norm statistics
+                count as buffers here in reproducible mode only.
         """
         self._buffers.pass_on()
 
@@ -387,10 +387,10 @@ class ShardedSync:
             step_context: the step under way, of which the number is read.
 
         Raises:
-            UsageError: the script has written a buffer between the steps, and either this rank computes several workers
-                and forwards write the buffer too, so that each worker has its own value (a reset to zeros, or to ones
-                for a variance, is allowed); or several ranks share this worker, for which any such write is refused. On
-                accelerators ``reduce_gradients`` raises the former.
+            UsageError: the script has written a buffer between the steps, in one of two cases. First, several ranks
+                share this worker. Second, this rank computes several workers, forwards write the buffer too, so that
+                each worker has its own value of it, and the write is no reset to zeros, or to ones for a variance; on
+                accelerators ``reduce_gradients`` raises this second error.
             PeerError: a rank of the all-gather, or the previous rank of a shared worker, is lost or late.
         """
         if self._begun_step != step_context.taken:
@@ -703,9 +703,13 @@ class ShardedSync:
         """Prepare for a custom training loop, in which a script may clear ``.grad`` between a forward and its backward.
 
         With FSDP2 the model then has other parameter objects, its unsharded ones. From now on, clearing their ``.grad``
-        also clears the sharded gradient. ZeRO stage 1 needs no preparation for gradients. Not collective. What the
-        script writes to buffers after an update counts for the last logical worker (share of the global batch) of this
-        rank alone.
+        also clears the sharded gradient. ZeRO stage 1 needs no preparation for gradients. Not collective.
+
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
+        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
+        write and that the script writes after an update. Until ``leave_custom_loop`` only the rank's last worker takes
+        the script's value, and the other workers keep theirs; without this call, such a write raises UsageError in the
+        next step, unless it is a reset to zeros, or to ones for a variance.
         """
         self._buffers.begin_custom_loop()
         if self._reads is not None:
@@ -716,11 +720,13 @@ class ShardedSync:
             engine.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes from now on count for all logical workers of this rank.
+        """End the rule of ``begin_custom_loop`` for buffers that the script writes: they concern all workers again.
 
         Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
-        global batch with its own buffers; a rank may compute several. Within the loop such a write counts for the last
-        of them alone. Not collective.
+        global batch with its own buffers (batch-norm statistics); a rank may compute several. Within the loop only the
+        last of them takes the script's value of a buffer that forwards write too. Afterwards such a write raises
+        UsageError in the next step, unless it is a reset; other buffers that the script writes are copied to all
+        workers. Not collective.
         """
         self._buffers.leave_custom_loop()
 
@@ -854,10 +860,13 @@ class ShardedSync:
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        Called before the optimizer step, which uses the rows and their ``.grad``. Not collective.
+        Called before the optimizer step, which uses the rows and their ``.grad``. The rows' gradient becomes this
+        rank's part of what the script has left: None or zeros where it has cleared the gradient, its part of a tensor
+        that it has assigned, and the edited values where it has edited in place. Not collective.
 
         Args:
-            edited: the model's parameters whose ``.grad`` the script has edited, or replaced by another tensor.
+            edited: the model's parameters whose ``.grad`` the script has edited, or replaced by another tensor;
+                parameters that the script has only cleared need not be among them.
         """
         for engine in self._engines:
             engine.apply_edits(edited)

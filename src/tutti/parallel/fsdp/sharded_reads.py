@@ -114,14 +114,14 @@ class ShardedReads(ScriptMode):
                 self.edits.alias(seen, rows)
 
     def leave_compiled(self, parts: Iterable[nn.Module], blocks: bool) -> None:
-        """Turn this function mode off during calls of compiled modules, which cannot run under one.
+        """Turn this function mode off during calls of compiled modules, which cannot run while it is active.
 
         The mode (a ``TorchFunctionMode``) checks what the script does with sharded parameters. Not collective.
 
         Args:
             parts: the model on this rank, or its pipeline stages; the calls of modules in them are replaced.
-            blocks: whether tutti compiles blocks inside of ``parts``; the mode is then off in every whole forward of
-                each of ``parts``. Otherwise it is off in the compiled modules only.
+            blocks: True if tutti compiles blocks inside of ``parts``: the mode is then off in every whole forward of
+                each of ``parts``. False: it is off only in those modules of ``parts`` that the script has compiled.
         """
         for part in parts:
             compiled = [module for module in part.modules() if is_compiled(module)]

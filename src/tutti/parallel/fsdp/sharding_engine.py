@@ -205,10 +205,13 @@ class ShardingEngine(Protocol):
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Set the ``.grad`` of this rank's rows to the gradients that the script has left in the model's parameters.
 
-        Called before the optimizer step, which uses the rows' ``.grad``. Not collective.
+        Called before the optimizer step, which uses the rows' ``.grad``. The rows' gradient becomes this rank's part of
+        what the script has left: None or zeros where it has cleared the gradient, its part of a tensor that it has
+        assigned, and the edited values where it has edited in place. Not collective.
 
         Args:
-            edited: the model's parameters whose ``.grad`` the script has edited, or replaced by another tensor.
+            edited: the model's parameters whose ``.grad`` the script has edited, or replaced by another tensor;
+                parameters that the script has only cleared need not be among them.
         """
 
     def gradient_meter(self) -> Callable[[], float] | None:

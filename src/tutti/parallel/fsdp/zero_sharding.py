@@ -221,11 +221,18 @@ class ZeroSharding:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        ZeRO stage 1: each rank holds the reduced gradients of its rows only. With several ranks, the ``.grad`` of the
-        model's parameters and of the rows are therefore placeholders from then on. What the script computes with the
-        ``.grad`` of a model's parameter, it computes with the whole gradient, by all-gathers over the shard ranks. With
-        that of the rows it can take norms, scale and clamp; other reads raise UsageError. For a parameter of which the
-        tensor ranks have slices every read raises UsageError. The call itself is not collective.
+        ZeRO stage 1: each rank holds the reduced gradients of its rows only. With several ranks the call therefore puts
+        placeholders into the ``.grad`` of the model's full parameters and of the rows; ``apply_edits`` and
+        ``pop_gradients`` take the gradients out again. What the script can do with a placeholder depends on where it
+        is:
+
+        - In a full parameter: everything. Norms and other computations are with the whole gradient, by all-gathers over
+          the shard ranks, so that all of these must make them.
+        - In the rows, which the optimizer has: norms, scaling and clamping in place; other reads raise UsageError.
+        - In either, of a parameter of which each tensor-parallel rank has a slice: clearing alone; every read raises
+          UsageError.
+
+        The call itself is not collective.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -321,15 +328,25 @@ class ZeroSharding:
         """
 
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
-        """Clear or replace the gradients of this rank's rows as the script has done with those of full parameters.
+        """Set the ``.grad`` of this rank's rows to what the script has left in the ``.grad`` of the full parameters.
 
-        Called before the optimizer step (ZeRO stage 1). A row gradient becomes None or zeros, as the script has made
-        the full gradient, or the rows of a tensor that the script has assigned. Where the script has assigned the
-        ``.data`` of a full parameter since backward, the rows become views of the new tensor. With one rank the rows
-        are the full parameters, and this does nothing to their gradients.
+        Called before the optimizer step (ZeRO stage 1), which uses the rows. Not collective. With one rank the rows are
+        the full parameters, and nothing is changed. Otherwise the row gradient becomes, by what the full parameter's
+        ``.grad`` is now:
+
+        - None: None.
+        - A placeholder that ``add_gradients`` put there: zeros if the script has zeroed it; else the row gradient
+          stays. Edits of a placeholder have changed the row gradient already.
+        - A plain tensor, which the script has assigned or edited: this rank's rows of it, as a view. A row gradient
+          that is None stays so unless the parameter is in ``edited``.
+
+        Before that, a placeholder in the ``.grad`` of rows is replaced by their gradient, which is cleared, too, if the
+        script has cleared the placeholder. Where the script has assigned the ``.data`` of a full parameter since
+        backward, the rows also become views of the new tensor.
 
         Args:
-            edited: full parameters whose ``.grad`` the script has edited, or replaced by another tensor.
+            edited: full parameters whose ``.grad`` the script has edited, or replaced by another tensor; parameters
+                whose ``.grad`` it has only cleared need not be among them.
         """
         self._reveal()
         if self._comm.size > 1:

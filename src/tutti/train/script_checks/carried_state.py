@@ -60,7 +60,7 @@ _Origins: TypeAlias = dict[Place, str]
 
 
 def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
-    """Return the key of the micro-batches between which a script may keep values, as those of one logical worker are.
+    """Return a key of a micro-batch: a script may keep values from one micro-batch to another of an equal key only.
 
     A logical worker (fixed share of the global batch) computes its micro-batches in order, so that a value may pass
     from one to the next: all of them have the same key. Where there are more data ranks than workers, the ranks compute
@@ -121,11 +121,12 @@ class CarriedState:
 
         The check finds recurrent state that a script carries from one micro-batch to another: a forward pre-hook on the
         model raises UsageError if an input has the storage of an output that the model returned for another
-        micro-batch. The first call with ``several`` registers the hooks.
+        micro-batch. Hooks are registered in the first call in which ``several`` is True.
 
         Args:
             micro_batch: the micro-batch that the body trains next.
-            several: whether this rank runs the body several times for a global batch; if not, nothing is checked.
+            several: whether this rank runs the body several times for a global batch; if False, nothing is checked
+                until the next call.
         """
         self._here = (micro_batch.worker, micro_batch.micro) if several else None
         self._made = {storage: made for storage, made in self._made.items() if not storage.expired()}
@@ -211,16 +212,20 @@ class CarriedValues(LossWatch):
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether the losses of its micro-batches are to be checked.
 
-        To be called once for each global batch, before its first forward. If the result is True, the caller surrounds
-        the code of each micro-batch by ``begin`` and ``end``, and enters ``uncompiled`` around it. Not collective.
+        To be called once for each global batch, before its first forward. Not collective. If the result is True, the
+        caller makes three calls for each micro-batch of this rank: ``begin`` before the code that computes the loss
+        (``begin_body`` before the body of a custom loop), ``check`` with the loss, and ``end`` after the code. For a
+        loss function the caller also enters the context ``uncompiled`` around forward and backward; ``begin_body`` does
+        so by itself. If the result is False, it makes none of these calls.
 
         Args:
-            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
+            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank. A logical
+                worker is a fixed share of the global batch.
 
         Returns:
-            True in the first two global batches, if this rank has several micro-batches of the batch. False in all
-            others, and if the script's code is compiled in a run that is reproducible or records CUDA graphs, which
-            must not run it uncompiled.
+            True if all of this holds: it is one of the first two global batches; this rank has several micro-batches in
+            it; and calls of PyTorch in the script's code are visible. They are not where the model is compiled and must
+            stay so, in a reproducible run or one that records CUDA graphs: uncompiled code rounds otherwise.
         """
         run = self._run
         self._batches += 1
@@ -247,7 +252,8 @@ class CarriedValues(LossWatch):
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
         """Enter this function mode for the code that computes the loss of a micro-batch; ``end`` leaves it.
 
-        From then on the mode follows the batch's tensors through calls of PyTorch. To be called in global batches for
+        From then on the mode follows the batch's tensors through calls of PyTorch, to find out on which logical
+        workers' samples (fixed shares of the global batch) a loss depends. To be called only in global batches for
         which ``begin_batch`` has returned True. Not collective.
 
         Args:
@@ -276,19 +282,20 @@ class CarriedValues(LossWatch):
     def uncompiled(self) -> AbstractContextManager[None]:
         """Return a context manager within which code of ``torch.compile`` runs uncompiled, in a checked global batch.
 
-        A function mode does not see the calls of compiled code. The context is to be entered around both the forward
-        and the backward of a micro-batch, because backward computes checkpointed modules again, and must do so as the
-        forward did. In global batches that are not checked (``begin_batch``) it does nothing.
+        A function mode does not see the calls of compiled code. Around a loss function's micro-batches the caller
+        enters the context for both forward and backward, because backward computes checkpointed modules again, and must
+        do so as the forward did. In a global batch for which ``begin_batch`` has returned False the context does
+        nothing.
         """
         return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
-        """Enter this function mode for the body of a custom loop, as ``begin`` does, and compare it with the first one.
+        """Enter this function mode for the body of a custom loop, as ``begin`` does; ``end`` leaves it.
 
-        Within the mode compiled code runs uncompiled. If the body gives other numbers to PyTorch than the body for an
-        earlier micro-batch, or computes its loss by other functions, although the two have equal shapes and have read
-        no values of their samples (``BodyTrace``), the loss counts as dependent on the earlier one, and ``check``
-        raises UsageError.
+        Within the mode compiled code runs uncompiled. The body is also compared with an earlier one of this global
+        batch (``BodyTrace``), that of the first micro-batch with equal shapes. If it gives other numbers to PyTorch, or
+        computes its loss by other functions, although neither body has read values of its samples, the loss counts as
+        dependent on the earlier micro-batch, and ``check`` raises UsageError.
 
         Args:
             micro_batch: the micro-batch whose body follows.
@@ -302,10 +309,10 @@ class CarriedValues(LossWatch):
             self._trace.begin(worker_place(micro_batch, self._run), micro_batch.batch)
 
     def ended(self) -> None:
-        """End the check of a micro-batch: let compiled code run compiled again, and note what numbers modules keep.
+        """End the check of a micro-batch: let compiled code run compiled again, and record what numbers modules keep.
 
-        After the last micro-batch that is checked in a run, numbers that remember their origins, which the script may
-        keep, are replaced by plain floats and ints. ``end`` calls this.
+        ``end`` calls this. Numbers that remember from which samples they were computed, and that the script may keep,
+        are replaced by plain floats and ints after the last micro-batch that is checked in the run.
         """
         self._uncompiled.close()
         self._left -= 1
@@ -317,7 +324,10 @@ class CarriedValues(LossWatch):
 
     @contextmanager
     def stage(self, given: Any) -> Iterator[Callable[[Any], None]]:
-        """Return a context manager in which this mode follows the forward of a pipeline stage, if the batch is checked.
+        """Return a context manager in which this mode follows the forward of a pipeline stage.
+
+        Outside of ``begin`` and ``end``, and while gradients are disabled, it does nothing. A logical worker, below, is
+        a fixed share of the global batch.
 
         Args:
             given: the tensors that the stage is given, which depend on the present micro-batch.
@@ -345,7 +355,7 @@ class CarriedValues(LossWatch):
     def check(self, loss: Any) -> None:
         """Check that the loss of the present micro-batch depends on no other logical worker's samples. Not collective.
 
-        Does nothing outside of ``begin`` and ``end``.
+        A logical worker is a fixed share of the global batch. Does nothing outside of ``begin`` and ``end``.
 
         Args:
             loss: return value of the loss function, of which a tuple's first element is the loss; or the loss that the

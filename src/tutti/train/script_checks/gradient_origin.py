@@ -72,7 +72,7 @@ class GradientOrigin:
         """Return the trained parameters as the objects of the script's model, whose ``.grad`` the script reads.
 
         Frozen parameters are left out. The objects may differ from the parameters that the strategy updates, such as
-        shards; with pipeline stages, those of other stages are among them. In the order of the model.
+        shards. With pipeline stages, parameters that other ranks compute with are included. In the order of the model.
         """
         return self._sync.script_parameters()
 

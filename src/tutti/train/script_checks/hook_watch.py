@@ -227,9 +227,9 @@ class HookWatch:
         """Check, before the update of a global batch, that no gradient hook saw gradients of another scale.
 
         The script's hooks see gradients that are divided by the global batch's samples; where the loss counts another
-        unit, such as tokens, the update divides by the number of these units. Collective under pipeline stages, if the
-        loss counts another unit: an all-gather of the hooks' names over the stages of a replica, as a stage sees only
-        its own, and all must raise.
+        unit, such as tokens, the update divides by the number of these units. Not collective, with one exception: under
+        pipeline stages, if the loss counts another unit, the stages of a replica all-gather the names of hooked
+        parameters, because a stage sees only its own hooks, and all stages must raise the error.
 
         Args:
             stats: the step's results reduced over ranks, with the count of the global batch.
@@ -237,7 +237,7 @@ class HookWatch:
 
         Raises:
             UsageError: a hook saw a gradient of another scale; or the script has registered a hook that the strategy
-                cannot call, such as one that is registered within the step where ranks have parts of gradients.
+                cannot call, such as one registered within the step where ranks have parts of gradients.
         """
         self._check_all()
         if late := self._adapt():

@@ -150,15 +150,16 @@ class KeptValues(LossWatch):
     def begin_batch(self, watched: bool) -> bool:
         """Count a global batch as begun, and return whether this mode is to check its micro-batches. Not collective.
 
-        To be called once for each global batch. Records of the batch before are dropped, but for the values that its
-        code has left, which a loss of this batch may read.
+        To be called once for each global batch. Drops the records of the batch before, except those of the values that
+        its code has left: a loss of this batch may read them.
 
         Args:
             watched: whether another mode checks this batch already, so that this one must not.
 
         Returns:
-            True if ``watched`` is False; the step, counted from 1, is at most 5, a power of two or the step after it;
-            there are several data ranks, or ``run.step`` runs pipeline stages; and the model is not compiled.
+            True if all of this holds: ``watched`` is False; the step, counted from 1, is at most 5, a power of two, or
+            one more than a power of two; there are several data ranks, or ``run.step`` runs pipeline stages; and
+            neither tutti nor the script has compiled the model.
         """
         run = self._run
         self._steps += 1
@@ -247,11 +248,11 @@ class KeptValues(LossWatch):
                     self._refuse_trained(each.line)
 
     def noting_leaves(self, loss: LossFn) -> LossFn:
-        """Return the loss function of ``run.step``; with stages one that records which tensors its losses train.
+        """Return the loss function of ``run.step``; with pipeline stages one that records what its losses train.
 
-        These are the leaves of the losses' autograd graphs, such as a tensor beside the model. A step of another
-        optimizer on one of them is refused, because with pipeline stages the last stage's rank alone has its gradient.
-        Not collective.
+        It records the leaves of the losses' autograd graphs, such as a tensor beside the model, of which only the last
+        stage's rank has the gradient. A step of an optimizer that ``tutti.prepare`` was not given then raises
+        UsageError if it trains such a tensor. Not collective.
 
         Args:
             loss: the loss function.
@@ -292,14 +293,15 @@ class KeptValues(LossWatch):
         return mix(*sorted(found)) if found else 0
 
     def compare(self) -> None:
-        """Raise UsageError, on every data rank, if values of earlier steps that losses depend on differ between ranks.
+        """Compare values of earlier steps on which losses depend over data ranks; raise UsageError if one differs.
 
-        All data ranks call this in a step in which their hashes of such values, or of the parameters, differ.
-        Collective over them: two small all-gathers, and a third one where a value differs. If none does, the method
-        returns.
+        In each step data ranks exchange a hash of such values (``digest``) and of the parameters that they compare.
+        Where the hash differs, all data ranks call this method, which finds out whether such a value differs, and which
+        one. Collective over them: two small all-gathers, and a third one if a value differs. If no value differs, but
+        parameters do, it returns.
 
         Raises:
-            UsageError: a value differs; the error names the line that reads it.
+            UsageError: on every data rank, a value differs; the error names the script's line that reads it.
         """
         comm, what = self._run.context.comms.replica, f"values that losses of step {self._run.taken + 1} depend on"
         kept = self._reached

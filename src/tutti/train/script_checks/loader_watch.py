@@ -42,10 +42,10 @@ class LoaderWatch:
         self._taken = None
 
     def begin_body(self, several: bool) -> None:
-        """Record the positions of all DataLoader iterators of this process before the loop's body for a micro-batch.
+        """Record the positions of this process's DataLoader iterators, before the loop's body runs for a micro-batch.
 
-        In the first two global batches; later, and without ``several``, nothing is recorded, and ``check`` does
-        nothing.
+        Records nothing after the second global batch, or if ``several`` is False; ``check`` then does nothing in this
+        body.
 
         Args:
             several: whether some rank has several micro-batches of this global batch.
@@ -53,9 +53,10 @@ class LoaderWatch:
         self._before = _positions() if several and self._batches <= _WATCHED else None
 
     def check(self) -> None:
-        """Raise UsageError if this loop body and the one before it have both taken a batch of the same DataLoader.
+        """Raise UsageError if this loop body and the previous one both took a batch of the same DataLoader.
 
-        To be called in the body, before its first backward; later calls in the same body do nothing. Not collective.
+        Bodies of one global batch are compared. To be called in the body, before its first backward; later calls in the
+        same body do nothing. Not collective.
         """
         if self._before is None:
             return

@@ -90,11 +90,12 @@ class LossWatch(TorchFunctionMode):
         self.begin(micro_batch, batch)
 
     def note_call(self, func: Any, args: Sequence[Any]) -> None:
-        """Record whether a call reads the size of a tensor by sample, or has the global batch's size as a number.
+        """Record whether a call reads the size of a tensor by sample, or has the global batch's size as an argument.
 
-        A read adds the script's line to ``size_lines`` if the tensor has a row for each sample of the present
+        A read of a size adds the script's line to ``size_lines`` if the tensor has a row for each sample of the present
         micro-batch. Reads in the model's forward, which has hundreds, and in tutti's own code are left out. At most
-        eight lines are kept for a micro-batch.
+        eight lines are kept for a micro-batch. Of other calls it is recorded that one had the global batch's number of
+        samples, or its reciprocal, as a positional argument; ``check_divisor`` reads this record.
 
         Args:
             func: the function of PyTorch that is called.
@@ -113,13 +114,13 @@ class LossWatch(TorchFunctionMode):
             self.size_lines.append(script_line())
 
     def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Refuse a sum over a micro-batch's samples that the script divides by the size of the global batch.
+        """Raise UsageError for a loss that sums over a micro-batch's samples and divides by the global batch's size.
 
         ``(output - target).square().sum() / 64`` is the mean over a global batch of 64 samples. For a micro-batch it is
         smaller than the micro-batch's mean, for which tutti takes a scalar loss. Nothing is checked if the micro-batch
-        is the whole global batch, if no call had this size as a number, or if the script has read the size of a tensor
-        with a row for each sample (``size_lines``): it may then mean the number. Does nothing outside of ``begin`` and
-        ``end``. Not collective.
+        is the whole global batch; if no call of PyTorch for it had the global batch's size as an argument
+        (``note_call``); or if the script has read the size of a tensor with a row for each sample (``size_lines``),
+        because it may then mean to divide so. Does nothing outside of ``begin`` and ``end``. Not collective.
 
         Args:
             loss: the loss of the micro-batch, or what else a loss function returns; other results than a tensor pass.
@@ -145,7 +146,7 @@ class LossWatch(TorchFunctionMode):
     def check(self, loss: Any) -> None:
         """Check on what the loss of the present micro-batch depends; do nothing outside of ``begin`` and ``end``.
 
-        Not collective.
+        Abstract. Not collective. A logical worker, below, is a fixed share of the global batch.
 
         Args:
             loss: return value of the loss function, of which a tuple's first element is the loss; or the loss that the
@@ -205,8 +206,9 @@ class LossWatch(TorchFunctionMode):
     def updating(self) -> AbstractContextManager[None]:
         """Return a context manager for a backward or an update of parameters, in which this mode follows no tensors.
 
-        A parameter then does not count as computed from one worker's samples: updates depend on those of all workers.
-        Outside of ``begin`` and ``end`` the context does nothing.
+        An update depends on the samples of all logical workers (fixed shares of the global batch); without the context
+        a parameter would count as computed from the samples of one worker. Outside of ``begin`` and ``end`` it does
+        nothing.
         """
         return self._inactive() if self._active else nullcontext()
 

@@ -106,12 +106,16 @@ class Checks:
         Mistakes are logical workers that train on the same samples, a loss that is a sum or mixes the samples of a
         batch, embeddings with ``scale_grad_by_freq``, an unusual learning rate, and schedulers or Python counters of
         the model that step once a micro-batch. Rank 0 reports findings as warnings. To be called before a step while
-        ``looking`` is True. Nothing is raised. If the run has several logical data-parallel workers (fixed shares of
-        the global batch), the call is collective over the data ranks: an all-gather of digests of samples in the first,
-        second, fourth and eighth call until each worker has enough samples, and in the second, where the model of a
-        script has batch-norm statistics, also all-gathers that merge the workers' buffers (under local SGD parameters,
-        too). Samples of batches that the script's own ``collate`` has made are not compared. On rank 0 the first call
-        may compute the loss of a few samples in eval mode.
+        ``looking`` is True. Nothing is raised. On rank 0 the first call may compute the loss of a few samples in eval
+        mode.
+
+        With a single logical data-parallel worker (fixed share of the global batch) the call is not collective. With
+        several it is, over the data ranks, in these calls:
+
+        - The first, second, fourth and eighth: an all-gather of digests of samples, until each worker has seen eight
+          samples. None for batches that the script's own ``collate`` has made, whose samples are not compared.
+        - The second, if the model of a script has batch-norm statistics: all-gathers that merge the workers' buffers
+          (under local SGD parameters, too).
 
         Args:
             batch: this rank's batch of the step that begins.
@@ -151,7 +155,7 @@ class Checks:
         self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
 
     def repeated(self, epoch: int) -> None:
-        """Warn, as of a mistake, that the script trains again on an epoch that was over; once in a run, on rank 0.
+        """Warn that the script trains again on an epoch that was over, a common mistake; only once in a run, on rank 0.
 
         Not collective.
 
@@ -428,11 +432,11 @@ class Checks:
         return look
 
     def planned(self, steps: int) -> None:
-        """Warn, as of a mistake, if a run makes too few updates for its data because its batch is very large.
+        """Warn if a run makes too few updates for its data because its batch is very large, a common mistake.
 
-        The warning is reported if all of this holds: there are fewer than 200 updates; a batch has at least a twentieth
-        of an epoch's samples; and batches of the size of one logical worker's share would give 100 updates or more
-        (``too_few_updates``). Not collective.
+        The warning is reported on rank 0, if all of this holds: there are fewer than 200 updates; a batch has at least
+        a twentieth of an epoch's samples; and batches of the size of one logical worker's share would give 100 updates
+        or more. A logical worker is a fixed share of the global batch. Not collective.
 
         Args:
             steps: steps of the whole run.

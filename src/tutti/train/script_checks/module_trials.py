@@ -57,11 +57,11 @@ class ModuleTrials:
         self._trying = False
 
     def begin_batch(self) -> None:
-        """Record the numbers and texts in the script's modules before a global batch.
+        """Record the numbers and texts in the script's modules before a global batch. Not collective.
 
-        A value that the script has written since the last micro-batch's code ended counts as the own value of every
-        worker. So does what a custom loop's last body of the batch before has written after its backward. Not
-        collective.
+        A value that the script has written since the code of the last micro-batch ended counts, for every logical
+        worker (fixed share of the global batch), as one that the worker itself has left. So does what the body of a
+        custom loop for that last micro-batch has written after its backward.
         """
         modules = {module for part in self._run.replica.parts for module in part.modules()}
         self._begun = {module: _values(module) for module in modules if is_of_script(type(module))}
@@ -74,12 +74,13 @@ class ModuleTrials:
     def begin(self, place: Place) -> None:
         """Begin a micro-batch: let each module with other values than its worker's own be tried in its next forward.
 
-        A worker's values are those that its own micro-batches and the script have left in the module. The trial, in a
-        forward pre-hook, calls ``refuse`` of the constructor if the module's output with its present values differs
-        from that with the worker's own.
+        A logical worker's own values are those that its micro-batches and the script have left in the module. The trial
+        runs in a forward pre-hook. It calls ``refuse`` of the constructor if the module's output with its present
+        values differs from that with the worker's own.
 
         Args:
-            place: the micro-batch's logical worker, and its index where ranks share workers.
+            place: the micro-batch's logical worker (fixed share of the global batch); where several ranks share a
+                worker, also the micro-batch's index in it.
         """
         self._place = place
         for module, own in self._own.setdefault(place, dict(self._begun)).items():
@@ -87,13 +88,18 @@ class ModuleTrials:
                 self._hooks[module] = module.register_forward_pre_hook(WatchHook(self._try), with_kwargs=True)
 
     def note(self) -> None:
-        """Record the values that the code for the micro-batch has left in the modules so far, for ``end``."""
+        """Record the values that the code for the micro-batch has left in the modules so far; ``end`` keeps them.
+
+        Called before each check of the loss, and after the code for a micro-batch that is not the rank's last one in
+        the global batch. A later call replaces the record.
+        """
         self._left = {module: _values(module) for module in self._begun}
 
     def end(self) -> None:
         """End a micro-batch: keep the values of the last ``note`` as its worker's own, and remove the trials' hooks.
 
-        Values of a module with such a hook are left out, because the trial itself records them.
+        Modules that had such a hook in this micro-batch are left out: their trial has recorded the values that the
+        worker would have left on a device of its own.
         """
         if self._place is not None:
             self._own[self._place] |= {m: values for m, values in self._left.items() if m not in self._hooks}

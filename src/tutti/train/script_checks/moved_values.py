@@ -84,7 +84,7 @@ class MovedValues:
 
         Args:
             own: storages of the batches and of the run's model, which never count as moved: other checks follow them.
-            weights: those of them that are of parameters.
+            weights: the part of ``own`` that holds the model's parameters.
         """
         self._sources, self._own, self._read, self._weights = {}, own, set(), weights
 
@@ -186,11 +186,14 @@ class MovedValues:
 
 
 def fills_tensor(name: str, args: Sequence[Any]) -> bool:
-    """Return whether a function that replaces a tensor's values replaces all of them: yes, but for ``t[0] = 1``.
+    """Return whether a function that replaces values of a tensor replaces all of them.
+
+    False only for an assignment to a part of the tensor, such as ``t[0] = 1``.
 
     Args:
         name: the function's name, one of those that replace values, such as ``copy_`` or ``__setitem__``.
-        args: its positional arguments; of ``__setitem__`` the second must be ``...`` or ``:`` for True.
+        args: its positional arguments. The result for ``__setitem__`` is True only if the second one, the index, is
+            ``...`` or ``:``.
     """
     return name != "__setitem__" or args[1] is ... or (isinstance(args[1], slice) and args[1] == slice(None))
 

@@ -89,11 +89,12 @@ class OtherSteps:
         self._hooked = WeakSet[Optimizer]()
 
     def look(self) -> None:
-        """Add a step pre-hook to each optimizer of this process that no ``tutti.prepare`` was given; one to each.
+        """Add a step pre-hook to each optimizer of this process that no ``tutti.prepare`` was given; only one to each.
 
-        Before such an optimizer steps, the hook calls the constructor's ``note`` with its class's name and those of its
-        parameters that have gradients and are not in the run's model, if there are any. To be called again to find
-        optimizers that were made since. Not collective.
+        The hook runs before each step of such an optimizer, and looks for parameters that have gradients and are not in
+        the run's model. If there are any, it calls the constructor's ``note`` with the name of the optimizer's class
+        and a list of these parameters. A later call of ``look`` adds hooks to optimizers that were made since. Not
+        collective.
         """
         stepping = WeakMethod(self._stepping)
 

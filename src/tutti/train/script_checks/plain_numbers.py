@@ -68,14 +68,17 @@ class PlainNumbers:
         self._states_before, self._states = list[Any](), list[Any]()
 
     def begin_batch(self) -> None:
-        """Begin a global batch: forget the numbers and objects on which losses of the batch before depend."""
+        """Begin a global batch: forget the numbers and objects that losses of the batch before depend on.
+
+        Called for every global batch; ``begin_watched`` follows for those of which calls of PyTorch are recorded.
+        """
         self._reached, self._named = set(), {}
 
     def begin_watched(self) -> None:
-        """Begin a global batch whose calls of PyTorch are recorded, after ``begin_batch``.
+        """Begin a global batch whose calls of PyTorch are recorded; to be called after ``begin_batch``.
 
-        The numbers of the recorded batch before become the former ones, with which numbers of this batch are compared,
-        and the states of Python's and NumPy's generators are recorded, to find out whether code draws from them.
+        The numbers recorded in the last such batch join those of earlier ones, with which numbers of this batch are
+        compared. The states of Python's and NumPy's generators are recorded, to find out whether code draws from them.
         """
         for before, here in ((self._before, self._here), (self._read_before, self._read_here)):
             for line, digests in here.items():
@@ -99,15 +102,15 @@ class PlainNumbers:
         self._shapes = hash(tuple(tuple(each.shape) for each in leaves if isinstance(each, Tensor)))
 
     def note(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any, samples: bool) -> None:
-        """Record, right after a call of PyTorch, whether its result tells the script values, or else its shapes.
+        """Record, right after a call of PyTorch, whether its result reveals values to the script, or else its shapes.
 
-        Once a call has told values, numbers of this micro-batch are no longer compared over ranks.
+        Once a call has revealed values, numbers of this micro-batch are no longer compared over ranks.
 
         Args:
             name: the function's name; functions that read metadata alone, such as ``size``, must not be passed.
             args, kwargs: its arguments.
             result: what it has returned.
-            samples: whether the result depends on samples. If it does not, and tells values, it counts as a random
+            samples: whether the result depends on samples. If it does not, and reveals values, it counts as a random
                 draw.
         """
         if reads_values(name, args, kwargs, result):
@@ -120,12 +123,14 @@ class PlainNumbers:
         """Record a number among the arguments of a call of PyTorch, with the script's line that makes the call.
 
         Args:
-            value: an argument of any type; numbers and small arrays are recorded.
-            with_ints: whether ints are values, and not sizes or indices, which are not recorded.
+            value: an argument of any type; numbers and small arrays are recorded, bools are not.
+            with_ints: whether the function takes ints as values, as additions do. False where its ints are sizes or
+                indices; ints are then not recorded.
 
         Returns:
-            The number with its line, for ``reach`` once a loss depends on it. None for another type, and if ranks are
-            not to compare the number, because the code has read values of the micro-batch's samples before.
+            The number with its line, for ``reach`` once a loss depends on it. None if ``value`` is not recorded, and if
+            ranks cannot compare the number, because the code has read values of a tensor in this micro-batch before, or
+            the micro-batch has no samples or a leaf that is no tensor.
         """
         is_number = isinstance(value, _KINDS[with_ints]) and not isinstance(value, bool | FollowedNumber)
         digest = plain_digest(value) if is_number or isinstance(value, np.ndarray) else None
@@ -165,11 +170,14 @@ class PlainNumbers:
     def rows(self) -> list[tuple[int, int, bool]]:
         """Return the rows that ranks compare: one for each number that losses of this step depend on, and each object.
 
+        Objects are the Python objects that were given to ``note_state`` in this step.
+
         Returns:
-            Tuples: key (a hash of the line and of the shapes seen before, or of the object's name); hash of the value;
-            and whether it counts as kept from earlier steps (a number that is new at its line, or was there after a
-            read), for an object whether the loss depends on it. Empty if this process has drawn from a random generator
-            since the watched step before.
+            A list of tuples (key, digest, flag); empty if this process has drawn from a random generator since the
+            watched step before. Of a number: key is a hash of the script's line and of the shapes seen before it in the
+            micro-batch; digest, a hash of its value; flag, whether it counts as kept from earlier steps (the line has
+            had numbers in earlier watched steps, but not this one; or it had this one there after a read of values). Of
+            an object: a hash of its name; a hash of its value; whether the loss depends on it.
         """
         if not (self._reached or self._named) or self._drew or self._drawn or self._has_drawn():
             return []

@@ -72,9 +72,9 @@ class TrainabilityWatch:
 
         A parameter is thawed if its ``requires_grad`` has become True since the last call. If one is, the call is
         collective over the data ranks, by an all-gather of digests of ``requires_grad``: all of them must thaw the same
-        parameters before the same step. If a group has another number of parameters, the strategy begins to update the
-        new ones; only tensor ranks then all-gather, where they build an optimizer. Otherwise, also for freezing,
-        nothing is sent.
+        parameters before the same step. If an optimizer's group has another number of parameters than at the last call,
+        the strategy begins to update the new ones; only a rank that had nothing to train before then builds an
+        optimizer, which is collective over the tensor ranks. In all other cases, freezing included, nothing is sent.
 
         Args:
             late: whether a forward of this step has been computed already.

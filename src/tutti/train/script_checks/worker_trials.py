@@ -70,22 +70,28 @@ class WorkerTrials:
     def watched(self, loss: LossFn, guarded: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return ``guarded`` with a check for losses that depend on Python objects another worker has changed.
 
-        To be called once in each step. A check is due in steps 1 to 8, 16, 32, 64, … if forwards are not collective and
-        the loss function uses no metric object (with ``update``, ``compute`` and ``reset``). It is that for such
-        objects if this rank computes several logical workers (fixed shares of the global batch), or shares one with
-        other ranks. If the rank has one worker for itself, and there are other data ranks, steps 2 to 8 find numbers
-        that have changed since step 1 and on which the loss depends, and pass them to the constructor's ``kept``, by
-        which ranks compare them. Not collective.
+        To be called once in each step; not collective. A logical worker is a fixed share of the global batch. What is
+        checked depends on this rank's share:
+
+        - It computes several workers, or shares one with other ranks: whether a loss depends on objects that the code
+          for a micro-batch has changed. Checked in steps 1 to 8, 16, 32, 64, …
+        - It has one worker for itself, and there are other data ranks, with which it makes common updates: which
+          numbers have changed since step 1, and whether the loss depends on them, in steps 2 to 8. They are passed to
+          the constructor's ``kept``, by which ranks compare them.
+
+        Nothing is checked with ``TUTTI_DIAGNOSTICS=off``, where forwards are collective, or where the loss function
+        uses a metric object (with ``update``, ``compute`` and ``reset``).
 
         Args:
             loss: the script's loss function, of which the check makes further calls without gradients.
             guarded: the same function with other checks around it, whose result the returned function returns.
-            work: the micro-batches of this rank in the step, in the order in which they are computed.
+            work: pairs (index of a logical worker, its micro-batches) of this rank in the step, in the order in which
+                they are computed.
 
         Returns:
             A function with the arguments and the result of ``guarded``, to be called once for each micro-batch, in the
-            order of ``work``; on a rank that computes several workers or shares one it raises UsageError, after its
-            call of ``guarded``, if the loss depends on such objects. ``guarded`` itself if no check is due.
+            order of ``work``. In the first case above it raises UsageError, after its call of ``guarded``, if the loss
+            depends on such objects. ``guarded`` itself in steps in which nothing is checked.
         """
         run = self._run
         self._steps += 1

@@ -134,6 +134,7 @@ class WrittenParameters:
 
         An example is a moving average of the weights that the forward updates: it would change once a micro-batch, and
         so less often on more devices. Writes that change nothing when they are repeated, such as a clamp, are allowed.
+        To be called once in each step.
 
         Args:
             loss: the loss function of ``run.step``.
@@ -141,10 +142,10 @@ class WrittenParameters:
                 batch).
 
         Returns:
-            The wrapped function in the first three calls of this method, ``loss`` itself in later ones. ``loss`` itself
-            in the first three, too, if no parameter of this rank sees several micro-batches of the step, if parameters
-            are sharded, in pipeline stages (``unmoved`` checks these), and if other ranks write into the same memory (a
-            change during a forward may then be theirs).
+            The wrapped function in the first three calls of this method. ``loss`` itself in all later ones, and also in
+            each of these cases: no parameter of this rank is used by several micro-batches of the step; parameters are
+            sharded; the model is cut into pipeline stages (``unmoved`` checks these); or other ranks write into the
+            same memory, so that a change during a forward may be theirs.
         """
         run = self._run
         self._steps += 1
@@ -167,8 +168,9 @@ class WrittenParameters:
     def unmoved(self, stage: int) -> Iterator[None]:
         """Return a context manager around a pipeline stage's forward that raises UsageError if it writes parameters.
 
-        Checks the first three steps of a rank with several micro-batches; else it does nothing. A stage's first forward
-        of a step may change parameters, unless backwards of other micro-batches follow.
+        It checks forwards of the first three steps, with gradients enabled, on a rank that has several micro-batches in
+        the step; elsewhere it does nothing. A stage's first forward of a step may change parameters, unless backwards
+        of other micro-batches follow.
 
         Args:
             stage: number of the stage.
