@@ -75,9 +75,10 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
 
     Raises:
         UsageError: with ``compile``, in one of three cases: activation checkpointing is selective; the backend is
-            inductor, and inductor cannot compile for the device; or the compile mode records CUDA graphs, and buffers
-            would have other addresses in each step, because the model has a ``SyncBatchNorm``, or has buffers and the
-            run has not as many logical workers (shares of the global batch with buffers of their own) as data ranks.
+            inductor, and inductor cannot compile for the device; or the compile mode records CUDA graphs, which need
+            buffers at fixed addresses, and the model either has a ``SyncBatchNorm``, or has buffers in a run whose
+            number of logical workers (shares of the global batch with buffers of their own) differs from the number of
+            data ranks.
     """
     units = find_units(part, run_context.activation_checkpointing)
     compiler = None

@@ -71,7 +71,8 @@ def layers_left_in_bf16(model: nn.Module) -> dict[str, str]:
         model: the model before its conversion.
 
     Returns:
-        The reason, a short text, by the layer's name, in the model's order; "the model" names ``model`` itself.
+        A dict from names of layers, in the model's order, to the reason, a short text; "the model" names ``model``
+        itself.
 
     >>> layers_left_in_bf16(nn.Sequential(nn.Linear(16, 32), nn.Embedding(3, 5), nn.Linear(32, 10)))
     {'2': '32 → 10, not multiples of 16'}

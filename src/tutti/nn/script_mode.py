@@ -193,8 +193,9 @@ class ScriptMode:
     def turn_off(self) -> None:
         """Turn this object's function mode off: from now on it passes all calls of PyTorch on unchanged.
 
-        It also leaves PyTorch's stack of function modes, unless another mode lies above it; it then leaves in a later
-        call of ``turn_off`` of any ``ScriptMode``, or is turned on again in its place.
+        The mode also leaves PyTorch's stack of function modes. If another mode lies above it on the stack, it stays
+        there, turned off, until ``turn_on`` turns it on again in its place, or ``turn_off`` of any ``ScriptMode`` finds
+        it on top and removes it.
         """
         # A mode of the script, or of a later run, may lie above this mode, which then stays on the stack.
         self._mode.quiet = True

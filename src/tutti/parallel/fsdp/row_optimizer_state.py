@@ -26,7 +26,8 @@ def optimizer_pieces(
         optimizer: the optimizer whose parameters are the rows.
         rows: this rank's rows of each parameter whose state this rank writes.
         scalars: whether this rank also writes 0-d state, such as step counters, which all ranks hold alike. Even then
-            0-d state is left out for a parameter whose tensor slice is not at offset 0.
+            0-d state is left out for a parameter of which this rank has a slice (tensor parallelism) that does not
+            begin at offset 0.
 
     Returns:
         A dict with keys ``"{parameter name}/{state key}"``, such as ``"head.weight/exp_avg"``. A value is a

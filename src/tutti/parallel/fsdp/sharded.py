@@ -433,12 +433,12 @@ class ShardedSync:
         Raises:
             MismatchError: ranks are in different steps.
             PeerError: a rank is lost, or does not take part within the timeout.
-            UsageError: the script has written parameters in the optimizer's groups, which hold this rank's rows, since
-                the step began; its forwards have not seen these values. Or the script has written an unsharded
-                parameter between a forward and its backward (FSDP2). Or the script's edits of parameters or gradients
-                that are split over ranks differ between these ranks. Or, on an accelerator, the script has written a
-                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance, where this
-                rank computes several logical workers (shares of the global batch with buffers of their own).
+            UsageError: in one of four cases. Since the step began, the script has written this rank's rows in the
+                optimizer's groups; forwards have not seen these values. With FSDP2, the script has written an unsharded
+                parameter between a forward and its backward. Ranks that hold parts of one parameter or gradient differ
+                in how the script has edited it. Or, on an accelerator, this rank computes several logical workers
+                (shares of the global batch, each with buffers of its own), and the script has written a buffer that
+                forwards write too, other than by a reset to zeros, or to ones for a variance.
         """
         if self._rows_written():
             _refuse_rows_written(step_context)

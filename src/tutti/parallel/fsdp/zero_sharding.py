@@ -104,7 +104,7 @@ class ZeroSharding:
 
         ZeRO stage 1: each shard rank updates a block of rows of every parameter. Collective over the shard ranks, one
         reduce-scatter for each bucket of up to 25 MiB. A missing gradient counts as zeros. Full parameters have no
-        ``.grad`` afterwards. One rank does nothing.
+        ``.grad`` afterwards. With one rank the call does nothing.
 
         Args:
             step: number of the step from 1, named in the ``PeerError`` if a rank dies or is in another collective.
@@ -145,7 +145,7 @@ class ZeroSharding:
         """All-gather the rows that each rank's optimizer has updated into the model's full parameters (ZeRO stage 1).
 
         Collective over the shard ranks, each of which updates a block of rows of every parameter: one all-gather for
-        each bucket of up to 25 MiB. One rank does nothing.
+        each bucket of up to 25 MiB. With one rank the call does nothing.
 
         Raises:
             PeerError: a rank is lost, or does not take part within the timeout.

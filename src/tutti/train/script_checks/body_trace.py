@@ -64,7 +64,8 @@ class BodyTrace:
         """Begin to record the body of a custom loop for a micro-batch, to compare it with the first of equal shapes.
 
         Args:
-            place: index of the logical worker, and of the micro-batch, whose samples the body trains on.
+            place: the micro-batch on whose samples the body trains: index of its logical worker (fixed share of the
+                global batch), and its own index if ranks share workers, else 0.
             batch: these samples. If a leaf of the batch is no tensor, the body is not compared.
         """
         leaves = tree_leaves(batch)
@@ -86,8 +87,9 @@ class BodyTrace:
             result: what it has returned.
 
         Returns:
-            The ``Place`` of the first body (worker and micro-batch), if its call has the same name and result shapes,
-            and other Python numbers among its arguments; else None.
+            The ``Place`` of the first body (index of logical worker, a fixed share of the global batch, and of
+            micro-batch), if its call has the same name and result shapes, and other Python numbers among its arguments;
+            else None.
         """
         if not self._comparable or func in METADATA or name in _CLEARS or tutti_caller(__name__) is not None:
             return None
@@ -117,9 +119,9 @@ class BodyTrace:
             loss: the loss of the present body, before its backward.
 
         Returns:
-            The ``Place`` of the first body (worker and micro-batch), if it has computed its loss by other functions or
-            of other parameters; else None, also where bodies are no longer compared, as they have read values or drawn
-            random numbers.
+            The ``Place`` of the first body (index of logical worker, a fixed share of the global batch, and of
+            micro-batch), if it has computed its loss by other functions or of other parameters; else None, also where
+            bodies are no longer compared, as they have read values or drawn random numbers.
         """
         graph = _graph(loss) if self._comparable else None
         index = len(self._own.graphs)

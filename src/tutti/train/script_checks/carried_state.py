@@ -80,6 +80,8 @@ def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
 def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
     """Raise UsageError for a loss that depends on values kept from another logical worker's samples.
 
+    A logical worker is a fixed share of the global batch. Never returns.
+
     Args:
         run: the run.
         what: the error message's first sentence.
@@ -183,13 +185,13 @@ class CarriedValues(LossWatch):
     """Torch-function mode that raises UsageError if a micro-batch's loss depends on another logical worker's samples.
 
     A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
-    running mean in an attribute that is no buffer belongs to the samples of one worker. On a rank that computes several
-    workers in turn, each would get the values of the one before. The mode follows tensors from the batches of the first
-    global batches through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist`` through
-    arithmetic (``FollowedFloat``). It changes no call and is not collective. A model in stages and a collective of
-    split layers are one call each (``single_call``), whose results depend on the samples of its arguments; the forward
-    of a stage is followed by itself (``stage``). Values that pass through ``float()``, ``math`` or NumPy are not
-    followed, but for numbers of modules (``ModuleTrials``).
+    running mean in an attribute that is no buffer belongs to the samples of one logical worker, a fixed share of the
+    global batch. On a rank that computes several workers in turn, each would get the values of the one before. The mode
+    follows tensors from the micro-batches of the first two global batches through the script's and the model's calls of
+    PyTorch, and numbers of ``item`` and ``tolist`` through arithmetic (``FollowedFloat``). It changes no call and is
+    not collective. A model in stages and a collective of split layers are one call each (``single_call``), whose
+    results depend on the samples of its arguments; the forward of a stage is followed by itself (``stage``). Values
+    that pass through ``float()``, ``math`` or NumPy are not followed, but for numbers of modules (``ModuleTrials``).
 
     Args:
         run: the run.

@@ -18,7 +18,8 @@ class FollowedNumber:
     """A number whose results of arithmetic have its origins; ``FollowedNumbers`` makes it. A copy or pickle is plain.
 
     Attributes:
-        origins: for each place (worker, micro-batch) of whose samples the number was computed, a line of the script.
+        origins: for each place (logical worker, a fixed share of the global batch, and micro-batch) of whose samples
+            the number was computed, a line of the script.
         group: the object that made the number.
         plain_type: type of the number without origins.
     """
@@ -60,9 +61,9 @@ class FollowedNumbers:
 
         Args:
             value: a float or an int; a value of another type, also of a subclass such as bool, is returned as it is.
-            origins: a line of the script, as text for an error, for each micro-batch (``Place``: worker and index) from
-                whose samples the number was computed: the line where values of this micro-batch met those of another
-                one.
+            origins: a line of the script, as text for an error, for each micro-batch (``Place``: index of the logical
+                worker, a fixed share of the global batch, and of the micro-batch) from whose samples the number was
+                computed: the line where values of this micro-batch met those of another one.
 
         Returns:
             A ``FollowedFloat`` or ``FollowedInt``, a subclass of the type of ``value``, with ``origins`` as attribute.

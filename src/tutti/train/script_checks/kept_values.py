@@ -234,8 +234,9 @@ class KeptValues(LossWatch):
                 script passed to ``run.backward``.
 
         Raises:
-            UsageError: ranks compare nothing (workers make updates of their own, or ``run.step`` runs pipeline stages),
-                and the loss depends on a tensor that the script trains and that is not in the model.
+            UsageError: ranks compare nothing (logical workers, shares of the global batch, make updates of their own,
+                as in local SGD; or ``run.step`` runs pipeline stages), and the loss depends on a tensor that the script
+                trains and that is not in the model.
         """
         if self._active and (total := tensor_of_loss(loss)) is not None:
             origin = self._joined([total], with_ints=False)

@@ -73,7 +73,7 @@ class LossWatch(TorchFunctionMode):
         call of ``enter``.
 
         Args:
-            micro_batch: the micro-batch, whose logical worker is read.
+            micro_batch: the micro-batch; its logical worker (fixed share of the global batch) is read.
             batch: its samples, as the code gets them.
         """
 
@@ -160,11 +160,12 @@ class LossWatch(TorchFunctionMode):
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return a function that calls the loss function of ``run.step`` within this mode, and checks each result.
 
-        A batch that is not that of a micro-batch of ``work`` is passed to ``loss`` without a check.
+        A batch that is not the object ``batch`` of a micro-batch in ``work`` is passed to ``loss`` without a check.
 
         Args:
             loss: the loss function.
-            work: pairs (index of a logical worker, its micro-batches) of this rank in the step.
+            work: pairs (index of a logical worker, a fixed share of the global batch; its micro-batches) of this rank
+                in the step.
 
         Returns:
             A function with the arguments and the result of ``loss``, which raises UsageError as ``check`` and
@@ -301,7 +302,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a weak reference to a tensor's storage; of a tensor that is split over ranks, to its slice's here.
+    """Return a weak reference to a tensor's storage; if the tensor is split over ranks, to that of this rank's slice.
 
     None for a tensor that is not strided (sparse), or of another subclass of ``Tensor`` than ``nn.Parameter``.
     """
@@ -320,6 +321,6 @@ def memories_of(values: Iterable[Any]) -> set[StorageWeakRef]:
 
 
 def fills_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is as large as its storage; of a tensor split over tensor ranks, this rank's slice."""
+    """Return whether a tensor is as large as its storage; for one split over tensor ranks, this rank's slice is."""
     own = _own(tensor)
     return own.nbytes == own.untyped_storage().nbytes()

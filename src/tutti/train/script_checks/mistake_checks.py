@@ -349,7 +349,8 @@ class Checks:
 
         Returns:
             The wrapped function, with the arguments and the result of ``loss``; ``loss`` itself after the first step,
-            where the check is not due, and under pipeline or tensor parallelism.
+            where the whole global batch is one micro-batch, on ranks other than 0, and under pipeline or tensor
+            parallelism.
         """
         due, self._mixing_due = self._mixing_due, False
         # Stages know a loss function as an object.
@@ -538,7 +539,8 @@ def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
     """Return optimizer class, learning rate and momentum of each parameter group of the first optimizer.
 
     Args:
-        optimizers: the optimizers of this rank; with local SGD one for each logical worker, with the same rates.
+        optimizers: the optimizers of this rank; with local SGD one for each logical worker (share of the global batch),
+            all with the same rates.
 
     Returns:
         A ``Rate`` for each parameter group: ``kind`` (class name in lower case), ``peak`` (the largest of the group's

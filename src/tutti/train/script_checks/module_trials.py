@@ -28,12 +28,12 @@ _PLAIN = int | float | str
 class ModuleTrials:
     """Finds modules of the script whose output depends on numbers that another worker's micro-batch has changed.
 
-    A count of forwards, or a rate that grows with them, would have another value if each worker had a device of its
-    own. If a module has other numbers or texts than it would have for a worker alone, its forward is computed
-    without gradients: with the values that the worker would have, with the present ones, and where the outputs differ
-    once more with the former, to leave out modules that draw by themselves. No call leaves a trace. Outputs that do not
-    depend on the values, such as those of a module that counts for a log, are allowed. A module with submodules is
-    tried only where its forward sends nothing to other ranks.
+    A count of forwards, or a rate that grows with them, would have another value if each logical worker (fixed share of
+    the global batch) had a device of its own. If a module has other numbers or texts than it would have for a worker
+    alone, its forward is computed without gradients: with the values that the worker would have, with the present ones,
+    and where the outputs differ once more with the former, to leave out modules that draw by themselves. No call leaves
+    a trace. Outputs that do not depend on the values, such as those of a module that counts for a log, are allowed. A
+    module with submodules is tried only where its forward sends nothing to other ranks.
 
     ``TUTTI_DIAGNOSTICS=off`` does not turn the trials off: in a custom loop no other check sees such numbers, and the
     updates would be wrong.
@@ -99,7 +99,7 @@ class ModuleTrials:
         """End a micro-batch: keep the values of the last ``note`` as its worker's own, and remove the trials' hooks.
 
         Modules that had such a hook in this micro-batch are left out: their trial has recorded the values that the
-        worker would have left on a device of its own.
+        logical worker (fixed share of the global batch) would have left on a device of its own.
         """
         if self._place is not None:
             self._own[self._place] |= {m: values for m, values in self._left.items() if m not in self._hooks}

@@ -152,11 +152,12 @@ class PlainNumbers:
         self._reached.update(numbers)
 
     def note_state(self, name: str, value: Any, reached: bool) -> None:
-        """Record a Python object that has changed since the first step, to be compared over ranks if it has a hash.
+        """Record a Python object that has changed since the first step, to be compared over ranks.
 
         Args:
             name: the object, for an error message; equal on all ranks.
-            value: its value, of which ``plain_digest`` makes a hash, or none.
+            value: its value; ranks compare its hash by ``plain_digest``. A value without a hash, as it is no number,
+                array or container of numbers, is not recorded.
             reached: whether the loss depends on it.
         """
         if (digest := plain_digest(value)) is not None:

@@ -41,8 +41,8 @@ def python_state(parts: Sequence[nn.Module], function: Any) -> Iterator[None]:
 
     tutti calls models and loss functions within it where a call serves a check and must leave no trace. Restored are
     the Python attributes and hooks of the modules; the global and enclosing variables that their forwards and
-    ``function`` read, with the elements of lists, dicts, sets, small tensors and arrays there; random generators among
-    these; and buffers of modules that ``function`` reads.
+    ``function`` read, with the elements of lists, dicts, sets, and of tensors and arrays of up to 1,024 elements there;
+    random generators among these; and buffers of modules that ``function`` reads.
 
     Args:
         parts: modules, whose submodules are included.

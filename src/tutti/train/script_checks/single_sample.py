@@ -16,7 +16,7 @@ def note_single_sample(error: BaseException, contract: BatchContract) -> None:
 
     Args:
         error: an exception that ended a step.
-        contract: the division of global batches over logical workers and micro-batches.
+        contract: the division of global batches over logical workers (fixed shares) and micro-batches.
     """
     if not (isinstance(error, ValueError) and str(error).startswith(_SINGLE)) or hasattr(error, "__notes__"):
         return

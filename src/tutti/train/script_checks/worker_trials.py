@@ -39,19 +39,20 @@ class WorkerTrials:
     """Raises UsageError where a micro-batch's loss depends on Python objects that another logical worker has changed.
 
     A running mean, a counter or an array that the loss function or the model keeps would have other values if each
-    worker had a device of its own. In the first eight steps, the 16th, 32nd and so on, if the micro-batches of the
-    rank's earlier workers have changed such objects, the loss of the next worker's first micro-batch is computed
-    without gradients: with the values before the step, with the present ones, and where the two differ once more with
-    those before the step, to leave out losses that draw by themselves. No call leaves a trace in the objects of a
-    ``PythonState``, in buffers or in RNG streams. Values on which the loss does not depend, such as means for a log,
-    are allowed. ``CarriedValues`` finds such values by the script's calls of PyTorch and arithmetic, and names the
-    line; the trials find values that pass through ``float()``, ``math``, NumPy or a condition.
+    logical worker (fixed share of the global batch) had a device of its own. In the first eight steps, the 16th, 32nd
+    and so on, if the micro-batches of the rank's earlier workers have changed such objects, the loss of the next
+    worker's first micro-batch is computed without gradients: with the values before the step, with the present ones,
+    and where the two differ once more with those before the step, to leave out losses that draw by themselves. No call
+    leaves a trace in the objects of a ``PythonState``, in buffers or in RNG streams. Values on which the loss does not
+    depend, such as means for a log, are allowed. ``CarriedValues`` finds such values by the script's calls of PyTorch
+    and arithmetic, and names the line; the trials find values that pass through ``float()``, ``math``, NumPy or a
+    condition.
 
     On a rank that shares a worker's micro-batches with others, the loss of each micro-batch is tried with the values
     from before and from after its forward.
 
-    Losses are not tried if the model is split or sharded over ranks, whose forwards are collective, nor
-    with ``TUTTI_DIAGNOSTICS=off``.
+    Losses are not tried if the model is split or sharded over ranks, whose forwards are collective, nor with
+    ``TUTTI_DIAGNOSTICS=off``.
 
     On a rank with one worker, in steps 2 to 8, the numbers, and containers of numbers, that have changed since the
     first step are tried; those on which the loss depends are compared with other ranks' by ``kept``.
