@@ -358,7 +358,8 @@ class CentralStorageSync(AllReduceSync):
         All ranks of the node share one copy of the parameters. Of the buffers, which each logical worker (fixed share
         of the global batch) has for itself, batch-norm statistics are pooled over all workers, other floating-point
         buffers averaged, and of integers the largest is taken. Collective over the data ranks: with several CPU ranks a
-        barrier and an all-gather of names, and with several workers an all-gather of their buffers for each dtype.
+        barrier and an all-gather of the names of parameters that the script has written, and with several workers an
+        all-gather of their buffers for each dtype.
 
         Returns:
             A dict from names in the model to tensors. Parameters share memory with the model's own, which the next
@@ -366,8 +367,9 @@ class CentralStorageSync(AllReduceSync):
 
         Raises:
             UsageError: with several CPU ranks, the script has written parameters in place since the last update, for
-                example averages for an evaluation; or this rank computes several workers, and the script has written a
-                buffer that forwards write too, other than by a reset to zeros, or to ones for a variance.
+                example with averages of the weights, to evaluate them; or this rank computes several workers, and the
+                script has written a buffer that forwards write too, other than by a reset to zeros, or to ones for a
+                variance.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm = self._run_context.comms.replica

@@ -298,11 +298,11 @@ class FullySharded:
         """Return the gradients of this rank's rows of all trained parameters, and set every sharded ``.grad`` to None.
 
         The sharded ``.grad`` are those of FSDP2's DTensors and of the optimizer's rows; the next backward then starts
-        from None. Not collective. A gradient that the script has set to None or zeros counts as such.
+        from None. Not collective. A gradient that the script has zeroed is returned as zeros.
 
         Returns:
             Clones of the gradients of this rank's rows; the key is the optimizer's parameter, that is the tensor of
-            rows. No entry for a parameter without gradient.
+            rows. No entry for a parameter without gradient, also where the script has set the gradient to None.
         """
         held = {}
         self._take_cleared()
@@ -315,10 +315,10 @@ class FullySharded:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        The ``.grad`` of the FSDP2-sharded model's parameters are DTensors, which the script may read and edit. The
-        ``.grad`` of the optimizer's rows become placeholders. Norms of them, scaling and clamping in place act on the
-        DTensors, and so on all ranks' rows; other reads raise UsageError. Under tensor parallelism norms and scaling
-        raise, too, for parameters of which the tensor ranks have slices. Not collective.
+        The sums are in the ``.grad`` of the FSDP2-sharded model's parameters: DTensors, which the script may read and
+        edit. The ``.grad`` of the optimizer's rows become placeholders. Norms of a placeholder are those of all ranks'
+        rows together, and scaling and clamping it in place acts on the DTensor; other reads raise UsageError. A
+        placeholder of a parameter of which each tensor-parallel rank has a slice can only be cleared. Not collective.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -373,7 +373,7 @@ class FullySharded:
         """Record that a backward on this rank gave parameters a gradient, for the next reduction to count them.
 
         Called when a custom training loop puts gradients back that it had set aside, with the flags of ``pop_reached``.
-        The reduction sets ``.grad`` of parameters to None that are recorded on no rank. Not collective.
+        The reduction sets ``.grad`` to None for each parameter that no rank has recorded. Not collective.
 
         Args:
             used: for each FSDP2-sharded parameter that is or was trainable, in the order of the attribute ``trained``,
@@ -413,8 +413,8 @@ class FullySharded:
 
         Between a forward and its backward the script sees FSDP2's unsharded parameters, with placeholders from
         ``show_gradients`` as ``.grad``. If the script set a placeholder to None, the sharded gradient becomes None; if
-        it zeroed the placeholder in place, the sharded gradient becomes zeros. Then the placeholders are removed. Not
-        collective.
+        it zeroed the placeholder in place, the sharded gradient becomes zeros; if it did neither, the sharded gradient
+        stays. Then the placeholders are removed. Not collective.
 
         Args:
             pairs: (``ShardedParameter`` of this rank's rows, DTensor parameter) of the parameters concerned; None for

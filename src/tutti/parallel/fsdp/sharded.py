@@ -792,11 +792,19 @@ class ShardedSync:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; with ZeRO stage 1 on several
-        shards, the ``.grad`` of the model's parameters are placeholders, with which the script computes as with the
-        whole gradient (such a computation all-gathers, so all shard ranks must make it). Reading the ``.grad`` of a
-        parameter of which the tensor ranks have slices raises UsageError. Not collective itself. Sets the attribute
-        ``accumulated`` to whether ``held`` has gradients.
+        Each rank holds some rows of every parameter. Not collective. Sets the attribute ``accumulated`` to whether
+        ``held`` has gradients. Afterwards the script finds the sums here:
+
+        - FSDP2: in the ``.grad`` of the model's DTensors, which it may read and edit. The ``.grad`` of the rows are
+          placeholders.
+        - ZeRO stage 1 on several shard ranks: in placeholders in the ``.grad`` of the model's full parameters, with
+          which the script computes as with the whole gradient. Such a computation all-gathers, so that all shard ranks
+          must make it. The ``.grad`` of the rows are placeholders, too.
+        - ZeRO stage 1 on one shard rank: in the ``.grad`` of the full parameters, which are the rows.
+
+        Of a placeholder in the rows' ``.grad`` the script can take norms, and it can scale and clamp it in place; other
+        reads raise UsageError. Placeholders of a parameter of which each tensor-parallel rank has a slice can only be
+        cleared.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -824,8 +832,8 @@ class ShardedSync:
         """Record that an FSDP2 backward gave parameters a gradient here, for the next reduction to count them.
 
         Called when a custom training loop puts gradients back that it had set aside, with the flags of ``pop_reached``.
-        The reduction sets ``.grad`` of parameters to None that are recorded on no rank. Without effect on parameters of
-        ZeRO stage 1. Not collective.
+        The reduction sets ``.grad`` to None for each parameter that no rank has recorded. Without effect on parameters
+        of ZeRO stage 1. Not collective.
 
         Args:
             used: a flag for each trained parameter that is sharded, in the order of ``script_parameters()``: True
@@ -841,8 +849,8 @@ class ShardedSync:
         """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
         With FSDP2 the script sees unsharded parameters between a forward and its backward, whose ``.grad`` are
-        placeholders put there by ``show_gradients``. A sharded gradient becomes None or zeros, as the script has made
-        the placeholder; all placeholders are removed. ZeRO stage 1 does nothing.
+        placeholders put there by ``show_gradients``. A sharded gradient becomes None or zeros if the script has set its
+        placeholder so, else it stays; all placeholders are removed. ZeRO stage 1 does nothing.
         """
         for engine in self._engines:
             engine.apply_clearing()

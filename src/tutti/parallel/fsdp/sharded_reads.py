@@ -220,8 +220,8 @@ class ShardedReads(ScriptMode):
             UsageError: within the context, an operation cannot take the parameters as they are outside of the model's
                 forward (a ``DTensor``), would give each rank another result (a random draw, a norm of this rank's
                 rows), or writes a parameter that FSDP2 has unsharded for one forward.
-            MismatchError: within the context, shard ranks make different ones of these calls, or combine a ``DTensor``
-                with tensors that differ between them.
+            MismatchError: within the context, shard ranks make different collective reads of these kinds, or combine a
+                ``DTensor`` with tensors that differ between them.
             PeerError: within the context, in such a call, a rank is lost or does not take part within the timeout.
         """
         # The script may ask after the first update in the same body.

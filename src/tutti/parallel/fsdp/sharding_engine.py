@@ -131,10 +131,18 @@ class ShardingEngine(Protocol):
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
         Called after each reduction of a custom training loop. Each rank holds some rows of every parameter. Not
-        collective. With FSDP2 the script can read the sums in the ``.grad`` of the model's DTensors; in ZeRO stage 1 on
-        several ranks the ``.grad`` of the model's parameters are placeholders from then on, with which the script
-        computes as with the whole gradient, by all-gathers. Reading the ``.grad`` of a parameter of which the tensor
-        ranks have slices raises UsageError.
+        collective. Afterwards the script finds the sums here:
+
+        - FSDP2: in the ``.grad`` of the model's DTensors, which it may read and edit. The ``.grad`` of the rows are
+          placeholders.
+        - ZeRO stage 1 on several shard ranks: in placeholders in the ``.grad`` of the model's full parameters, with
+          which the script computes as with the whole gradient. Such a computation all-gathers, so that all shard ranks
+          must make it. The ``.grad`` of the rows are placeholders, too.
+        - ZeRO stage 1 on one shard rank: in the ``.grad`` of the full parameters, which are the rows.
+
+        Of a placeholder in the rows' ``.grad`` the script can take norms, and it can scale and clamp it in place; other
+        reads raise UsageError. Placeholders of a parameter of which each tensor-parallel rank has a slice can only be
+        cleared.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
@@ -178,8 +186,8 @@ class ShardingEngine(Protocol):
 
         Called before the sharded gradients are read or added to. For FSDP2, where the script sees unsharded parameters
         between a forward and its backward. Their ``.grad`` are placeholders, put there by ``show_gradients``. A sharded
-        gradient becomes None or zeros, as the script has made the placeholder; all placeholders are removed. ZeRO stage
-        1 does nothing.
+        gradient becomes None or zeros if the script has set its placeholder so, else it stays; all placeholders are
+        removed. ZeRO stage 1 does nothing.
         """
 
     def show_gradients(self) -> None:

@@ -71,7 +71,7 @@ class BodyComparison:
         values, too), so that ``end_body`` finds parameters that the body has written.
 
         Args:
-            final: whether this is the rank's last micro-batch in the global batch.
+            final: whether this is the rank's last micro-batch in the global batch, whose body may write parameters.
         """
         self._final, self._events, self._at_forward, self._hooks_at_forward = final, [], None, None
         if self.several:

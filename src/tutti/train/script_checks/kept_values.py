@@ -189,8 +189,9 @@ class KeptValues(LossWatch):
     def begin(self, micro_batch: MicroBatch, batch: Any) -> None:
         """Enter this function mode for the code that computes the loss of a micro-batch; ``end`` leaves it.
 
-        From then on the mode follows values of earlier steps' samples through calls of PyTorch. Where modules may get a
-        recurrent state, adds forward pre-hooks to them, which ``ended`` removes. Not collective.
+        From then on the mode follows values of earlier steps' samples through calls of PyTorch. Where it needs them to
+        recognise recurrent states, which it leaves out, it adds forward pre-hooks to the model's modules; ``ended``
+        removes the hooks. Not collective.
 
         Args:
             micro_batch: the micro-batch, of which the number of samples is read.

@@ -82,7 +82,8 @@ class LoaderWatch:
 
         Returns:
             A function with the arguments and the result of ``loss``, which raises UsageError if the call takes a batch
-            of a DataLoader. ``loss`` itself from the third step on, and where the only rank has one micro-batch.
+            of a DataLoader. ``loss`` itself from the third step on, and in a run of one rank if the rank has one
+            micro-batch.
         """
         self._batches += 1
         if self._batches > _WATCHED or (micro_batches == 1 and self._run.context.comms.world.size == 1):

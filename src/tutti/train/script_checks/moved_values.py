@@ -106,7 +106,8 @@ class MovedValues:
     def former(self, func: Any, args: Sequence[Any]) -> list[_Former]:
         """Copy the values of the tensors that a call of a PyTorch function may write in place, before the call is made.
 
-        Tensors in memory that the code for this micro-batch has made, and those of ``begin``'s ``own``, are left out.
+        Tensors in memory that the code for this micro-batch has made, and in the storages ``own`` that ``begin`` was
+        given, are left out.
 
         Args:
             func: the function of PyTorch.

@@ -39,9 +39,9 @@ class SkippedBodies:
             lines: the script's lines, as ``FILE:LINE``, that have read the size of a tensor of the micro-batch.
 
         Raises:
-            UsageError: the body has not trained; an ``if`` in the loop tests a size read in ``lines``; the micro-batch
-                is a part of the global batch; and the body would have trained on the whole, as that is complete, or at
-                least as large as a micro-batch on which it has trained.
+            UsageError: all of this holds: the body has not trained; an ``if`` in the loop tests a size read in
+                ``lines``; the micro-batch is a part of the global batch; and the body would have trained on the whole,
+                as that is complete, or at least as large as a micro-batch on which it has trained.
         """
         own, whole = micro_batch.samples, self._run.lifecycle.context.samples
         if trained:
