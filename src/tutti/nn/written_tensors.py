@@ -81,7 +81,7 @@ def may_write(func: Any) -> bool:
 
 
 def read_only(func: Any, result: Any) -> Any:
-    """Return the result of a function of a gathered copy of a tensor; make a NumPy array read-only before.
+    """Return the result of a call on a gathered copy of a tensor, after making it read-only if it is a NumPy array.
 
     The array has the copy's memory, so that a write into it would not reach the tensor itself.
 

@@ -17,8 +17,8 @@ _FUNCTIONAL_CALL: Any = inspect.unwrap(torch.func.functional_call)
 def watch_forwards(module: nn.Module) -> None:
     """Register hooks that refuse ``torch.func.functional_call`` and ``create_graph=True`` for a wrapped module.
 
-    The hooks run around every forward of the module. A forward within ``functional_call`` raises UsageError; a backward
-    with ``create_graph=True`` through its outputs does. Not collective.
+    The hooks run around every forward of the module. A forward within ``functional_call`` raises UsageError, and so
+    does a backward with ``create_graph=True`` through the outputs of a forward. Not collective.
 
     Args:
         module: a module that FSDP2 has wrapped.

@@ -517,12 +517,12 @@ class FullySharded:
             unit.reshard()
 
     def rows_written(self) -> bool:
-        """Return False: with FSDP2 this method finds no writes of rows.
+        """Return False: with FSDP2 this method finds no writes of rows. Not collective.
 
-        The caller raises UsageError for True: the script has written this rank's rows of a parameter, the plain tensors
-        that the optimizer has, since the forward all-gathered the parameter. A row tensor may share its version counter
-        with the model's ``DTensor``, which the script may write, so that the counter does not show such a write. Not
-        collective.
+        ZeRO stage 1 returns True if the script has written this rank's rows of a parameter, the plain tensors that the
+        optimizer has, since the last all-gather; the caller then raises UsageError or all-gathers the rows. With FSDP2
+        such a write cannot be told: a row tensor may share its version counter with the model's ``DTensor``, which the
+        script may write.
         """
         return False
 

@@ -922,7 +922,7 @@ class ShardedSync:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Return a context in which ``optimizer_step`` steps, and clips the gradients of, one of several optimizers.
+        """Return a context that restricts ``optimizer_step`` to one of several optimizers, in clipping and stepping.
 
         Args:
             index: position of the optimizer among those of the script, from 0; None for all of them.

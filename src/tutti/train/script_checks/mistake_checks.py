@@ -309,8 +309,9 @@ class Checks:
         """Begin to find out, for one micro-batch of a custom training loop, whether its loss mixes samples.
 
         A loss mixes samples if the gradient of one sample depends on the model's outputs for others, or on their
-        targets. Only the first micro-batch is examined; ``end_body`` reports the finding. Does nothing for a
-        micro-batch that is the whole batch, nor for a compiled model or one that is split over ranks. Not collective.
+        targets. Only the first micro-batch is examined; ``end_body`` reports the finding. Does nothing on other ranks
+        than 0, for a micro-batch that is the whole batch, and for a compiled model or one that is split over ranks. Not
+        collective.
 
         Args:
             micro_batch: the micro-batch on which the body of the script's loop is about to run.
@@ -322,7 +323,7 @@ class Checks:
                 self._targets = TargetProbe(self._run.model, micro_batch)
 
     def end_body(self, loss: Any = None) -> None:
-        """Report as a mistake if the loss of the micro-batch given to ``begin_body`` mixes samples. Not collective.
+        """Warn on rank 0 if the loss of the micro-batch that was given to ``begin_body`` mixes samples. Not collective.
 
         A loss mixes samples if the gradient of one sample depends on the model's outputs for others, or on their
         targets. Does nothing for micro-batches that are not examined.

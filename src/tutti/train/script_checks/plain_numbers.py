@@ -186,10 +186,10 @@ class PlainNumbers:
         return rows + [(_key(PlainNumber(name, 0, 0)), *pair) for name, pair in self._named.items()]
 
     def line(self, key: int) -> str:
-        """Return the line ``FILE:LINE``, or the object's name, of a row; an empty text if this rank has no such row.
+        """Return the line ``FILE:LINE``, or the object's name, that a row is of; an empty text if there is none here.
 
         Args:
-            key: the first element of a tuple of ``rows``, of this rank or another one.
+            key: the first element of a tuple that ``rows`` has returned on this rank or another one.
         """
         named = (PlainNumber(name, 0, 0) for name in self._named)
         return next((each.line for each in chain(self._reached, named) if _key(each) == key), "")
