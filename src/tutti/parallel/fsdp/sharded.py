@@ -707,9 +707,9 @@ class ShardedSync:
 
         The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
         the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
-        write and that the script writes after an update. Until ``leave_custom_loop`` only the rank's last worker takes
-        the script's value, and the other workers keep theirs; without this call, such a write raises UsageError in the
-        next step, unless it is a reset to zeros, or to ones for a variance.
+        write and that the script writes after an update. From now on, except between ``leave_custom_loop`` and the next
+        step, only the rank's last worker takes the script's value, and the other workers keep theirs; without this
+        call, such a write raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance.
         """
         self._buffers.begin_custom_loop()
         if self._reads is not None:
@@ -720,13 +720,13 @@ class ShardedSync:
             engine.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """End the rule of ``begin_custom_loop`` for buffers that the script writes: they concern all workers again.
+        """Let buffers that the script writes between now and the next step concern all logical workers of this rank.
 
         Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
         global batch with its own buffers (batch-norm statistics); a rank may compute several. Within the loop only the
-        last of them takes the script's value of a buffer that forwards write too. Afterwards such a write raises
-        UsageError in the next step, unless it is a reset; other buffers that the script writes are copied to all
-        workers. Not collective.
+        last of them takes the script's value of a buffer that forwards write too. Now such a write raises UsageError in
+        the next step, unless it is a reset to zeros, or to ones for a variance; the values of resets, and of buffers
+        that no forward writes, are copied to all workers. Not collective.
         """
         self._buffers.leave_custom_loop()
 

@@ -228,8 +228,8 @@ class HookWatch:
 
         The script's hooks see gradients that are divided by the global batch's samples; where the loss counts another
         unit, such as tokens, the update divides by the number of these units. Not collective, with one exception: under
-        pipeline stages, if the loss counts another unit, the stages of a replica all-gather the names of hooked
-        parameters, because a stage sees only its own hooks, and all stages must raise the error.
+        pipeline stages, if the loss counts another unit, the stages of a replica all-gather a text each, which names a
+        hook or is empty, because a stage sees only its own hooks, and all stages must raise the error.
 
         Args:
             stats: the step's results reduced over ranks, with the count of the global batch.
