@@ -188,9 +188,10 @@ class StrategyOptions:
 
     @property
     def variant(self) -> str | None:
-        """Name of the strategy's other gradient synchronisation that these options take; None for the usual one.
+        """Name of the gradient synchronisation that these options choose; None for the usual one of the strategy.
 
-        A key of ``Strategy.variants`` in ``parallel/registry.py``, which maps it to a class. None by default.
+        A gradient synchronisation is the class that reduces gradients over ranks and makes the updates. The name is a
+        key of ``Strategy.variants`` in ``parallel/registry.py``, which maps it to the class. None by default.
         """
         return None
 

@@ -217,7 +217,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 
     @property
     def variant(self) -> Literal["sharded"] | None:
-        """``sharded`` with ``shards`` > 1, where ZeRO reduces gradients; None for an all-reduce over the replicas."""
+        """Name of the gradient synchronisation: ``sharded`` (ZeRO) for ``shards`` above 1; None for an all-reduce."""
         return "sharded" if self.shards > 1 else None
 
 
@@ -395,10 +395,10 @@ class ParameterServerConfig(StrategyOptions):
 
     @property
     def variant(self) -> Literal["backup", "asynchronous"] | None:
-        """How servers update otherwise than from all workers' gradients of a step; None where they wait for all.
+        """Name of the way in which servers update; None for one update a step from the gradients of all workers.
 
-        ``backup``: once a step, without the gradients of the ``backup`` slowest workers; ``asynchronous``: once for
-        each gradient as it arrives. A worker is one of N fixed shares of the global batch.
+        ``backup``: one update a step, without the gradients of the ``backup`` slowest workers; ``asynchronous``: one
+        update for each gradient as it arrives. A worker is one of N fixed shares of the global batch.
         """
         if self.mode != "sync":
             return "asynchronous"
