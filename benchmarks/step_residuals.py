@@ -6,7 +6,8 @@
 
 ``tutti bench`` measures the machine. Two plans of each model are then trained, on one device and on two, and predicted
 from the machine's file alone, as ``tutti plan`` does. The models were fixed before the first of them was measured, and
-no price of ``tutti simulate`` was changed by them. A step is measured by one run, as the median of its steps.
+no price of ``tutti simulate`` was changed by them. A step is measured by one run, as the median of its steps. The plans
+of the four models of ``real_ranking.py`` are added; two of these were known while the prices were made.
 
 A model at a batch size is one series, models of a kind are one set (``conformal_band``). Steps are scored twice: as
 predicted, and for two devices multiplied by measured ÷ predicted of the model's step on one device, as ``tutti plan``
@@ -143,15 +144,46 @@ def predictions(machine: Path, each: Sized, place: int) -> list[dict[str, Any]]:
     return found
 
 
+def ranked(machine: Path) -> list[dict[str, Any]]:
+    """Return the models and plans of ``real_ranking.py`` in the newest result of each case, as ``main`` makes rows.
+
+    Their results do not have the spread of a prediction; without it a score is larger.
+    """
+    costs = open_machine(str(machine), "fp32", None, None)
+    bases = [step_basis(costs, 2, scaled) for scaled in (False, True)]
+    found = []
+    for case, suffix in (("gpt", ""), ("deep", "-deep"), ("images", "-images"), ("mlp", "-mlp")):
+        newest = max((ROOT / "benchmarks" / "results").glob(f"20??-??-??-real-ranking{suffix}.json"))
+        rows = json.loads(newest.read_text(encoding="utf-8"))["rows"]
+        rows = sorted(rows, key=lambda row: row["plan"] != label(ALONE))
+        plans = [
+            {
+                "plan": row["plan"],
+                "predicted": row["predicted"],
+                "sigma": 0.0,
+                "bases": bases,
+                "measured": row["measured"],
+            }
+            for row in rows
+        ]
+        kind = {"deep": "gpt", "images": "cnn"}.get(case, case)
+        found.append({"kind": kind, "name": f"{case} of {newest.name}", "plans": plans})
+    return found
+
+
 def checked(rows: Sequence[Mapping[str, Any]]) -> list[CheckedPrediction]:
-    """Return the predictions of all models, as predicted and scaled, with their measurements."""
+    """Return the predictions of all models, as predicted and scaled, with their measurements.
+
+    The first plan of a model is that on one device, which scales those on two.
+    """
     found = []
     for row in rows:
-        one, two = row["plans"]
-        factor = one["measured"] / one["predicted"]
-        for scaled, plan, scale in ((False, one, 1.0), (False, two, 1.0), (True, two, factor)):
-            made = (1.0, row["name"], scale * plan["predicted"], plan["sigma"], plan["measured"])
-            found.append(CheckedPrediction(row["kind"], plan["bases"][scaled], *made))
+        factor = row["plans"][0]["measured"] / row["plans"][0]["predicted"]
+        for plan in row["plans"]:
+            for scaled in (False, True) if "2 devices" in plan["plan"] else (False,):
+                predicted = plan["predicted"] * (factor if scaled else 1.0)
+                made = (1.0, row["name"], predicted, plan["sigma"], plan["measured"])
+                found.append(CheckedPrediction(row["kind"], plan["bases"][scaled], *made))
     return found
 
 
@@ -163,6 +195,7 @@ def summary(made: Sequence[CheckedPrediction], basis: str) -> dict[str, Any]:
     banded = [(one, q) for one in same if (q := factors[one.set_name]) is not None]
     ratios = [one.predicted / one.measured for one in same]
     return {
+        "cell": same[0].cell,
         "n": len(same),
         "series": len({one.series for one in same}),
         "kinds": len(factors),
@@ -215,13 +248,17 @@ def main() -> int:
         both = [{**plan, "measured": seconds} for plan, seconds in zip(found, known[each.name], strict=True)]
         rows.append({"kind": each.kind, "name": each.name, "plans": both})
         print(f"{each.name:50}", *(f"{plan['plan']}: {plan['predicted'] / plan['measured']:.2f}" for plan in both))
+    rows += ranked(given.record.with_suffix(".machine.json"))
     made = checked(rows)
     content = {
         "date": datetime.now(UTC).date().isoformat(),
         "host": {"cpu": cpu_model(), "cores": usable_cores(), "python": platform.python_version()},
         "versions": {"tutti": VERSION, "torch": torch.__version__},
         "models": len(rows),
-        "summary": {basis: summary(made, basis) for basis in dict.fromkeys(one.basis for one in made)},
+        "summary": {
+            name: summary(made, rows[0]["plans"][1]["bases"][scaled])
+            for scaled, name in enumerate(("predicted", "scaled"))
+        },
         "refused": refused,
         "rows": rows,
     }
