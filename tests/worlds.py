@@ -9,13 +9,16 @@ on a device, such as the simulated accelerator; ``TEST_DEVICE=simgpu`` lets all 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing as mp
 import os
 import shutil
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -28,6 +31,7 @@ import pytest
 from tests.gpu import sharing
 from tests.simulated_accelerator import build
 from tutti.device import accelerator_type, count_by_driver
+from tutti.launcher.orphans import die_with_parent
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 ACCELERATOR = build.DEVICE if DEVICE == "cpu" else DEVICE
@@ -107,10 +111,24 @@ class Pool:
     def closed(self) -> bool:
         return not self._pipes
 
+    def stop(self) -> None:
+        """Let the ranks, and the processes that they have started, take no CPU time until ``go_on``."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
         self._pipes = []
+        # With what ranks have started, such as stopped servers.
+        self._signal(signal.SIGKILL)
         for process in self.processes:
             process.kill()
             process.join()
@@ -122,7 +140,7 @@ _pools: dict[tuple[int, float, str], Pool] = {}
 _MOST_RUNS = 30
 # So many ranks share no machine with others, not even idle ones.
 _LARGE = 6
-# Idle ranks: each wakes up a hundred times a second for its connections, and takes half a per cent of a core.
+# Idle ranks take memory.
 _MOST_IDLE = 9
 _calls = 0
 _last_call: dict[tuple[int, float, str], int] = {}
@@ -170,7 +188,12 @@ def _run(key: tuple[int, float, str], function: Callable[..., Any], arguments: d
     if key not in _pools or _pools[key].closed:
         _pools[key] = Pool(*key)
     _last_call[key] = _calls
-    return _pools[key].run(function, **arguments)
+    pool = _pools[key]
+    pool.go_on()
+    answers = pool.run(function, **arguments)
+    # Each rank wakes up a hundred times a second for its connections, which takes half a per cent of a core.
+    pool.stop()
+    return answers
 
 
 def require_devices(device: str, count: int, *, own: bool = False) -> None:
@@ -204,7 +227,9 @@ def forget(size: int) -> None:
             pool.close()
 
 
+@atexit.register
 def close_all() -> None:
+    """Before ``multiprocessing`` asks ranks to end, and waits for them: stopped ones would not."""
     for pool in _pools.values():
         pool.close()
     _pools.clear()
@@ -234,11 +259,16 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, d
     import torch
 
     import tutti
-    from tutti.comm import stall
+    from tutti.comm import shared_memory, stall
 
+    # A process group of its own can be stopped. Stopped ranks do not see that the tests have ended.
+    os.setpgid(0, 0)
+    die_with_parent()
     # Ranks of tests of deadlocks begin to read each other's notes after half a second and not after two; what the notes
     # must say, and how long, stays.
     stall._PATIENCE = timedelta(seconds=0.5)
+    # Ranks that wait for others leave the cores to all tests that compute.
+    shared_memory._YIELDS = 20
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), TUTTI_STORE=store
