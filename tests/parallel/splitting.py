@@ -39,8 +39,11 @@ def outcome(run: tutti.Run) -> dict[str, Any]:
     return state | {f"average of {n}": t.numpy().copy() for n, t in run.state(averaged=True).items()}
 
 
-def trained(shape: str, strategy: str, steps: int = 4, **options: Any) -> Any:
-    """State, what was said of each step, the evaluation, and what this rank holds of how much."""
+def trained(shape: str, strategy: str, steps: int = 3, **options: Any) -> Any:
+    """Train on batches of 8, 8 and 4 samples, which are an epoch.
+
+    State, what was said of each step, the evaluation, and what this rank holds of how much.
+    """
     run = prepare(shape, strategy, **options)
     said = train(run, steps)
     evaluation = run.evaluate(run.feed.source, batch=7)
