@@ -24,8 +24,8 @@ TARGETS = INPUTS.sin().sum(dim=1, keepdim=True)
 DATA = TensorDataset(INPUTS, TARGETS)
 BATCH = 6
 # Of the first ones L-BFGS amplifies errors of rounding.
-FEW = TensorDataset(INPUTS[12:], TARGETS[12:])
-"""Three steps an epoch: two whole batches, and one of a single sample, of which all ranks but one get none."""
+FEW = TensorDataset(INPUTS[18:], TARGETS[18:])
+"""Two steps an epoch: a whole batch, and one of a single sample, of which all ranks but one get none."""
 
 
 def batches(epoch: int, data: TensorDataset = DATA) -> Iterator[tuple[Tensor, Tensor]]:
@@ -250,19 +250,19 @@ def counted_otherwise(model: Any, optimizer: Any, batch: Any, backward: Any, ste
 def frozen_in_the_body(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
     optimizer.zero_grad()
     backward(error_of(model, batch))
-    if step == 1:
+    if step == 0:
         model[0].requires_grad_(False)
     optimizer.step()
 
 
 def thawed(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
-    if step == 4:
+    if step == 2:
         model[0].requires_grad_(True)
     ordinary(model, optimizer, batch, backward, step)
 
 
 def thawed_by_the_optimizer(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
-    if step == 4:
+    if step == 2:
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.requires_grad_(True)
     ordinary(model, optimizer, batch, backward, step)
@@ -277,7 +277,7 @@ def thawed_after_a_look(model: Any, optimizer: Any, batch: Any, backward: Any, s
 def thawed_after_the_forward(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
     optimizer.zero_grad()
     error = error_of(model, batch)
-    if step == 4:
+    if step == 2:
         model[0].requires_grad_(True)
     backward(error)
     optimizer.step()
@@ -285,8 +285,8 @@ def thawed_after_the_forward(model: Any, optimizer: Any, batch: Any, backward: A
 
 def frozen_for_a_while(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
     ordinary(model, optimizer, batch, backward, step)
-    if step in (2, 3):
-        model[0].requires_grad_(step == 3)
+    if step in (1, 2):
+        model[0].requires_grad_(step == 2)
 
 
 LOOPS: dict[str, Body] = {

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
 from tests.covering import in_turn
-from tests.train.test_custom_loop import BATCH, DATA, FEW, batches
+from tests.train.test_custom_loop import BATCH, DATA, batches
 
 PARTS = {"sharded:stage=2": 2, "sharded:stage=3": 3, "tensor:least=1": 1, "model_parallel": 1}
 """Strategies that give each of two ranks a part of the parameters, and a number of logical workers."""
+SAMPLES = TensorDataset(*DATA[12:])
 LOADS: dict[str, Callable[[Any, Any], None]] = {}
 
 
@@ -122,9 +124,9 @@ def trained(how: str, strategy: str, inside: bool = False) -> Any:
     try:
         if strategy != "plain":
             options: Any = {"strategy": strategy, "workers": PARTS[strategy], "batch_size": BATCH}
-            run = tutti.prepare(both if inside else model, optimizer, FEW, **options)
+            run = tutti.prepare(both if inside else model, optimizer, SAMPLES, **options)
         for epoch in range(2):
-            for batch in batches(epoch, FEW) if run is None else run.microbatches(epoch):
+            for batch in batches(epoch, SAMPLES) if run is None else run.microbatches(epoch):
                 optimizer.zero_grad()
                 (Tensor.backward if run is None else run.backward)(error_of(model, target, batch))
                 optimizer.step()
