@@ -6,6 +6,7 @@ import math
 import os
 import re
 import resource
+import sys
 
 from tutti import cgroup
 from tutti.errors import UsageError
@@ -43,6 +44,15 @@ def free_memory(processes: int) -> int:
     if (most := resource.getrlimit(resource.RLIMIT_DATA)[0]) != resource.RLIM_INFINITY:
         allowed.append(most - getattr(own, "data", own.rss))
     return max(int(min(allowed)), 0)
+
+
+def peak_resident() -> int:
+    """Return the largest resident set of this process so far, in bytes: its memory with all libraries, not swapped out.
+
+    A process that was started by ``fork`` and ``exec`` may state the parent's where that was larger.
+    """
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def parse_bytes(text: str, option: str) -> int:

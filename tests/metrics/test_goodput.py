@@ -12,6 +12,7 @@ import pytest
 from tests.faults.commands import tutti, write_task
 from tutti.errors import UsageError
 from tutti.metrics.goodput import CAUSES, Goodput, measured_goodput, run_goodput
+from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 
 STEP, DATA = 2.0, 0.25
 
@@ -112,6 +113,26 @@ def test_steps_of_another_size_are_not_slow() -> None:
     assert "slow steps" not in nonzero(account(records))
 
 
+def test_a_bubble_and_stragglers_take_their_shares_of_the_time_of_steps() -> None:
+    records = Records()
+    for _ in range(9):
+        records.step()
+    records.step(seconds=STEP + 4)
+    for line in records.lines:
+        line["bubble"] = 0.25
+    worked = 10 * (STEP - DATA)
+    others = {"data": 10 * DATA, "slow steps": 4}
+    assert nonzero(account(records)) == pytest.approx({**others, "bubble": worked / 4})
+    for idle, late in ((0.35, 0.1), (0.2, 0.0)):
+        found = measured_goodput(records.lines, 1000.0, None, idle)
+        assert nonzero(found) == pytest.approx(
+            {**others, "bubble": worked / 4, **({"straggler": late * worked} if late else {})}
+        )
+        assert found.productive == pytest.approx(worked * (0.75 - late))
+        assert found.productive + sum(found.lost.values()) == pytest.approx(found.elapsed)
+        assert any("bubble" in note for note in found.notes) and any("straggler" in note for note in found.notes)
+
+
 def test_what_the_records_do_not_tell_is_said() -> None:
     records = Records()
     records.step()
@@ -130,6 +151,22 @@ def test_an_environment_that_is_no_object_is_refused(content: str, tmp_path: Pat
     (tmp_path / "metrics.jsonl").write_text('{"group": "train", "step": 1, "seconds": 1.0, "time": 1.0}\n')
     with pytest.raises(UsageError, match=r"there is no run|start is unknown"):
         run_goodput(tmp_path)
+
+
+def test_a_pipeline_and_its_trace_tell_bubble_and_stragglers(tmp_path: Path) -> None:
+    words = ("--strategy", "pipeline:stages=2", "--workers", "1", "--batch-size", "32", "--micro-batch", "8")
+    run = ("train", "digits", *words, "--devices", "2", "--steps", "8", "--trace", "4:3", "--out", "run")
+    done = tutti(tmp_path, *run)
+    assert done.code == 0, done.err
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    bubble = bubble_fraction("1f1b", 2, 4)
+    assert [line["bubble"] for line in steps if line["group"] == "train"] == pytest.approx([bubble] * 8, abs=1e-6)
+    found = run_goodput(tmp_path / "run")
+    assert found.lost["bubble"] > 0 and "straggler" in found.lost
+    assert found.productive + sum(found.lost.values()) == pytest.approx(found.elapsed)
+    peaks = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory"]
+    assert [peak["rank"] for peak in peaks] == [0, 1]
+    assert all(peak["resident"] > 2**20 and peak["device"] is None for peak in peaks)
 
 
 def test_a_run_that_lost_steps(tmp_path: Path) -> None:

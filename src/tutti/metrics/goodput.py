@@ -12,6 +12,7 @@ from typing import Any
 from tutti.errors import UsageError
 from tutti.metrics.metrics_file import metric_records
 from tutti.metrics.records import ENVIRONMENT, read_json, read_summary
+from tutti.metrics.timeline import segments_of_chrome, shares
 
 CAUSES: Mapping[str, str] = {
     "start": "from the command to the first step, and what that step takes longer than others",
@@ -22,6 +23,8 @@ CAUSES: Mapping[str, str] = {
     "stopped": "between a stop without lost steps and the next start",
     "restart": "from the next start to its first step, and what that step takes longer than others",
     "slow steps": "what steps took longer than the median, of steps over 1.5 times the median",
+    "straggler": "devices waited for the slowest one, in the share of time that a trace of some steps shows",
+    "bubble": "pipeline stages waited for micro-batches, in the share of time that follows from the schedule",
 }
 """Causes of lost time, each with its definition."""
 
@@ -38,9 +41,11 @@ class Goodput:
 
     Attributes:
         elapsed: seconds from the run's command to its end, or to its last record.
-        productive: seconds of steps whose work was kept, without waiting for data and without the excess of slow steps.
+        productive: seconds of steps whose work was kept, without waiting for data, without the excess of slow steps,
+            and without the idle time of devices (mean over devices), as far as it is known.
         lost: seconds by cause: ``start``, ``data`` (waits for batches), ``evaluation``, ``save``, ``failure`` (repeated
-            steps), ``stopped``, ``restart`` and ``slow steps``; only causes that were measured.
+            steps), ``stopped``, ``restart``, ``slow steps``, ``straggler`` (devices waited for the slowest) and
+            ``bubble`` (of a pipeline's schedule); only causes that were measured.
         steps: number of steps whose work was kept; steps that are repeated after a resume count once.
         attempts: number of starts of the run.
         notes: sentences on what the records do not tell.
@@ -57,8 +62,9 @@ class Goodput:
     def fraction(self) -> float:
         """Goodput of the run, 0 to 1: productive seconds divided by elapsed seconds; 0 for an elapsed time of 0.
 
-        Productive are the seconds of steps whose work was kept, without waits for data and without the excess of slow
-        steps. Elapsed are the seconds from the launch of the run to its end, restarts included.
+        Productive are the seconds of steps whose work was kept, without waits for data, without the excess of slow
+        steps, and without the idle time of devices (mean over devices), as far as it is known. Elapsed are the seconds
+        from the launch of the run to its end, restarts included.
         """
         return self.productive / self.elapsed if self.elapsed > 0 else 0.0
 
@@ -86,6 +92,7 @@ class _Step:
     data: float
     samples: int
     first_of: str | None
+    bubble: float
 
 
 @dataclass
@@ -130,7 +137,11 @@ class _Account:
             kept_time, kept_seconds = self._last()
             seconds = line["seconds"] - kept_seconds
             self.lost["save"] += line["time"] - kept_time - seconds
-        self.steps.append(_Step(seconds, line.get("data_seconds", 0.0), line["samples"] - self.samples, first))
+        self.steps.append(
+            _Step(
+                seconds, line.get("data_seconds", 0.0), line["samples"] - self.samples, first, line.get("bubble", 0.0)
+            )
+        )
         self.before, self.samples, self.fresh = line, line["samples"], None
 
     def evaluate(self, line: Mapping[str, Any]) -> None:
@@ -145,7 +156,9 @@ class _Account:
         return (self.launched, self.spent) if self.before is None else (self.before["time"], self.before["seconds"])
 
 
-def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended: float | None) -> Goodput:
+def measured_goodput(
+    lines: Iterable[Mapping[str, Any]], launched: float, ended: float | None, idle: float | None = None
+) -> Goodput:
     """Divide the time of a run into productive steps and lost time by cause, all in seconds.
 
     Args:
@@ -153,6 +166,8 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
         launched: Unix time at which the run was first started.
         ended: Unix time at which the run ended; the time of the last step or evaluation in ``lines`` is taken instead
             where this is None or earlier.
+        idle: fraction of the time in which devices waited for the slowest one, mean over devices, in traced steps;
+            None if no step was traced.
 
     Returns:
         A ``Goodput``: ``elapsed`` and ``productive`` seconds, ``lost`` (seconds by cause, as far as measured),
@@ -167,6 +182,9 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
         - ``stopped``: from a stop that undid no step to the next start.
         - ``restart``: from a later start to its first step, and what this step took more than the median step.
         - ``slow steps``: what steps of more than 1.5 times the median took more than the median.
+        - ``bubble``: of the time of steps that is left then, the idle fraction of the pipeline's schedule (``bubble``
+          in the records), for equal stages and backwards that take twice a forward.
+        - ``straggler``: of the same time, the part of ``idle`` that exceeds the bubble.
 
         The median is over steps of as many samples, of which there must be five; otherwise no step exceeds it.
 
@@ -192,16 +210,17 @@ def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended:
         raise UsageError("the run has recorded no step", remedy="goodput needs a run with steps")
     end = max(last, ended or last)
     account.lost["save"] += end - last
-    return _close(account, end - launched, told)
+    return _close(account, end - launched, told, idle)
 
 
-def _close(account: _Account, elapsed: float, told: bool) -> Goodput:
+def _close(account: _Account, elapsed: float, told: bool, idle: float | None) -> Goodput:
     """Attribute the time of the steps themselves, and return the whole account.
 
     Args:
         account: the sums.
         elapsed: seconds of the run.
         told: whether the records say how long training waited for data.
+        idle: as for ``measured_goodput``.
     """
     lost, steps = account.lost, account.steps
     alike = defaultdict(list)
@@ -211,15 +230,26 @@ def _close(account: _Account, elapsed: float, told: bool) -> Goodput:
     medians = {samples: statistics.median(values) for samples, values in alike.items() if len(values) >= FEWEST}
     for step in steps:
         lost["data"] += step.data
-        typical = medians.get(step.samples)
-        if typical is None:
-            continue
-        excess = step.seconds - step.data - typical
+        worked = step.seconds - step.data
+        typical = medians.get(step.samples, worked)
         if step.first_of is not None:
-            lost[step.first_of] += max(excess, 0.0)
-        elif step.seconds - step.data > SLOW * typical:
-            lost["slow steps"] += excess
-    notes = ["stragglers and pipeline bubbles are within the productive time: tutti train --trace shows them"]
+            lost[step.first_of] += max(worked - typical, 0.0)
+            worked = min(worked, typical)
+        elif worked > SLOW * typical:
+            lost["slow steps"] += worked - typical
+            worked = typical
+        if step.bubble:
+            lost["bubble"] += step.bubble * worked
+        if idle is not None:
+            lost["straggler"] += max(idle - step.bubble, 0.0) * worked
+    if idle is None:
+        notes = ["stragglers that are slow in every step are within the productive time: train with --trace"]
+    else:
+        notes = [
+            f"straggler: devices idled {idle:.1%} of the traced steps; what exceeds the bubble is taken for all steps"
+        ]
+    if "bubble" in lost:
+        notes.append("bubble: computed for equal stages and backwards that take twice a forward, not measured")
     if not told:
         lost.pop("data", None)
         notes.append("this run has not recorded how long it waited for data")
@@ -239,8 +269,9 @@ def run_goodput(path: Path) -> Goodput:
         ``steps`` (number of steps whose work was kept), ``attempts`` (number of starts) and ``notes`` (sentences on
         what the records do not tell). Causes are ``start`` (until the first step), ``data`` (waits for batches),
         ``evaluation``, ``save``, ``failure`` (steps undone by it, and the time until the next start), ``stopped``
-        (from a stop that undid no step to the next start), ``restart`` (from a later start to its first step) and
-        ``slow steps`` (their excess over the median).
+        (from a stop that undid no step to the next start), ``restart`` (from a later start to its first step),
+        ``slow steps`` (their excess over the median), ``straggler`` (devices waited for the slowest one, by
+        ``trace/trace.json``) and ``bubble`` (of a pipeline's schedule).
 
     Raises:
         UsageError: ``env.json`` or ``metrics.jsonl`` is missing or unreadable, ``env.json`` is no JSON object or lacks
@@ -255,4 +286,13 @@ def run_goodput(path: Path) -> Goodput:
         raise UsageError(
             "the run's start is unknown", where=str(path / ENVIRONMENT), remedy="it was made by an older version"
         )
-    return measured_goodput(metric_records(path), launched, read_summary(path).get("ended"))
+    return measured_goodput(metric_records(path), launched, read_summary(path).get("ended"), _traced_idle(path))
+
+
+def _traced_idle(path: Path) -> float | None:
+    """Return the fraction of traced time in which devices waited for others, their mean; None without a trace."""
+    try:
+        rows = segments_of_chrome(read_json(path / "trace" / "trace.json"))
+    except (OSError, ValueError):
+        return None
+    return statistics.fmean(each.get("idle", 0.0) for each in shares(list(rows.values()))) if rows else None

@@ -252,8 +252,8 @@ class RunDirectory:
 
         Keys are ``group``, ``step``, ``epoch``, ``samples`` and ``updates`` (so far), ``loss``, each metric,
         ``grad_norm``, ``lr``, ``seconds`` (of training so far) and, as far as the run has them, ``loss_scale``,
-        ``data_seconds`` (wait for the batch), figures of AdaScale, gradient noise and one device, and ``skipped``. NaN
-        and infinities become null.
+        ``data_seconds`` (wait for the batch), figures of AdaScale, gradient noise and one device, ``bubble`` (idle
+        fraction of a pipeline's schedule) and ``skipped``. NaN and infinities become null.
 
         Args:
             record: numbers of the step.
@@ -280,6 +280,8 @@ class RunDirectory:
             line[name] = to_json_number(value)
         for name, value in record.noise.items():
             line[name] = to_json_number(value)
+        if record.bubble is not None:
+            line["bubble"] = round(record.bubble, 6)
         line["seconds"] = round(pace.elapsed, 6)
         if pace.data is not None:
             line["data_seconds"] = round(pace.data, 6)

@@ -26,6 +26,8 @@ COLOURS: Mapping[str, str] = {
     "other": "#FFFFFF",
 }
 WORK = ("forward", "backward", "weight")
+_ENDLESS = 1e15
+"""Numbers of a trace from here on, and NaN, are mistakes."""
 
 
 class TimelineSegment(NamedTuple):
@@ -202,6 +204,30 @@ def chrome(rows: Sequence[Row]) -> dict[str, Any]:
             event |= {"ts": round(1e6 * (s.start - begin), 1), "dur": round(1e6 * (s.end - s.start), 1)}
             events.append({**event, "args": {"call": s.call}} if s.call else event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def segments_of_chrome(trace: Mapping[str, Any]) -> dict[int, list[TimelineSegment]]:
+    """Return the segments of a trace in Chrome's JSON format, such as of ``chrome``, in seconds.
+
+    Args:
+        trace: the JSON object. Events other than complete ones of a device, and invalid ones, are left out.
+
+    Returns:
+        The segments by number of the device, each list in the order of the events; empty without any.
+    """
+    events = trace.get("traceEvents")
+    rows: dict[int, list[TimelineSegment]] = {}
+    for event in events if isinstance(events, list) else ():
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        numbers = [event.get(key) for key in ("tid", "ts", "dur")]
+        if not all(type(number) in (int, float) and abs(number) < _ENDLESS for number in numbers):
+            continue
+        device, start, length = numbers
+        if device >= 0 and length >= 0:
+            segment = TimelineSegment(str(event.get("name")), start / 1e6, (start + length) / 1e6)
+            rows.setdefault(int(device), []).append(segment)
+    return rows
 
 
 _LEFT, _RIGHT, _HEIGHT, _GAP, _WIDTH = 80, 20, 26, 8, 1000

@@ -231,6 +231,7 @@ class _LoopState:
             loss_scale=None if run.loss_scale is None else run.loss_scale.used,
             adascale={} if run.adascale is None else run.adascale.values(),
             noise={} if run.noise_probe is None else run.noise_probe.values(),
+            bubble=run.replica.bubble,
         )
         if updated.skipped:
             self._skipped += 1

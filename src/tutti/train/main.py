@@ -12,11 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tutti.checkpoint.folder import FOLDER
 from tutti.comm.stall import TellFailures
 from tutti.config.train_config import TrainConfig
 from tutti.data.epochs import Epochs
+from tutti.device import peak_memory
 from tutti.errors import ExitCode, Preempted, UsageError
+from tutti.host_memory import peak_resident
 from tutti.launcher import context, heartbeat
 from tutti.launcher.context import World
 from tutti.metrics.events import TensorBoard
@@ -110,7 +114,8 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
                 result = train_loop(
                     run, plan, held_out, header, listeners, saver, means, windows, clock, measured, watch
                 )
-        listeners.finished(_summary(chosen, run, facts, clock, result))
+            peaks = _peak_memory(run, world)
+        listeners.finished(_summary(chosen, run, facts, clock, {**result, "peak_memory": peaks}))
     except Preempted as stop:
         listeners.warned(str(stop))
         raise reason.error(stop) from None
@@ -135,6 +140,21 @@ def _marking_failure(run: Run) -> Iterator[None]:
             if isinstance(each, MetricLogger):
                 each.failed = True
         raise
+
+
+def _peak_memory(run: Run, world: World) -> list[dict[str, int | None]]:
+    """Return the peak memory of each rank, in bytes. Collective over all ranks: an all-gather.
+
+    Each object has ``rank``, ``resident`` (of its process) and ``device`` (of tensors on the accelerator, or None).
+    """
+    on_device = peak_memory(world.device)
+    mine = torch.tensor([peak_resident(), -1 if on_device is None else on_device], device=world.device)
+    comm = run.context.comms.world
+    rows = [row.tolist() for row in comm.all_gather(mine, "peak memory")]
+    return [
+        {"rank": comm.ranks[index], "resident": resident, "device": None if device < 0 else device}
+        for index, (resident, device) in zip(comm.alive_ranks, rows, strict=True)
+    ]
 
 
 def _summary(task: Task, run: Run, facts: Mapping[str, Any], clock: Clock, result: Mapping[str, Any]) -> dict[str, Any]:

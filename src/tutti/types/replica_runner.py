@@ -129,6 +129,8 @@ class ReplicaRunner(Protocol):
             empty.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
             otherwise empty.
+        bubble: idle fraction, 0 to 1, of the ranks' time in the pipeline schedule of the last training step, for equal
+            stages and backwards of twice a forward; None without pipeline stages, and before the first step.
         draws: the model's RNG streams on this rank, which ``moment`` and ``state`` read and set.
         around_stage: context manager around the forward of a virtual pipeline stage; called with the stage's number and
             the tensors that it is given. Its value is called with the stage's results, and raises UsageError where they
@@ -155,6 +157,7 @@ class ReplicaRunner(Protocol):
     edits: EditRecords | None
     passes: Sequence[Any]
     split_backwards: Sequence[Any]
+    bubble: float | None
     draws: Any
     around_stage: Callable[[int, Any], AbstractContextManager[Callable[[Any], None]]]
 

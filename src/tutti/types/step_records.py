@@ -144,6 +144,7 @@ class StepRecord:
         loss_scale: factor on the loss in backward; None without loss scaling.
         adascale: figures of AdaScale by name; empty without it.
         noise: figures of the gradient noise by name; empty in steps that do not measure it.
+        bubble: idle fraction, 0 to 1, of the pipeline's schedule in this step; None without pipeline stages.
     """
 
     step: int
@@ -158,3 +159,4 @@ class StepRecord:
     loss_scale: float | None = None
     adascale: Mapping[str, float] = field(default_factory=dict)
     noise: Mapping[str, float] = field(default_factory=dict)
+    bubble: float | None = None

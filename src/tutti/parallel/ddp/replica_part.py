@@ -54,6 +54,8 @@ class ReplicaPart:
             empty.
         split_backwards: input backward and weight backward of each virtual stage of a zero-bubble pipeline schedule;
             empty for all other layouts.
+        bubble: idle fraction, 0 to 1, of the pipeline schedule of the last training step; None without pipeline stages,
+            and before the first step.
         draws: the RNG streams of these modules.
         peers: state shared by the ``SyncBatchNorm`` modules; None without such modules or on a single device.
         script_code: context manager around code of the script, which may refuse what that code reads.
@@ -107,6 +109,7 @@ class ReplicaPart:
         self.adapt_hooks: Callable[[], Sequence[str]] = lambda: ()
         self.passes: Sequence[Any] = ()
         self.split_backwards: Sequence[Any] = ()
+        self.bubble: float | None = None
         self.around_stage: Callable[[int, Any], AbstractContextManager[Callable[[Any], None]]]
         self.around_stage = lambda stage, given: nullcontext(lambda result: None)
         here = {inner for part in self.parts for inner in part.modules()}

@@ -196,10 +196,13 @@ class PipelineRunner(ReplicaPart):
             PeerError: a rank of the stages is lost or late.
             MismatchError: the ranks of the stages wait in different calls.
         """
-        if self.own_backward:
-            return super().run(micro_batches, loss, grad_hook)
         training = grad_hook is not None
         count, chunks = len(micro_batches), len(self.parts)
+        if training and self.passes and micro_batches[0].samples:
+            name = "one_by_one" if self.own_backward else self._schedule
+            self.bubble = bubble_fraction(name, self._ranks, count, 1 if self.own_backward else chunks)
+        if self.own_backward:
+            return super().run(micro_batches, loss, grad_hook)
         order = (
             make_order(self._schedule, self._ranks, count, chunks) if training else forwards(self._ranks, count, chunks)
         )

@@ -316,6 +316,7 @@ def bubble(rows: Sequence[Sequence[Span]]) -> float:
     return 1 - busy / (end * len(rows))
 
 
+@lru_cache(64)
 def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
     """Return the idle fraction, 0 to 1, of all ranks' time in a pipeline schedule, under simple assumptions on costs.
 
