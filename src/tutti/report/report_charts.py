@@ -146,7 +146,7 @@ def contour_chart(
     def draw(axes: Axes) -> None:
         lines = axes.contour(offsets, offsets, values, levels=levels, colors=_series(0), linewidths=1.0)
         # Levels lie close together around the minimum, where labels of all would overlap.
-        axes.clabel(lines, lines.levels[::2], fontsize=7, colors=_TEXT)
+        axes.clabel(lines, list(lines.levels)[::2], fontsize=7, colors=_TEXT)
         axes.plot([0], [0], "+", color=_TEXT)
         axes.set(xlabel="first direction", ylabel="second direction", aspect="equal")
 
