@@ -204,7 +204,7 @@ def summary(made: Sequence[CheckedPrediction], basis: str) -> dict[str, Any]:
         "median_ratio": statistics.median(ratios),
         "coverage90": statistics.fmean(one.score <= q for one, q in banded) if banded else None,
         "factor": band_factor(residuals, same[0].cell, ""),
-        "median_half_width": statistics.median(q * one.width for one, q in banded) if banded else None,
+        "median_band_factor": float(np.exp(statistics.median(q * one.width for one, q in banded))) if banded else None,
     }
 
 
