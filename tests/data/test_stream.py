@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tutti.data import Sharded
 from tutti.data.adapt import ItemSource, TensorSource, adapt, adapt_training
@@ -311,3 +312,61 @@ def test_held_out_samples_need_numbers() -> None:
 def test_loader_processes_of_a_stream_that_shards_itself_are_refused() -> None:
     with pytest.raises(UsageError, match="2 data workers cannot be combined with a data set that shards itself"):
         make_reader(Stream(Numbers(), sharded=True), Epochs(BatchContract(None, 8, 4)), 0, 0, Alone(), Prefetch(2))
+
+
+class Divided(Numbers):
+    """Divides its samples over loader processes; each has the epoch as an attribute of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        process = get_worker_info()
+        assert process is not None
+        for number in range(process.id, self.count, process.num_workers):
+            yield 100 * int(self.epoch) + number, torch.zeros(1)
+
+
+class EpochInSharedMemory(Divided):
+    """As Hugging Face's data sets: processes share the epoch, and two updates at once add twice."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.epoch: Any = torch.tensor(0).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        more = epoch - int(self.epoch)
+        time.sleep(0.1)
+        self.epoch += more
+
+
+@pytest.mark.parametrize("kind", [lambda: Divided(8), EpochInSharedMemory])
+@pytest.mark.parametrize("function", [False, True])
+def test_loader_processes_read_the_epoch_that_the_rank_reads(kind: Callable[[], Any], function: bool) -> None:
+    data = kind()
+    source = Stream((lambda: data) if function else data, processes=2)
+    read = make_reader(source, Epochs(BatchContract(None, 2, 1)), 0, 3, Alone(), Prefetch(2)).read
+    for epoch in (0, 1, 3):
+        want = [[0, 2], [1, 3], [4, 6], [5, 7]]
+        assert numbers(read(epoch, 0)) == [[100 * epoch + number for number in batch] for batch in want]
+
+
+def test_loader_processes_read_hugging_face_streams_in_the_order_of_the_epoch() -> None:
+    datasets = pytest.importorskip("datasets", reason="needs Hugging Face's datasets")
+    shards = list(range(4))
+
+    def samples(shards: list[int]) -> Iterator[dict[str, int]]:
+        for shard in shards:
+            for number in range(3):
+                yield {"number": 10 * shard + number}
+
+    def stream() -> Any:
+        made = datasets.IterableDataset.from_generator(samples, gen_kwargs={"shards": shards})
+        return made.shuffle(seed=7, buffer_size=2)
+
+    data, orders = stream(), []
+    read = make_reader(Stream(data, processes=2), Epochs(BatchContract(None, 2, 1)), 0, 3, Alone(), Prefetch(2)).read
+    for epoch in range(3):
+        plain = stream()
+        plain.set_epoch(epoch)
+        want = [batch["number"].tolist() for batch in DataLoader(plain, 2, num_workers=2)]
+        assert [part.batch["number"].tolist() for part in read(epoch, 0)] == want
+        orders.append(str(want))
+    assert len(set(orders)) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 from tutti.data.batches import CollatedBatch, slice_batch
@@ -15,6 +16,7 @@ from tutti.types.micro_batch import Batch
 
 _SKIPPED_TOGETHER = 64
 _COLLATE = int.from_bytes(b"collate", "big")
+_NO_TURN = nullcontext()
 
 
 class Stream:
@@ -158,18 +160,24 @@ class Stream:
         """
         return CollatedBatch() if self.collate is not None else slice_batch(self.collated(some[:1], 0, 0), 0, 0)
 
-    def open(self, epoch: int) -> Any:
+    @property
+    def is_function(self) -> bool:
+        """Whether the script gave a function, which returns a new iterable for each epoch, in place of a data set."""
+        return isinstance(self.data, type) or not hasattr(self.data, "__iter__")
+
+    def open(self, epoch: int, turn: AbstractContextManager[Any] = _NO_TURN) -> Any:
         """Return the iterable for an epoch, after calling its ``set_epoch(epoch)`` if it has that method.
 
         The iterable is the data set itself, or a new result of the function that the script gave instead of a data set.
 
         Args:
             epoch: from 0.
+            turn: context in which ``set_epoch`` is called, such as a lock of several loader processes.
         """
-        ready = hasattr(self.data, "__iter__") and not isinstance(self.data, type)
-        items: Any = self.data if ready else self.data()
+        items: Any = self.data() if self.is_function else self.data
         if hasattr(items, "set_epoch"):
-            items.set_epoch(epoch)
+            with turn:
+                items.set_epoch(epoch)
         return items
 
 
@@ -187,20 +195,21 @@ class Cursor:
     of the sample): ranks with equal keys draw the same, also after a resume. Every method that reads a sample raises
     DataError if the data set raises IndexError, KeyError, OSError or ValueError; its other exceptions propagate.
 
-    The constructor opens the data set for the epoch (``Stream.open``) and reads nothing.
+    The constructor opens the data set for the epoch (``Stream.open``), unless it is given open, and reads nothing.
 
     Args:
         stream: the iterable data set.
         epoch: from 0.
         key: integer that seeds the random draws.
+        items: what ``Stream.open`` has returned for the epoch; None to open the data set.
 
     Attributes:
         number: number of samples taken or skipped so far; samples that were only looked at by ``peek`` do not count.
     """
 
-    def __init__(self, stream: Stream, epoch: int, key: int) -> None:
+    def __init__(self, stream: Stream, epoch: int, key: int, items: Any = None) -> None:
         self._stream, self._epoch, self._key = stream, epoch, key
-        self._items = stream.open(epoch)
+        self._items = stream.open(epoch) if items is None else items
         self._iterator: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self.number = 0

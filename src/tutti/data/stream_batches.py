@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
@@ -106,7 +108,9 @@ class StreamReading:
         """Read an epoch of an iterable data set in loader processes, and yield its global batches.
 
         The first batch yielded is number ``start`` of the epoch, an attribute of this object. Process i of k makes
-        batches i, i + k, i + 2k, …; the processes start with the iteration and end with it. No collective is performed.
+        batches i, i + k, i + 2k, …; the processes start with the iteration and end with it. ``set_epoch`` of a data set
+        is called in this process, before they start; a function that the script gave is called in each of them. No
+        collective is performed.
 
         Args:
             prefetch: number of loader processes, at least one, and how they start.
@@ -126,8 +130,12 @@ class StreamReading:
         processes, ended = prefetch.workers, set[int]()
         made = read = passed = 0
         ahead: StreamBatch | None = None
-        answers = prefetch.batches(_ProcessReader(self), ((number,) for number in count()))
-        with closing(answers):  # type: ignore[type-var]
+        # Loader processes inherit the epoch. If they set it themselves, those that share it in memory race.
+        ready = None if self.stream.is_function else self.stream.open(self.epoch)
+        with (
+            tempfile.TemporaryFile() as turns,
+            closing(prefetch.batches(_ProcessReader(self, ready, turns), zip(count()))) as answers,  # type: ignore[type-var]
+        ):
             for number, found in enumerate(answers):
                 if found is None:
                     ended.add(number % processes)
@@ -182,10 +190,13 @@ class _ProcessReader:
 
     Args:
         reading: the reading, which every process has a copy of.
+        ready: the data set, opened for the epoch; None if each process calls the script's function.
+        turns: file that a process locks while it sets the epoch, as functions may return the same object.
     """
 
-    def __init__(self, reading: StreamReading) -> None:
+    def __init__(self, reading: StreamReading, ready: Any, turns: IO[bytes]) -> None:
         self._reading, self.items = reading, reading.stream.data
+        self._ready, self._turns = ready, turns
         self._cursor: Cursor | None = None
         self._key, self._where = reading.key, ""
 
@@ -197,7 +208,10 @@ class _ProcessReader:
             if process is not None and process.num_workers > 1:
                 self._key = int(hash64(reading.key, process.id))
                 self._where = f" in loader process {process.id}"
-            self._cursor = Cursor(reading.stream, reading.epoch, self._key)
+            items = self._ready
+            if items is None:
+                items = reading.stream.open(reading.epoch, _turn(self._turns))
+            self._cursor = Cursor(reading.stream, reading.epoch, self._key, items)
         first = self._cursor.number
         items = self._cursor.take(reading.batch)
         if not items or (reading.stream.drop_last and len(items) < reading.batch):
@@ -206,3 +220,13 @@ class _ProcessReader:
             return StreamBatch(number, len(items), 0)
         kept = reading.keep(items, first, number, reading._collation(self._key))
         return StreamBatch(number, len(items), 0, kept, reading._lines(items, first, number, self._where))
+
+
+@contextmanager
+def _turn(file: IO[bytes]) -> Iterator[None]:
+    """Hold a lock of a file that this process has inherited; a process that ends frees it."""
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN)
