@@ -26,9 +26,13 @@ from tutti.report.html_report import write_report
 from tutti.report.landscape_section import landscape_section
 from tutti.report.report_charts import PARTS, page_colours, thinned
 from tutti.report.run_record import read_run
+from tutti.report.target_law import TargetLaw
 
 EVIL = "<script>alert(1)</script>"
 STEPS = 12
+ENDS = ("scale", "low", "high")
+NOISES: dict[str, tuple[Any, ...]] = {"noise": (10.0, 8.0, 12.0), "noise/adam": (2.0, 1.0, None)}
+"""Noise scale and ends of its band, at the n-th step n times these."""
 
 
 def write_run(path: Path, devices: int = 1, step: float = 0.5, **summary: Any) -> Path:
@@ -43,13 +47,20 @@ def write_run(path: Path, devices: int = 1, step: float = 0.5, **summary: Any) -
     for number in range(1, STEPS + 1):
         at = {"step": number, "seconds": step * number, "time": 1002 + step * number}
         train = {"group": "train", **at, "samples": 64 * number, "loss": 2 / number, "data_seconds": step / 10}
-        lines.append(train | {"noise_scale": 100.0 + number})
+        noise = {
+            f"{of}/{end}": size and size * number
+            for of, sizes in NOISES.items()
+            for end, size in zip(ENDS, sizes, strict=True)
+        }
+        lines.append(train | noise)
         if number % 4 == 0:
             lines.append({"group": "eval", **at, "samples": 359, "loss": 2.5 / number, "accuracy": number / 20})
     write_lines(path, lines)
     target = {"metric": "accuracy", "value": 0.4, "reached": True, "steps": 8, "samples": 512, "seconds": 8 * step}
+    target |= {"samples_before": 448, "epochs": 0.4}
     known = {"task": "digits", "devices": devices, "strategy": "mirrored", "steps": STEPS, "samples": 64 * STEPS}
     known |= {"seconds": step * STEPS, "global_batch_size": 64, "exit_code": 0, "ended": 1010.0, "target": target}
+    known["peak_memory"] = [{"rank": 0, "resident": 2**28, "device": None}]
     (path / "summary.json").write_text(json.dumps({**known, **summary}))
     return path
 
@@ -92,7 +103,7 @@ class Page(HTMLParser):
 
 def report(*runs: Path, **options: Path) -> Page:
     target = runs[0].parent / "page.html"
-    assert write_report(runs, options.get("plan"), target) == target
+    assert write_report(runs, options.get("plan"), target, options.get("recipe")) == target
     return Page(target)
 
 
@@ -112,22 +123,83 @@ def test_one_run(page_of_one: Page) -> None:
     assert "digits trained to accuracy 0.4 on 1 device for 12 steps (768 samples)" in page.text
     assert page.cells("To the target of --until")[0][1:6] == ["accuracy 0.4", "yes", "8", "512", "4 s"]
     assert page.cells("Duration of a step")[0][1:] == ["500 ms", "500 ms–500 ms", "50 ms", "11"]
-    assert {"Convergence", "Gradient noise", "Environment"} <= set(page.headings)
-    assert not {"Scaling", "Timeline", "Memory", "What changed between the runs"} & set(page.headings)
+    assert {"Convergence", "Gradient noise", "Memory", "Environment"} <= set(page.headings)
+    assert not {"Scaling", "Timeline", "What changed between the runs"} & set(page.headings)
     missing = page.text.split('id="missing"')[1]
-    for name in ("scaling over devices", "a timeline", "memory of a device", "a plan", "the loss landscape"):
+    law = "steps to a target over the batch"
+    for name in ("scaling over devices", "a timeline", "a plan", "the loss landscape", law):
         assert f"<strong>{name}</strong>" in missing
-    assert "gradient noise" not in missing and "goodput" not in missing
+    assert not any(
+        f"<strong>{name}</strong>" in missing for name in ("gradient noise", "memory of a device", "goodput")
+    )
+    assert page.cells("Peak memory of each rank") == [["A", "0", "256.0 MiB", "–"]]
+
+
+def test_the_noise_scale_has_one_chart_with_its_band_and_the_batch(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", global_batch_size=128)
+    page = report(one, two)
+    for kind in ("noise scale", "noise scale by Adam&#39;s preconditioner"):
+        chart = page.text.split(f'aria-label="{kind} over samples, with its 90 % band"')[1].split("</svg>")[0]
+        assert "batch of A" in chart and "batch of B" in chart and "fill-opacity" in chart
+    assert page.text.count(" over samples, with its 90 % band</figcaption>") == 2
+    rows = page.cells("At the last measured step")
+    assert rows[0] == ["A", "noise scale", "120", "96–144", "64", "0.533"] and len(rows) == 4
+    assert rows[3][2:4] == ["24", "12–∞"]
+
+
+def test_without_noise_the_option_that_measures_it_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run, [{name: value for name, value in line.items() if "noise" not in name} for line in lines])
+    assert "train with --noise-every" in report(run).text.split("<strong>gradient noise</strong>")[1][:80]
+
+
+def write_recipe(path: Path, value: float = 0.4) -> Path:
+    """E(B) = 256(1 + B/64) in the median."""
+    draws = [[256 * factor, 64] for factor in (0.9, 1.0, 1.1)]
+    recipe = {"format": 1, "target": {"metric": "accuracy", "value": value}, "samples_min": 256, "critical_batch": 64}
+    path.write_text(json.dumps({**recipe, "draws": draws, "basis": "stated"}))
+    return path
+
+
+def test_steps_to_the_target_are_drawn_with_the_hyperbola_of_a_recipe(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", global_batch_size=256)]
+    page = report(*runs, recipe=write_recipe(tmp_path / "recipe.json"))
+    for unit in ("steps", "samples"):
+        chart = page.text.split(f'aria-label="{unit} to accuracy 0.4 over the batch"')[1].split("</svg>")[0]
+        assert "B_crit" in chart and "var(--series0)" in chart and "var(--series1)" in chart and "fill-opacity" in chart
+    rows = page.cells("To accuracy 0.4")
+    assert rows == [["A", "64", "8", "512", "512", "1.00"], ["B", "256", "8", "512", "1,280", "0.40"]]
+    assert "The law rests on: stated." in page.text and "<strong>steps to a target" not in page.text
+    other = report(*runs, recipe=write_recipe(tmp_path / "recipe.json", value=0.5))
+    assert "A is not shown: it was trained to accuracy 0.4." in other.text
+
+
+def test_steps_to_the_target_without_a_law(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", global_batch_size=256)]
+    page = report(*runs)
+    assert page.cells("To accuracy 0.4") == [["A", "64", "8", "512"], ["B", "256", "8", "512"]]
+    assert "No law is drawn: give --recipe" in page.text
+
+
+def test_the_law_of_a_recipe() -> None:
+    law = TargetLaw("loss", 1.0, [(100.0, 10.0), (200.0, 10.0), (300.0, 10.0)], (), "recipe.json", "")
+    assert law.critical_batch == 10 and law.samples_at(10) == 400 and law.samples_at(10, 0.25) == 300
+    line = law.over([5.0, 80.0])
+    assert line[0] == pytest.approx((1.25, 225, 123.75, 326.25)) and line[-1][0] == pytest.approx(320)
 
 
 def landscape_of(step: int = 12) -> dict[str, Any]:
     """Content of ``landscape.json`` with every part."""
     curve = {"eigenvalues": [-1.0, 0.0, 9.0], "density": [0.0, 1.0, 1e-3]}
-    line = {"offsets": [-1.0, 0.0, 1.0], "training": {"loss": [2.0, 1.0, None]}}
-    plane = {"offsets": [-1.0, 0.0, 1.0], "levels": [1.5, 2.5], "training": {"loss": [[3, 2, 3], [2, 1, 2], [3, 2, 3]]}}
+    values = {"loss": [2.0, 1.0, None], "accuracy": [0.5, 0.9, 0.4]}
+    line = {"offsets": [-1.0, 0.0, 1.0], "training": values, "held-out": values}
+    rows = [[3, 2, 3], [2, 1, 2], [3, 2, 3]]
+    plane = {"offsets": [-1.0, 0.0, 1.0], "levels": [1.5, 2.5], "training": {"loss": rows, "accuracy": rows}}
     return {
         "step": step,
         "training": {"loss": 0.25},
+        "held-out": {"loss": 0.5, "accuracy": 0.875},
         "eigenvalues": [{"value": 8.75, "residual": 1e-6}],
         "trace": {"value": 30.5},
         "sharpness": {"epsilon_sharpness_percent": 12.5, "sam_sharpness": 0.0625},
@@ -142,9 +214,13 @@ def test_a_landscape_is_shown_where_there_is_one(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
     (one / "landscape.json").write_text(json.dumps(landscape_of(step=8)))
     page = report(one, two)
-    assert page.cells("Around the checkpoint") == [["A", "8", "0.25", "8.75", "30.5", "12.5 %", "0.0625"]]
-    for caption in ("density over eigenvalue", "training loss over distance", "training loss of A in a plane"):
+    measured = ["A", "8", "0.25", "8.75", "30.5", "12.5 %", "0.0625"]
+    assert page.cells("Around the checkpoint") == [[*measured, "0.5", "0.875"]]
+    assert re.findall(r">(held-out \w+)<span", page.text)[-2:] == ["held-out loss", "held-out accuracy"]
+    for caption in ("density over eigenvalue", "training loss of A in a plane", "training accuracy of A in a plane"):
         assert f'aria-label="{caption}' in page.text
+    for value in ("loss", "accuracy"):
+        assert f'aria-label="training and, thin, held-out {value} over distance' in page.text
     assert ">0.0001<" in page.text and "mathdefault" not in page.text
     assert "A: the checkpoint is of step 8" in page.text and "the loss landscape" not in page.text
 
@@ -164,7 +240,7 @@ def test_a_landscape_without_a_part_or_with_a_damaged_one_is_shown_as_far_as_it_
     (run / "landscape.json").write_text(json.dumps(found))
     section = landscape_section([read_run(run)])
     assert section is not None and section.tables
-    assert len(section.charts) == 4 - (cut in ("density", "line", "plane", "between"))
+    assert len(section.charts) == 7 - (cut == "density") - 2 * (cut in ("line", "plane", "between"))
 
 
 def test_the_devices_over_time(tmp_path: Path) -> None:
@@ -214,14 +290,15 @@ def test_charts_take_the_colours_of_the_page(page_of_one: Page) -> None:
 def test_what_a_user_wrote_is_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / EVIL.replace("/", "∕"), task=EVIL, diagnoses=[EVIL], strategy=EVIL)
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    noise = f"noise{EVIL}"
-    write_lines(run, [{**line, "accuracy": 0.1, EVIL: 1.0, noise: 2.0, f"memory{EVIL}": 1.0} for line in lines])
+    write_lines(run, [{**line, "accuracy": 0.1, EVIL: 1.0} for line in lines])
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({EVIL: EVIL, "plans": [{EVIL: EVIL}]}))
+    lost = {"text": EVIL}
+    plans = [{EVIL: EVIL, "options": {EVIL: EVIL}, "lost": lost, "marks": [EVIL], "strategy": EVIL}]
+    plan.write_text(json.dumps({EVIL: EVIL, "format": "tutti plan", "headline": EVIL, "plans": plans}))
     (run / "trace").mkdir()
     event = {"ph": "X", "tid": 0, "ts": 0, "dur": 5, "name": EVIL}
     (run / "trace" / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
-    page = report(run, plan=plan)
+    page = report(run, plan=plan, recipe=write_recipe(tmp_path / f"{EVIL.replace('/', '∕')}.json"))
     assert page.tags.count("script") == 1 and "<script>alert" not in page.text
     assert "&lt;script&gt;alert(1)" in page.text and {"Timeline", "Memory", "The plan"} <= set(page.headings)
 
@@ -285,7 +362,7 @@ def test_a_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
     rows = [{"devices": d, "batch": 64, "strategy": "mirrored", "seconds": 0.4, "band": [0.3, 0.6]} for d in (1, 2)]
     plan.write_text(json.dumps({"format": "tutti simulation", "steps": rows}))
     [row] = report(run, plan=plan).cells("Predicted beside measured")
-    assert row[1:] == ["1", "400 ms", "300 ms–600 ms", "500 ms", "1.25", "yes"]
+    assert row[1:] == ["step", "1", "400 ms", "300 ms–600 ms", "500 ms", "1.25", "yes"]
     toml = tmp_path / "plan.toml"
     toml.write_text('strategy = "sharded"\nbatch_size = 64\n')
     assert ["strategy", "sharded", "mirrored"] in report(run, plan=toml).cells("Planned options")
@@ -302,9 +379,32 @@ def test_the_time_to_a_target_is_no_step(tmp_path: Path) -> None:
     for value in values:
         value["band"] = [3.0, 3.5]
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"format": "tutti plan", "version": 1, "plans": values}))
-    [row] = report(write_run(tmp_path / "one"), plan=plan).cells("Predicted beside measured")
-    assert row[1:] == ["1", "400 ms", "no band", "500 ms", "1.25", "no band"]
+    target = {"metric": "accuracy", "value": 0.4}
+    plan.write_text(json.dumps({"format": "tutti plan", "version": 1, "target": target, "plans": values}))
+    rows = report(write_run(tmp_path / "one"), plan=plan).cells("Predicted beside measured")
+    assert [row[1:] for row in rows] == [
+        ["step", "1", "400 ms", "no band", "500 ms", "1.25", "no band"],
+        ["samples to the target", "1", "512", "no band", "512", "1.00", "no band"],
+        ["time to the target", "1", "3.2 s", "3 s–3.5 s", "4 s", "1.25", "no"],
+    ]
+
+
+def test_a_plan_file_shows_its_runners_up_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for batch in (64, 128):
+        run = write_run(tmp_path / f"of{batch}", global_batch_size=batch)
+        (run / "config.toml").write_text(
+            f'task = "digits"\ndevices = "1"\nbatch_size = {batch}\nuntil = "accuracy=0.4"\n'
+        )
+    words = ["--target", "accuracy=0.4", "--batch-size", "64", "128", "--out", str(tmp_path / "plan.toml")]
+    assert main(["plan", "digits", "--runs", str(tmp_path / "of64"), str(tmp_path / "of128"), *words]) == 0
+    assert main(["train", "--config", str(tmp_path / "plan.toml"), "--print-config"]) == 0
+    capsys.readouterr()
+    page = report(tmp_path / "of64", tmp_path / "of128", plan=tmp_path / "plan.toml")
+    rows = page.cells("Plans, and why they lost")
+    assert len(rows) == 2 and rows[0][9].startswith("chosen") and rows[1][10] not in ("", "–")
+    assert {row[1] for row in page.cells("Predicted beside measured")} >= {"step", "time to the target"}
+    assert "Steps to the target over the batch" in page.headings and "E_min(1 + B/B_crit) of plan.toml" in page.text
+    assert page.cells("Planned options")
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,6 +421,9 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([str(run), "--out", str(run / "metrics.jsonl")], "is no HTML page"),
         ([str(run), "--plan", str(bad)], "this is no plan"),
         ([str(run), "--plan", str(empty / "x.toml")], "there is no plan"),
+        ([str(run), "--recipe", str(bad)], "this is no recipe"),
+        ([str(run), "--recipe", str(run / "summary.json")], "it lacks target"),
+        ([str(run), "--recipe", str(empty / "x.json")], "there is no recipe"),
     ):
         assert main(["report", *words]) == 2
         assert said in capsys.readouterr().err

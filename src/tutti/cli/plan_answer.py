@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tutti.planning.run_evidence import RunEvidence
 
 _SHOWN = 3
+_LAW_DRAWS = 64
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -199,7 +200,8 @@ class PlanAnswer:
         for name, plan in marked.items():
             if plan is not None:
                 marks.setdefault(place[id(plan)], []).append(name)
-        shown = self.plans if as_json else [plan for row in _runners_up(self.plans, best) for plan in row]
+        losers = [plan for row in _runners_up(self.plans, best) for plan in row]
+        shown = self.plans if as_json else losers
         reasons = {place[id(p)]: lost_reason(p, rows[p.devices]) for p in shown if p is not rows[p.devices]}
         chosen = fastest if limited else knee or best[0]
         text = headline(best, self.target, fastest if limited else None) if chosen is not None else self._missed(best)
@@ -211,11 +213,20 @@ class PlanAnswer:
             value = config.optimizer_choice.options.lr * config.lr_rule.factor(config.batch_size)
             rate = {"value": value, "lr_scale": config.lr_scale, "text": words}
             if out is not None:
-                write_plan(config, self.subject.text, (text, f"learning rate {words}"), out)
+                few = {place[id(plan)] for plan in (*best, *losers)} | marks.keys()
+                at = {number: row for row, number in enumerate(sorted(few))}
+                rendered = plan_json(
+                    [self.plans[number] for number in at],
+                    {at[number]: reason for number, reason in reasons.items() if number in at},
+                    {at[number]: names for number, names in marks.items()},
+                )
+                facts = {**self._json(text, rendered, at[place[id(chosen)]]), "learning_rate": rate}
+                write_plan(config, self.subject.text, facts, out)
         if figure is not None:
             write_plan_figure(best, f"{self.subject.text} to {self.target}", figure)
         if as_json:
-            found = self._json(text, plan_json(self.plans, reasons, marks), chosen, place)
+            picked = None if chosen is None else place[id(chosen)]
+            found = self._json(text, plan_json(self.plans, reasons, marks), picked)
             print(json_text({**found, "learning_rate": rate}, sys.stdout))
         else:
             self._print(text, best, marks, place, reasons)
@@ -248,6 +259,7 @@ class PlanAnswer:
                 for each in self.data.measured.values()
             ],
             "critical_batch": None if critical is None else dict(zip(("median", "low", "high"), critical, strict=True)),
+            "law_draws": [[float(f"{value:.6g}") for value in draw] for draw in self.data.law_draws[:_LAW_DRAWS]],
         }
 
     def _searched(self) -> list[str]:
@@ -257,16 +269,14 @@ class PlanAnswer:
         full = f"{counted(self.found.searched, 'plan')}: {self.found.evaluated:,} evaluated in full"
         return [f"{full}, {ruled:,} ruled out by a lower bound of their time"]
 
-    def _json(
-        self, text: str, plans: list[dict[str, Any]], chosen: DevicePlan | None, place: dict[int, int]
-    ) -> dict[str, Any]:
+    def _json(self, text: str, plans: list[dict[str, Any]], chosen: int | None) -> dict[str, Any]:
         return {
             "format": "tutti plan",
             "version": 1,
             "task": self.subject.text,
             "target": {"metric": self.target.metric.name, "value": self.target.value},
             "headline": text,
-            "chosen": None if chosen is None else place[id(chosen)],
+            "chosen": chosen,
             "price": None
             if self.asked.price is None
             else {"device_hour": self.asked.price, "date": str(self.asked.price_date)},

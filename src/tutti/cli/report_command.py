@@ -13,6 +13,7 @@ from tutti.errors import ExitCode
 def report_runs(
     *runs: Annotated[Path, Parameter(show=False)],
     plan: Annotated[Path | None, Parameter(show_default=False)] = None,
+    recipe: Annotated[Path | None, Parameter(show_default=False)] = None,
     out: Annotated[Path | None, Parameter(show_default=False)] = None,
 ) -> int:
     """Write one HTML file on a run, or on several side by side.
@@ -26,6 +27,8 @@ def report_runs(
     ----------
     plan:
         file to show beside the runs: plan.toml, or JSON such as of tutti simulate
+    recipe:
+        recipe.json of tutti noise: steps to its target over the batch
     out:
         file to write; default: report.html in the run, or here for several runs
 
@@ -37,5 +40,5 @@ def report_runs(
     """
     from tutti.report.html_report import write_report
 
-    print(write_report(runs, plan, out))
+    print(write_report(runs, plan, out, recipe))
     return ExitCode.DONE

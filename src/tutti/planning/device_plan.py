@@ -121,6 +121,14 @@ class TargetData:
         low, middle, high = np.quantile(self._critical, [0.05, 0.5, 0.95])
         return float(middle), float(low), float(high)
 
+    @property
+    def law_draws(self) -> list[tuple[float, float]]:
+        """Monte Carlo draws of the law E(B) = E_min(1 + B/B_crit): pairs (E_min, B_crit), both in samples.
+
+        Empty where one batch alone was measured and no recipe was given.
+        """
+        return list(zip(self._least.tolist(), self._critical.tolist(), strict=True))
+
     def at(self, batch: int) -> DataDemand:
         """Return how many samples training needs to reach the target metric, at a global batch size.
 

@@ -14,6 +14,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget
 from tutti.distribution import pip_install
 from tutti.errors import DiskError, UsageError, counted
+from tutti.launcher.encoding import strict_json
 from tutti.metrics.records import config_toml
 from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, draw_ends, find_knee, last_gain
 from tutti.planning.plan_candidates import plan_config_of
@@ -120,21 +121,24 @@ def rate_words(config: TrainConfig, near: RunEvidence | None) -> str:
     )
 
 
-def write_plan(config: TrainConfig, task: str, comments: Sequence[str], path: Path) -> None:
-    """Write ``plan.toml`` for ``tutti train --config``, with lines about the plan as comments at its top.
+def write_plan(config: TrainConfig, task: str, facts: Mapping[str, Any], path: Path) -> None:
+    """Write ``plan.toml`` for ``tutti train --config``, with headline, learning rate and runners-up in comments.
 
     Args:
         config: options of the planned run.
         task: name of its task.
-        comments: lines without ``#``, such as the plan in one sentence.
+        facts: what ``tutti plan --json`` prints, for the chosen plan and its runners-up: ``format``, which comes first,
+            ``headline`` (the plan in one sentence), ``plans``, ``learning_rate`` and so on. ``tutti report`` reads it
+            from the last line.
         path: the file to write.
 
     Raises:
         DiskError: the file cannot be written.
     """
     try:
-        head = "".join(f"# {line}\n" for line in comments)
-        path.write_text(head + config_toml(config, task), encoding="utf-8")
+        text = f"# {facts['headline']}\n# learning rate {facts['learning_rate']['text']}\n{config_toml(config, task)}\n"
+        text += f"# For tutti report --plan: this plan and its runners-up.\n# {strict_json(facts)}\n"
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DiskError("cannot write the plan", where=str(path), why=error.strerror) from error
 

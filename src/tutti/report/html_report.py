@@ -11,20 +11,22 @@ from pathlib import Path
 from tutti.distribution import VERSION, pip_install
 from tutti.errors import DiskError, UsageError
 from tutti.report.landscape_section import landscape_section
-from tutti.report.plan_section import plan_section
+from tutti.report.noise_section import noise_section, target_law_section
+from tutti.report.plan_section import plan_section, read_plan
 from tutti.report.report_charts import PARTS, SERIES
 from tutti.report.report_sections import compose_report
 from tutti.report.run_record import printable, read_run
+from tutti.report.target_law import plan_law, recipe_law
 
 PACKAGES = ("jinja2", "matplotlib")
 TEMPLATE = "report.html.j2"
-WORTH_A_REPORT = 60.0
-"""Seconds from which on a run writes its report: a guess at where one or two more do not matter."""
+WORTH_A_REPORT = 20.0
+"""Seconds from which on a run writes its report. To load two packages and to draw takes more than a second."""
 
 _BEGINNING = "<!doctype html>"
 
 
-def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> Path:
+def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None, recipe: Path | None = None) -> Path:
     """Write one self-contained HTML file that reports on training runs, and return the path of the file.
 
     Style, scripts and charts are in the file; it loads nothing from a network. Needs jinja2 and matplotlib.
@@ -35,13 +37,15 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
             as of ``tutti simulate``; None for none.
         out: file to write, replaced if it is an HTML page; None for ``report.html`` in the directory of a single run,
             in the working directory for several.
+        recipe: ``recipe.json`` of ``tutti noise``, whose law of samples to a target is drawn; None for that of
+            ``plan``, if it states one.
 
     Returns:
         Path of the file that was written.
 
     Raises:
-        UsageError: jinja2 or matplotlib is missing, a path is no run or no plan, no path or a path twice is given, or
-            ``out`` exists and is no HTML page.
+        UsageError: jinja2 or matplotlib is missing, a path is no run, ``plan`` no plan or ``recipe`` no recipe, no
+            path or a path twice is given, or ``out`` exists and is no HTML page.
         DiskError: the file cannot be written.
     """
     for package in PACKAGES:
@@ -52,7 +56,10 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
     if len({path.resolve() for path in paths}) < len(paths):
         raise UsageError("a run is given twice", remedy="give each run directory once")
     runs = [read_run(path) for path in paths]
-    section = plan_section(plan, runs) if plan is not None else None
+    planned = None if plan is None else read_plan(plan)
+    section = None if planned is None else plan_section(planned, runs)
+    law = None if planned is None else plan_law(planned.facts, planned.name)
+    law = law if recipe is None else recipe_law(recipe)
     target = out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
     _check(target)
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -64,7 +71,7 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    content = compose_report(runs, section, landscape_section(runs))
+    content = compose_report(runs, section, noise_section(runs), target_law_section(runs, law), landscape_section(runs))
     page = environment.get_template(TEMPLATE).render(
         report=content, version=VERSION, parts=PARTS, series=SERIES, several=len(runs) > 1
     )
@@ -75,8 +82,8 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
 def report_at_the_end(run: Path, seconds: float) -> str | None:
     """Write a finished run's ``report.html`` into its directory, if matplotlib and jinja2 are installed.
 
-    Raises no error. A run of less than a minute gets no report: loading the two packages would be a noticeable part of
-    its time.
+    Raises no error. A run of less than 20 seconds gets no report: loading the two packages and drawing would be a
+    noticeable part of its time.
 
     Args:
         run: the run directory.

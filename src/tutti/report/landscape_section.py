@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tutti.report.report_charts import ChartSeries, contour_chart, line_chart
+from tutti.report.report_charts import ChartSeries, ReportChart, contour_chart, line_chart
 from tutti.report.report_sections import ReportRow, ReportSection, ReportTable, number_text, run_key
 from tutti.report.run_record import RunRecord, finite, printable
 
+_DENSITY = ("density", "curve")
+_SETS = ("training", "held-out")
+_MOST_VALUES = 3
 _HEADS = ("run", "step", "training loss", "largest eigenvalue", "trace", "ε-sharpness", "SAM sharpness")
 
 
 def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
     """Make the HTML report's section on loss landscapes: a table and charts of what ``tutti landscape`` measured.
 
-    The table has a row for each run with a ``landscape.json``: training loss, largest Hessian eigenvalue, trace and
-    sharpness at a checkpoint. Charts show the spectrum's density, and the loss along lines and in a plane around the
-    checkpoint, as far as they were measured.
+    The table has a row for each run with a ``landscape.json``: loss and metrics, largest Hessian eigenvalue, trace and
+    sharpness at a checkpoint. Charts show the spectrum's density; loss and metrics along lines, on training and
+    held-out samples; and training loss and metrics in a plane around the checkpoint, as far as they were measured.
 
     Args:
         runs: all runs of the report, in the order of the report; the position gives each run its letter and colour.
@@ -31,33 +34,27 @@ def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
     if not known:
         return None
     section = ReportSection("Loss landscape")
-    section.tables.append(ReportTable("Around the checkpoint", _HEADS, [_row(n, run.landscape) for n, run in known]))
-    curves = (
-        ("eigenvalue of the Hessian", "density", ("density", "curve", "eigenvalues"), ("density", "curve", "density")),
-        ("distance in filter norms", "training loss", ("line", "offsets"), ("line", "training", "loss")),
-        (
-            "from this run (0) to the other (1)",
-            "training loss",
-            ("between", "offsets"),
-            ("between", "training", "loss"),
-        ),
-    )
-    for x, y, across, up in curves:
-        series = [
-            ChartSeries(number, points)
-            for number, run in known
-            if len(points := _points(_at(run.landscape, *across), _at(run.landscape, *up))) > 1
-        ]
-        if series:
-            scale = "log" if y == "density" else "linear"
-            section.charts.append(line_chart(series, x, y, f"{y} over {x}", scale=scale))
+    metrics = [(of, name) for of in _SETS for name in _names([_at(run.landscape, of) for _, run in known])]
+    metrics = [each for each in metrics if each != ("training", "loss")]
+    heads = [*_HEADS, *(f"{of} {printable(name)}" for of, name in metrics)]
+    rows = [_row(number, run.landscape, metrics) for number, run in known]
+    section.tables.append(ReportTable("Around the checkpoint", heads, rows))
+    # In pairs, so that a metric is drawn beside the loss.
     for number, run in known:
-        offsets, levels = (_numbers(_at(run.landscape, "plane", name)) for name in ("offsets", "levels"))
-        rows = _at(run.landscape, "plane", "training", "loss")
-        values = [_numbers(row) for row in rows] if isinstance(rows, list) else []
-        if len(offsets) > 1 and levels and [len(row) for row in values] == [len(offsets)] * len(offsets):
-            caption = f"training loss of {run_key(number)} in a plane of two filter-normalised directions"
-            section.charts.append(contour_chart(offsets, values, levels, caption))
+        section.charts += _plane(run_key(number), _at(run.landscape, "plane"))
+    for part, x in (("line", "distance in filter norms"), ("between", "from this run (0) to the other (1)")):
+        section.charts += _along(known, part, x)
+    density = [
+        ChartSeries(number, points)
+        for number, run in known
+        if len(
+            points := _points(_at(run.landscape, *_DENSITY, "eigenvalues"), _at(run.landscape, *_DENSITY, "density"))
+        )
+        > 1
+    ]
+    if density:
+        caption = "density over eigenvalue of the Hessian"
+        section.charts.append(line_chart(density, "eigenvalue of the Hessian", "density", caption, scale="log"))
     for number, run in known:
         taken = finite(run.landscape.get("step"))
         last = max((step for line in run.trained if (step := finite(line.get("step"))) is not None), default=None)
@@ -67,7 +64,52 @@ def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
     return section
 
 
-def _row(number: int, found: Mapping[str, Any]) -> ReportRow:
+def _along(known: Sequence[tuple[int, RunRecord]], part: str, x: str) -> Iterator[ReportChart]:
+    """Yield a chart of loss, and of each metric, along a line: in training, and thin on held-out samples."""
+    names = _names([_at(run.landscape, part, of) for _, run in known for of in _SETS])
+    for name in names[:_MOST_VALUES]:
+        series = [
+            ChartSeries(number, points, thin=of == "held-out")
+            for number, run in known
+            for of in _SETS
+            if len(points := _points(_at(run.landscape, part, "offsets"), _at(run.landscape, part, of, name))) > 1
+        ]
+        if series:
+            y = printable(name)
+            sets = "training" + " and, thin, held-out" * any(each.thin for each in series)
+            yield line_chart(series, x, y, f"{sets} {y} over {x}")
+
+
+def _plane(key: str, found: Any) -> Iterator[ReportChart]:
+    """Yield a chart of the loss in the plane, and of each metric, whose lines are at even distances."""
+    offsets = _numbers(_at(found, "offsets"))
+    for name in _names([_at(found, "training")])[:_MOST_VALUES]:
+        rows = _at(found, "training", name)
+        values = [_numbers(row) for row in rows] if isinstance(rows, list) else []
+        known = [value for row in values for value in row if math.isfinite(value)]
+        levels = _numbers(_at(found, "levels")) if name == "loss" else _even(known)
+        if len(offsets) > 1 and known and levels and [len(row) for row in values] == [len(offsets)] * len(offsets):
+            caption = f"training {printable(name)} of {key} in a plane of two filter-normalised directions"
+            yield contour_chart(offsets, values, levels, caption)
+
+
+def _even(values: Sequence[float]) -> list[float]:
+    """Return the heights of contour lines, evenly spaced within the values; none if all are equal.
+
+    >>> _even([0.0, 1.0, 0.5])[:2]
+    [0.1, 0.2]
+    """
+    low, high = (min(values), max(values)) if values else (0.0, 0.0)
+    return [low + (high - low) * part / 10 for part in range(1, 10)] if high > low else []
+
+
+def _names(found: Sequence[Any]) -> list[str]:
+    """Return the names of the values in tables of the landscape, ``loss`` first."""
+    names = dict.fromkeys(name for table in found if isinstance(table, Mapping) for name in table)
+    return sorted(names, key=lambda name: name != "loss")
+
+
+def _row(number: int, found: Mapping[str, Any], metrics: Sequence[tuple[str, str]]) -> ReportRow:
     first = _at(found, "eigenvalues")
     values = (
         *(found.get("step"), _at(found, "training", "loss")),
@@ -76,10 +118,10 @@ def _row(number: int, found: Mapping[str, Any]) -> ReportRow:
         _at(found, "sharpness", "sam_sharpness"),
     )
     row: ReportRow = [(run_key(number), run_key(number))]
-    for head, value in zip(_HEADS[1:], values, strict=True):
+    units = ["", "", "", "", " %", "", *("" for _ in metrics)]
+    for value, unit in zip([*values, *(_at(found, *metric) for metric in metrics)], units, strict=True):
         known = finite(value)
-        unit = " %" * (head == "ε-sharpness")
-        row.append(("–", float("inf")) if known is None else (f"{printable(number_text(known))}{unit}", known))
+        row.append(("–", float("inf")) if known is None else (f"{number_text(known)}{unit}", known))
     return row
 
 

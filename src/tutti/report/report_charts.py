@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 SERIES = 6
 """Colours of runs, after which they are repeated."""
 
 PARTS = (
     *("data", "compute", "forward", "backward", "weight", "update", "exchange", "communication", "bubble", "idle"),
-    *("evaluation", "save", "start", "restart", "failure", "stopped", "slow steps", "productive", "other"),
+    *("evaluation", "save", "start", "restart", "failure", "stopped", "slow steps", "straggler", "productive", "other"),
 )
 """Parts of a stack that have a colour in the page."""
 
@@ -59,10 +60,15 @@ class ChartSeries:
     Attributes:
         number: index of the run in the report, from 0, which gives the line its colour and dashes.
         points: (x, y) in order.
+        band: (x, low, high) in order, of the range in which y lies; ``high`` is infinite where nothing bounds it. Empty
+            for a line without a band.
+        thin: whether the line is drawn thin and with crosses, as of held-out values beside those in training.
     """
 
     number: int
     points: Sequence[Point]
+    band: Sequence[tuple[float, float, float]] = ()
+    thin: bool = False
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
@@ -93,7 +99,6 @@ def line_chart(
     y: str,
     caption: str,
     *,
-    reference: tuple[str, float] | None = None,
     scale: str = "linear",
 ) -> ReportChart:
     """Draw a line chart as SVG, one line for each run, thinned to a readable number of points. Needs matplotlib.
@@ -103,7 +108,6 @@ def line_chart(
             at least one. May be empty only for a linear scale.
         x, y: labels of the axes, with units.
         caption: what the chart shows, in a sentence.
-        reference: label and height of a horizontal line; None for none.
         scale: of the vertical axis, ``linear`` or ``log``; a logarithmic one shows six decades.
 
     Returns:
@@ -114,14 +118,101 @@ def line_chart(
         for each in series:
             points = thinned(each.points)
             style: dict[str, Any] = {"color": _series(each.number), "linestyle": _DASHES[each.number % len(_DASHES)]}
-            axes.plot(*zip(*points, strict=True), linewidth=1.6, marker="o" if len(points) < 25 else "", ms=3, **style)
-        if reference is not None:
-            axes.axhline(reference[1], color=_TEXT, linewidth=1, linestyle=":")
-            axes.text(0.99, reference[1], reference[0], transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+            marker = "" if len(points) >= 25 else "x" if each.thin else "o"
+            axes.plot(*zip(*points, strict=True), linewidth=0.8 if each.thin else 1.6, marker=marker, ms=3, **style)
         axes.set(xlabel=x, ylabel=y, yscale=scale)
         if scale == "log":
             axes.yaxis.set_major_formatter(lambda height, _: f"{height:g}")
             axes.set_ylim(bottom=max(height for each in series for _, height in each.points) / 1e6)
+
+    return ReportChart(caption, _svg(draw, caption))
+
+
+def band_chart(
+    series: Sequence[ChartSeries], x: str, y: str, caption: str, levels: Sequence[tuple[str, float]] = ()
+) -> ReportChart:
+    """Draw lines with their bands over a logarithmic vertical axis as SVG, and horizontal lines to compare them with.
+
+    Bands end at the axis where they reach ten times beyond all lines. Needs matplotlib.
+
+    Args:
+        series: for each run its number in the report, from 0, which selects colour and dashes, its (x, y) points and
+            its band. Values of y that are not above 0 are not drawn; at least one is above 0.
+        x, y: labels of the axes, with units.
+        caption: what the chart shows, in a sentence.
+        levels: label and height, above 0, of each horizontal line.
+
+    Returns:
+        A ``ReportChart``: ``caption`` as given, and ``svg``, the text of the ``<svg>`` element.
+    """
+    heights = [height for each in series for _, height in each.points if height > 0]
+    heights += [height for _, height in levels]
+    ends = [end for each in series for _, *both in each.band for end in both]
+    near = [end for end in ends if min(heights) / 10 <= end <= max(heights) * 10]
+    bottom, top = min(heights + near) / 1.3, max(heights + near) * 1.3
+
+    def draw(axes: Axes) -> None:
+        for each in series:
+            points = [(place, height) for place, height in thinned(each.points) if height > 0]
+            colour, dashes = _series(each.number), _DASHES[each.number % len(_DASHES)]
+            if points:
+                marker = "o" if len(points) < 25 else ""
+                axes.plot(
+                    *zip(*points, strict=True), color=colour, linestyle=dashes, linewidth=1.6, marker=marker, ms=3
+                )
+            if each.band:
+                lows = thinned([(place, low) for place, low, _ in each.band])
+                highs = [min(high, top) for _, high in thinned([(place, high) for place, _, high in each.band])]
+                places, floors = zip(*((place, max(low, bottom)) for place, low in lows), strict=True)
+                axes.fill_between(places, floors, highs, color=colour, alpha=0.18, linewidth=0)
+        for label, height in levels:
+            axes.axhline(height, color=_TEXT, linewidth=1, linestyle=":")
+            axes.text(0.99, height, label, transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+        axes.set(xlabel=x, ylabel=y, yscale="log", ylim=(bottom, top))
+        _label_decades(axes.yaxis)
+
+    return ReportChart(caption, _svg(draw, caption))
+
+
+def law_chart(
+    law: Sequence[tuple[float, float, float, float]],
+    measured: Sequence[tuple[int | None, float, float]],
+    y: str,
+    caption: str,
+    level: tuple[str, float] | None = None,
+) -> ReportChart:
+    """Draw a quantity over the batch size as SVG, by a law with its band and as measured. Both axes are logarithmic.
+
+    Needs matplotlib.
+
+    Args:
+        law: (batch, value, low, high) along the law's line, in rising order; empty where no law is known.
+        measured: (number of the run in the report, from 0, which selects its colour; batch; value) of each measured
+            point; None for the number of a run that the report does not show. May be empty if ``law`` is not.
+        y: label of the vertical axis, with its unit.
+        caption: what the chart shows, in a sentence.
+        level: label and batch of a vertical line; None for none.
+
+    Returns:
+        A ``ReportChart``: ``caption`` as given, and ``svg``, the text of the ``<svg>`` element.
+    """
+
+    def draw(axes: Axes) -> None:
+        if law:
+            batches, values, lows, highs = zip(*law, strict=True)
+            axes.plot(batches, values, color=_TEXT, linewidth=1.4)
+            axes.fill_between(batches, lows, highs, color=_TEXT, alpha=0.15, linewidth=0)
+        for number, batch, value in measured:
+            colour, filled = (_TEXT, "none") if number is None else (_series(number), "full")
+            axes.plot([batch], [value], "o", ms=7, color=colour, fillstyle=filled)
+        if level is not None:
+            axes.axvline(level[1], color=_TEXT, linewidth=1, linestyle=":")
+            place = axes.get_xaxis_transform()
+            axes.text(level[1], 0.98, f" {level[0]}", transform=place, ha="left", va="top")
+        axes.set(xscale="log", yscale="log", xlabel="batch, samples", ylabel=y)
+        axes.margins(0.08)
+        _label_decades(axes.xaxis)
+        _label_decades(axes.yaxis)
 
     return ReportChart(caption, _svg(draw, caption))
 
@@ -238,6 +329,17 @@ def themed_timeline(svg: str, caption: str) -> ReportChart:
     found = svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(caption)}" class="timeline" ', 1)
     found = found.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
     return ReportChart(caption, found, wide=True)
+
+
+def _label_decades(axis: Axis) -> None:
+    """Label the powers of ten of a logarithmic axis, and within few decades also twice and five times of them."""
+    low, high = axis.get_view_interval()
+
+    def minor(number: float, place: object) -> str:
+        return f"{number:,.6g}" if high / low < 30 and f"{number:.0e}"[0] in "25" else ""
+
+    axis.set_major_formatter(lambda number, _: f"{number:,.6g}")
+    axis.set_minor_formatter(minor)
 
 
 def _series(number: int) -> str:

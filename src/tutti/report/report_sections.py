@@ -24,7 +24,6 @@ from tutti.report.run_record import RunRecord, finite, printable
 
 AXES = {"samples": "samples", "step": "steps", "seconds": "seconds of training"}
 _MOST_METRICS = 3
-_MOST_NOISE = 3
 _PATHS = frozenset({"out", "runs", "overwrite", "resume", "log_every"})
 
 
@@ -88,7 +87,11 @@ class ReportContent:
 
 
 def compose_report(
-    runs: Sequence[RunRecord], plan: ReportSection | None = None, landscape: ReportSection | None = None
+    runs: Sequence[RunRecord],
+    plan: ReportSection | None = None,
+    noise: ReportSection | None = None,
+    law: ReportSection | None = None,
+    landscape: ReportSection | None = None,
 ) -> ReportContent:
     """Compose title, headline and sections of an HTML report from the records of one or several runs.
 
@@ -96,8 +99,11 @@ def compose_report(
 
     Args:
         runs: content of the run directories, at least one, in the order in which the report names them A, B, ….
-        plan: section that compares a plan with the runs; None: the report names a plan as missing.
-        landscape: section of loss landscapes; None: the report names them as missing.
+        plan: section that compares a plan with the runs.
+        noise: section on gradient noise.
+        law: section on steps to a target over the batch.
+        landscape: section of loss landscapes. For each of these four that is None, the report says that it is missing,
+            and how to get it.
 
     Returns:
         A ``ReportContent``, all texts, charts and tables of the page: ``title``, ``headline``, ``figures`` (pairs of
@@ -115,7 +121,8 @@ def compose_report(
         composer.scaling(),
         composer.attempts(),
         composer.goodput(),
-        composer.noise(),
+        noise,
+        law,
         landscape,
         composer.timeline(),
         composer.memory(),
@@ -125,6 +132,11 @@ def compose_report(
     ]
     if plan is None:
         composer.missing.append(("a plan", "give the file with --plan: it is shown beside what was measured"))
+    if noise is None:
+        composer.missing.append(("gradient noise", "no run has recorded it twice: train with --noise-every"))
+    if law is None:
+        remedy = "give --recipe of tutti noise or --plan of tutti plan, or runs that reached one target at two batches"
+        composer.missing.append(("steps to a target over the batch", remedy))
     if landscape is None:
         composer.missing.append(("the loss landscape", "measure it with tutti landscape RUN"))
     tasks = list(dict.fromkeys(run.task for run in runs))
@@ -158,7 +170,7 @@ class _Composer:
         text = f"{len(self.runs)} runs of {', '.join(dict.fromkeys(run.task for run in self.runs))}"
         ended = sum(run.state == "finished" for run in self.runs)
         text += ", all finished" if ended == len(self.runs) else f", {ended} of them finished"
-        aims = {(aim["metric"], aim["value"]) for run in self.runs if (aim := _target(run)) is not None}
+        aims = {(aim["metric"], aim["value"]) for run in self.runs if (aim := run_target(run)) is not None}
         times = [(seconds, key) for _, key, run in self._numbered() if (seconds := _reached(run)) is not None]
         if len(aims) == 1 and times:
             metric, value = aims.pop()
@@ -226,7 +238,7 @@ class _Composer:
         section = ReportSection("Time to target")
         rows: list[ReportRow] = []
         for _, key, run in self._numbered():
-            aim = _target(run)
+            aim = run_target(run)
             if aim is None:
                 continue
             yes = aim.get("reached") is True
@@ -387,26 +399,6 @@ class _Composer:
         section.notes += dict.fromkeys(note for _, _, each in found for note in each.notes)
         return section
 
-    def noise(self) -> ReportSection | None:
-        names = _noise_names(self.runs)
-        if not names:
-            self.missing.append(("gradient noise", "no run has recorded it; --lr-scale adascale measures it"))
-            return None
-        section = ReportSection("Gradient noise")
-        for name in names[:_MOST_NOISE]:
-            series = [
-                ChartSeries(number, points)
-                for number, _, run in self._numbered()
-                if len(points := run.curve(name, "samples")) > 1
-            ]
-            batches = {finite(run.summary.get("global_batch_size")) for run in self.runs}
-            batch = batches.pop() if len(batches) == 1 else None
-            reference = ("batch", batch) if batch is not None and name.endswith("noise_scale") else None
-            label = printable(name)
-            section.charts.append(line_chart(series, "samples", label, f"{label} over samples", reference=reference))
-        section.notes.append("The noise scale is in samples: well above the batch, a larger batch takes fewer steps.")
-        return section
-
     def timeline(self) -> ReportSection | None:
         section = ReportSection("Timeline")
         for _, key, run in self._numbered():
@@ -422,12 +414,17 @@ class _Composer:
     def memory(self) -> ReportSection | None:
         rows: list[ReportRow] = []
         for _, key, run in self._numbered():
-            for name, value in _memory(run).items():
-                rows.append([(key, key), (printable(name), name), (f"{value / 2**20:,.1f} MiB", value)])
+            for rank, *sizes in run.peaks:
+                row: ReportRow = [(key, key), (str(rank), rank)]
+                row += [("–", -1.0) if size is None else (bytes_text(size), size) for size in sizes]
+                rows.append(row)
         if not rows:
-            self.missing.append(("memory of a device", "a run does not record it; --dry-run predicts it"))
+            self.missing.append(("memory of a device", "a run records it at its end; --dry-run predicts it"))
             return None
-        return ReportSection("Memory", tables=[ReportTable("Largest recorded values", ["run", "what", "size"], rows)])
+        heads = ["run", "rank", "process, resident", "tensors on the accelerator"]
+        section = ReportSection("Memory", tables=[ReportTable("Peak memory of each rank", heads, rows)])
+        section.notes.append("The resident set of a process includes Python and all libraries.")
+        return section
 
     def changes(self) -> ReportSection | None:
         if len(self.runs) < 2:
@@ -503,7 +500,7 @@ def run_sentence(run: RunRecord) -> str:
     where = f" on {counted(run.devices, 'device')}" if run.devices else ""
     last = run.trained[-1] if run.trained else {}
     steps, samples = (finite(run.summary.get(name, last.get(of))) for name, of in (("steps", "step"), ("samples",) * 2))
-    aim = _target(run)
+    aim = run_target(run)
     reached = f" to {aim['metric']} {number_text(aim['value'])}" if aim and aim.get("reached") is True else ""
     if steps is None:
         return f"{run.task}{where} has recorded no step."
@@ -547,8 +544,25 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if abs(seconds) < 7200 else f"{seconds / 3600:,.1f} h"
 
 
-def _target(run: RunRecord) -> Mapping[str, Any] | None:
-    """Return the summary's target if it has a metric and a value."""
+def bytes_text(size: float) -> str:
+    """Format an amount of memory in MiB, with one decimal.
+
+    >>> bytes_text(3 * 2**30)
+    '3,072.0 MiB'
+    """
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def run_target(run: RunRecord) -> Mapping[str, Any] | None:
+    """Return what a run's summary says about the target of ``--until``; None if it lacks the metric or the value.
+
+    Args:
+        run: content of the run directory.
+
+    Returns:
+        The entry ``target`` of ``summary.json`` by key, such as ``reached`` (bool), ``steps``, ``samples`` and
+        ``seconds``, unchecked; ``metric`` is made a printable text and ``value`` a float.
+    """
     found = _mapping(run.summary.get("target"))
     value = finite(found.get("value"))
     if value is None or not isinstance(found.get("metric"), str):
@@ -557,7 +571,7 @@ def _target(run: RunRecord) -> Mapping[str, Any] | None:
 
 
 def _reached(run: RunRecord) -> float | None:
-    aim = _target(run)
+    aim = run_target(run)
     return finite(aim.get("seconds")) if aim is not None and aim.get("reached") is True else None
 
 
@@ -568,7 +582,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _overview(run: RunRecord) -> dict[str, tuple[str, float | str]]:
     """Return the key figures of a run by name, each as text and value; a dash where one is unknown."""
     last = run.trained[-1] if run.trained else {}
-    aim, summary = _target(run), run.summary
+    aim, summary = run_target(run), run.summary
     unknown: tuple[str, float | str] = ("–", float("inf"))
 
     def number(value: Any) -> tuple[str, float | str]:
@@ -614,22 +628,6 @@ def _known_parts(parts: Mapping[str, float]) -> dict[str, float]:
     for name, value in parts.items():
         known = name if name in PARTS else "other"
         found[known] = found.get(known, 0.0) + value
-    return found
-
-
-def _noise_names(runs: Sequence[RunRecord]) -> list[str]:
-    names = dict.fromkeys(name for run in runs for line in run.trained for name in line if "noise" in name)
-    return [name for name in names if any(len(run.curve(name, "samples")) > 1 for run in runs)]
-
-
-def _memory(run: RunRecord) -> dict[str, float]:
-    """Return the largest value of each recorded number of bytes whose name has the word ``memory``."""
-    found: dict[str, float] = {}
-    for line in (*run.trained, run.summary):
-        for name, value in line.items():
-            number = finite(value)
-            if "memory" in name and number is not None:
-                found[name] = max(number, found.get(name, 0.0))
     return found
 
 

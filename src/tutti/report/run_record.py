@@ -19,7 +19,7 @@ from tutti.errors import ExitCode, TuttiError, UsageError, counted
 from tutti.metrics.goodput import Goodput, run_goodput
 from tutti.metrics.metrics_file import METRICS, metric_lines
 from tutti.metrics.records import ENVIRONMENT, read_json
-from tutti.metrics.timeline import TimelineSegment
+from tutti.metrics.timeline import TimelineSegment, segments_of_chrome
 
 FILES = ("config.toml", ENVIRONMENT, METRICS, "summary.json")
 """Files of a run directory, of which at least one, or a failure record, makes a folder a run directory."""
@@ -165,6 +165,29 @@ class RunRecord:
         if self.steps:
             return statistics.median(step.samples / step.seconds for step in self.steps)
         return finite(self.summary.get("samples_per_second"))
+
+    @property
+    def peak_memory(self) -> float | None:
+        """Peak memory in bytes of the rank that took most; None if it is not recorded.
+
+        Of tensors on an accelerator; on a CPU of the whole process (resident set).
+        """
+        found = [device if device is not None else resident for _, resident, device in self.peaks]
+        return max((each for each in found if each is not None), default=None)
+
+    @property
+    def peaks(self) -> list[tuple[int, float | None, float | None]]:
+        """Peak memory of each rank: (rank, bytes of the process's resident set, bytes of tensors on its accelerator).
+
+        None stands for what is not recorded, such as the second number on a CPU. Empty for a run without an end.
+        """
+        rows = self.summary.get("peak_memory")
+        found = []
+        for row in rows if isinstance(rows, list) else ():
+            rank = finite(row.get("rank")) if isinstance(row, Mapping) else None
+            if rank is not None:
+                found.append((int(rank), finite(row.get("resident")), finite(row.get("device"))))
+        return found
 
     @property
     def held_out(self) -> list[str]:
@@ -355,21 +378,13 @@ def _timeline(path: Path, problems: list[str]) -> list[list[TimelineSegment]]:
     """Return each device's segments, in seconds, from a trace for Perfetto; none if there is no trace."""
     if not path.is_file():
         return []
-    events = _parsed(path, read_json, problems).get("traceEvents")
-    rows: dict[int, list[TimelineSegment]] = {}
-    for event in events if isinstance(events, list) else ():
-        if not isinstance(event, dict) or event.get("ph") != "X":
-            continue
-        device, start, length = (finite(event.get(key)) for key in ("tid", "ts", "dur"))
-        if device is None or start is None or length is None or device < 0 or length < 0:
-            continue
-        segment = TimelineSegment(printable(event.get("name")), start / 1e6, (start + length) / 1e6)
-        rows.setdefault(int(device), []).append(segment)
+    rows = segments_of_chrome(_parsed(path, read_json, problems))
     count = sum(map(len, rows.values()))
     if count > MOST_SEGMENTS or (rows and max(rows) > 4096):
         problems.append(f"the timeline has {count:,} segments, too many for a page: open trace/trace.json in Perfetto")
         return []
-    return [rows.get(device, []) for device in range(max(rows) + 1)] if rows else []
+    ordered = (rows.get(device, ()) for device in range(max(rows, default=-1) + 1))
+    return [[segment._replace(phase=printable(segment.phase)) for segment in row] for row in ordered]
 
 
 def _goodput(path: Path, problems: list[str]) -> Goodput | None:
