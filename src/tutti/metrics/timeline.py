@@ -220,7 +220,7 @@ def segments_of_chrome(trace: Mapping[str, Any]) -> dict[int, list[TimelineSegme
     for event in events if isinstance(events, list) else ():
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        numbers = [event.get(key) for key in ("tid", "ts", "dur")]
+        numbers: list[Any] = [event.get(key) for key in ("tid", "ts", "dur")]
         if not all(type(number) in (int, float) and abs(number) < _ENDLESS for number in numbers):
             continue
         device, start, length = numbers
