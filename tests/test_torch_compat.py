@@ -142,6 +142,7 @@ from tutti.torch_compat import (
     storage_uses,
     sums_losses,
     tensor_version,
+    tensor_versions,
     top_function_mode,
     traced_function_modes,
     tree_flatten,
@@ -215,6 +216,13 @@ def writes_are_counted() -> None:
     before = tensor_version(tensor)
     tensor.view(3)[0] = 1
     assert tensor_version(tensor) == before + 1 == getattr(tensor, VERSION_ATTRIBUTE)
+
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise AssertionError(function)
+
+    with Refusing():
+        assert tensor_versions([tensor]) == [before + 1]
     assert getattr(tensor.view(3), IS_VIEW)() and not getattr(tensor, IS_VIEW)()
 
 
@@ -883,7 +891,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     expensive_operators_are_in_aten: "FUSED_PRODUCTS operator_arguments",
     rows_are_written_in_the_order_of_ranks: "chunk_cat",
     a_false_condition_stops: "assert_async",
-    writes_are_counted: "tensor_version VERSION_ATTRIBUTE IS_VIEW",
+    writes_are_counted: "tensor_version tensor_versions VERSION_ATTRIBUTE IS_VIEW",
     memory_is_told_apart: "storage_key storage_uses",
     dtensors_have_a_local_part: "is_dtensor local_tensor",
     step_hooks_are_found: "step_hooks",

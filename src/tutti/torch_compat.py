@@ -167,6 +167,7 @@ __all__ = [
     "storage_uses",
     "sums_losses",
     "tensor_version",
+    "tensor_versions",
     "top_function_mode",
     "traced_function_modes",
     "tree_flatten",
@@ -253,6 +254,16 @@ def tensor_version(tensor: Tensor) -> int:
         tensor: the tensor; an inference tensor has no counter and raises RuntimeError.
     """
     return tensor._version
+
+
+def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return ``tensor_version`` of each tensor, in their order; no function mode sees these reads.
+
+    Args:
+        tensors: tensors with a version counter, as ``tensor_version`` takes them.
+    """
+    with FunctionModesDisabled():
+        return [tensor._version for tensor in tensors]
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -806,8 +806,9 @@ class Run:
             UsageError, MismatchError: for the same reasons as ``state``, such as ``averaged`` in a run without an
                 average, or copies of a parameter that differ between ranks.
         """
-        self._read_whole(averaged)
-        found = self._gathered(averaged).all()
+        with self.replica.model_code():
+            self._read_whole(averaged)
+            found = self._gathered(averaged).all()
         if self.parted and len(self.context.mine) > 1:
             self.returned |= set(tensor_digests(found.values()))
         return found
@@ -849,9 +850,10 @@ class Run:
                 written a buffer of which each logical worker (fixed share of the global batch) has its own value.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
-        self._read_whole(averaged)
-        # A sharded model may not fit into one device: gather one tensor at a time.
-        return weights_sha256(self._gathered(averaged))
+        with self.replica.model_code():
+            self._read_whole(averaged)
+            # A sharded model may not fit into one device: gather one tensor at a time.
+            return weights_sha256(self._gathered(averaged))
 
     def _read_whole(self, averaged: bool) -> None:
         """Compare over ranks this call and the copies of the model. Collective."""

@@ -25,7 +25,7 @@ from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import (
     functorch_level,
-    tensor_version,
+    tensor_versions,
     tree_leaves,
     tree_map,
     view_base,
@@ -438,14 +438,14 @@ class CarriedValues(LossWatch):
         for leaf in leaves:
             if isinstance(leaf, FollowedFloat) or (isinstance(leaf, FollowedInt) and name in WITH_INTS):
                 origins |= self._with_line(leaf.origins)
-        before = [tensor_version(leaf) for leaf in given]
+        before = tensor_versions(given)
         # FSDP2 gathers weights into memory that the forwards of all micro-batches use.
         gathered = self._gathered(given)
         former = [] if self._run.replica.sharded else self._moved.former(func, args)
         result = func(*args, **kwargs)
         if self._trace is not None and (first := self._trace.note(func, name, args, kwargs, result)) is not None:
             origins[first._replace(moved=True)] = script_line()
-        written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
+        written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]
         if func in (Tensor.item, Tensor.tolist) and origins:
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]

@@ -27,7 +27,7 @@ from tutti.torch_compat import (
     FunctionModesDisabled,
     functorch_level,
     local_tensor,
-    tensor_version,
+    tensor_versions,
     tree_leaves,
     tree_map,
 )
@@ -392,7 +392,7 @@ class KeptValues(LossWatch):
         of_script, read = not caller.startswith("tutti."), _read(func, name, args, kwargs)
         # Numbers of tutti's own are, for example, weights of micro-batches.
         origin = self._joined([each for each in read if of_script or isinstance(each, Tensor)], name in WITH_INTS)
-        before = [tensor_version(leaf) for leaf in given]
+        before = tensor_versions(given)
         result = func(*args, **kwargs)
         if of_script:
             self._plain.note(name, args, kwargs, result, origin.samples)
@@ -402,7 +402,7 @@ class KeptValues(LossWatch):
                 return result
             origins = {each: "" for each in origin.kept} | ({self._steps: ""} if origin.samples else {})
             return tree_map(lambda value: self._numbers.follow(value, origins), result) if origins else result
-        written = [leaf for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version]
+        written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]
         for memory in memories_of(written) - self._own - self._batch:
             self._origins[memory] = origin
             self._digests.pop(memory, None)

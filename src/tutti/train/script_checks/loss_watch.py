@@ -18,7 +18,7 @@ from tutti.errors import UsageError, counted, script_line
 from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
 from tutti.parallel.ddp.loss_shape import divides_sum_by
 from tutti.parallel.tensor.split_tensor import SplitTensor
-from tutti.torch_compat import functorch_level, leave_function_mode, tree_leaves
+from tutti.torch_compat import FunctionModesDisabled, functorch_level, leave_function_mode, tree_leaves
 from tutti.train.plain_copies import ModelHook
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
@@ -307,8 +307,11 @@ def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     None for a tensor that is not strided (sparse), or of another subclass of ``Tensor`` than ``nn.Parameter``.
     """
     own = _own(tensor)
-    plain = type(own) in (Tensor, nn.Parameter) and own.layout == torch.strided
-    return StorageWeakRef(own.untyped_storage()) if plain else None
+    if type(own) not in (Tensor, nn.Parameter):
+        return None
+    # A mode of the script's reads would handle each of these reads of tutti's own.
+    with FunctionModesDisabled():
+        return StorageWeakRef(own.untyped_storage()) if own.layout == torch.strided else None
 
 
 def memories_of(values: Iterable[Any]) -> set[StorageWeakRef]:

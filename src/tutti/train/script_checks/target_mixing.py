@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.data.global_generators import own_generators
 from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
-from tutti.torch_compat import leave_function_mode, tensor_version, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from tutti.train.script_checks.loss_watch import leaves_of_call
 from tutti.types.micro_batch import MicroBatch
 
@@ -85,9 +85,9 @@ class TargetProbe(TorchFunctionMode):
             self._calls = None
         if not any(id(leaf) in self._known for leaf in given):
             return func(*args, **kwargs)
-        before = [tensor_version(leaf) for leaf in given]
+        before = tensor_versions(given)
         result = func(*args, **kwargs)
-        written = {id(leaf) for leaf, version in zip(given, before, strict=True) if tensor_version(leaf) != version}
+        written = {id(leaf) for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new}
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         if self._calls is not None and (made or written):
             if len(self._calls) == _CALLS or not written <= self._known:

@@ -13,7 +13,7 @@ from tutti.checkpoint.fingerprint import is_compared, tensor_digests
 from tutti.comm.random_keys import mix
 from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
-from tutti.torch_compat import tensor_version
+from tutti.torch_compat import FunctionModesDisabled, tensor_version
 from tutti.train.replicas import differing_copies
 from tutti.types.custom_loop_sync import CustomLoopSync
 from tutti.types.micro_batch import LossFn, MicroBatch
@@ -252,7 +252,9 @@ class _Guard:
 
 
 def _digests(named: NamedParameters) -> list[int]:
-    return tensor_digests(p.data for _, p in named)
+    # A mode of the script's reads would handle each call for each parameter.
+    with FunctionModesDisabled():
+        return tensor_digests(p.data for _, p in named)
 
 
 def _refuse_moved(run: Run, named: NamedParameters, before: Sequence[int]) -> None:
