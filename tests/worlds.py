@@ -119,9 +119,10 @@ class Pool:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
-        for process in self.processes:
+        for pid in (process.pid for process in self.processes):
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+                if pid is not None:
+                    os.killpg(pid, number)
 
     def close(self) -> None:
         for pipe in self._pipes:
