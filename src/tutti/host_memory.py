@@ -27,9 +27,9 @@ def memory_share(processes: int) -> int:
 def free_memory(processes: int) -> int:
     """Return the bytes of host memory that each of some processes on this node can still allocate.
 
-    The result is the smallest of three numbers, and at least 0: an equal share of the node's available memory; an equal
-    share of the control group's limit, less the memory that this process uses; and RLIMIT_DATA, less the memory that
-    this process uses.
+    The result is the smallest of these numbers, and at least 0: the node's available memory, divided by ``processes``;
+    if this process's control group has a memory limit, the limit divided by ``processes``, minus this process's
+    resident memory; and if RLIMIT_DATA is finite, this limit minus the data that this process has allocated.
 
     Args:
         processes: number of processes on this node.

@@ -141,7 +141,7 @@ def stop(*command: Words, rank: str = "random", seconds: Seconds = None, options
 def slow(
     *command: Words, rank: str = "random", factor: float = 5.0, seconds: Seconds = None, options: Common = DEFAULT
 ) -> int:
-    """Slow a process of a run, which must neither fail nor lose steps.
+    """Slow down a process of a run; the run must go on without error.
 
     Example: tutti chaos slow --rank 1 --factor 5 -- tutti train digits --devices 3
 
@@ -157,17 +157,18 @@ def slow(
     Returns
     -------
     int
-        Exit code. 0: the run went on, or ended and was resumed, as docs/survival.md promises for its strategy. 9
-        (``THRESHOLD``): it did not, and the broken promise is printed. A wrong option raises UsageError, which
-        ``tutti`` turns into exit code 2.
+        Exit code. 0: the run went on without error and lost no step, as docs/survival.md promises. 9 (``THRESHOLD``):
+        it did not, and the broken promise is printed. A wrong option raises UsageError, which ``tutti`` turns into exit
+        code 2.
 
     Notes
     -----
-    ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
-    started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
-    of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed`` (of random steps and ranks), ``verify`` (train without faults first, and compare the final
-    weights), ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
+    The process is stopped (SIGSTOP) for 1 - 1/``factor`` of every tenth of a second, and runs for the rest. ``command``
+    holds the words of a ``tutti train`` command, which is started; if the run ends all the same, it is started again
+    with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place of a
+    command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of faults),
+    ``seed`` (of random steps and ranks), ``verify`` (train without faults first, and compare the final weights),
+    ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
     """
     above("--factor", factor, 1)
     return _play(Fault("slow", seconds=above("--for", seconds), factor=factor), rank, command, options)

@@ -81,9 +81,11 @@ class ScheduledAllReduce:
         ``wait``, so that the sum does not overlap with computation; ``wait`` is collective and blocks.
 
         Args:
-            flat: (elements,), of equal shape and dtype on all ranks; at most ``size`` bytes (constructor, ``grow``).
-            text: names the call in errors of shared memory, which ranks of one node use with ``hierarchical``; errors
-                of messages over the network name the algorithm and the two ranks instead.
+            flat: (elements,), of equal shape and dtype on all ranks; at most as many bytes as the constructor or the
+                last ``grow`` made room for.
+            text: words for the call in the error message if a rank does not arrive at a barrier of the shared memory
+                that ranks of one node use with ``hierarchical``. An error of a network message names the algorithm and
+                the two ranks instead.
 
         Returns:
             The handle, an object with ``wait``, which raises PeerError (a rank is lost or late) or MismatchError (the
@@ -94,13 +96,15 @@ class ScheduledAllReduce:
     def sum(self, flat: Tensor, text: str) -> None:
         """All-reduce (sum) ``flat`` in place over the data-parallel ranks, to the same bits on every rank.
 
-        Performs the point-to-point messages of this object's algorithm, such as a ring, in the order of its schedule.
-        Collective over the data-parallel ranks; blocks.
+        Performs the point-to-point messages of this object's algorithm, such as a ring, in the order of its schedule;
+        with ``hierarchical`` the ranks of one node exchange through shared memory. Collective over the data-parallel
+        ranks; blocks.
 
         Args:
-            flat: (elements,), of equal shape and dtype on all ranks; at most ``size`` bytes (constructor, ``grow``).
-            text: names the call in errors of shared memory, which ranks of one node use with ``hierarchical``; errors
-                of messages over the network name the algorithm and the two ranks instead.
+            flat: (elements,), of equal shape and dtype on all ranks; at most as many bytes as the constructor or the
+                last ``grow`` made room for.
+            text: words for the call in the error message if a rank does not arrive at a barrier of the shared memory.
+                An error of a network message names the algorithm and the two ranks instead.
 
         Raises:
             PeerError: a rank is lost, or did not take part in time.

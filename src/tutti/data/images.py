@@ -112,19 +112,22 @@ def check_images(data: str, *, hub: str | None = None) -> None:
 
 
 def read_images(split: ImageSplit, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Read all images and labels of a set; the first call decodes them, later ones map the cache file on disk.
+    """Read all images and labels of a set, from the cache on disk if an earlier call has decoded them.
+
+    The first call decodes the files and stores the result in the cache; later calls, also of other processes, map the
+    cache file. If the cache cannot be written, each call decodes.
 
     Args:
         split: the set, as ``find_images`` has located it.
         size: height and width that every image must have, in pixels.
 
     Returns:
-        Images (samples, 3, size, size) uint8, a view of the mapped cache file and then read-only; and labels (samples,)
+        Images (samples, 3, size, size) uint8, read-only if they are mapped from the cache file; and labels (samples,)
         int64, a new array.
 
     Raises:
-        DataError: a broken image, another size, a label out of range, an image or parquet file that cannot be read, an
-            empty set, or Pillow (for parquet files also pyarrow) is not installed.
+        DataError: while files are decoded: an image is broken or has another size, a label is out of range, an image or
+            parquet file cannot be read, the set is empty, or Pillow (for parquet files also pyarrow) is not installed.
         OSError: one of the set's files is gone.
     """
     stamps = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in split.files]

@@ -200,14 +200,14 @@ def leave(code: int) -> None:
 
 
 def connect_limit(limit: timedelta, device: torch.device) -> timedelta:
-    """Return how long the ranks of a new process group may take to connect to each other.
+    """Return how long the ranks of a new process group may take to connect to each other, as a ``timedelta``.
 
-    This is ``limit``, but at most ten seconds in an elastic job (whose set of ranks changes while it runs) on CPUs:
-    there native code does not notice that a rank has died while the ranks connect, and the surviving ranks form a new
-    group after the limit.
+    In an elastic job (whose set of ranks changes while it runs) with tensors on CPUs the result is the smaller one of
+    ``limit`` and ten seconds: native code does not notice there that a rank has died while the ranks connect, so that
+    the surviving ranks form a new group only after this time. In every other case the result is ``limit``.
 
     Args:
-        limit: time that a collective of the group may take.
+        limit: timeout of the group's collectives.
         device: device of this rank's tensors.
     """
     return min(limit, _CONNECT) if current_membership() is not None and device.type == "cpu" else limit

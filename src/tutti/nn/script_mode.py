@@ -364,12 +364,13 @@ def _is_elementwise(name: str) -> bool:
 
 
 def is_of_lists(func: Any) -> bool:
-    """Return whether a function of PyTorch takes lists of tensors: whether its name begins with ``_foreach``.
+    """Return whether a PyTorch function works on whole lists of tensors: whether its name begins with ``_foreach``.
 
-    Such a function, for example ``torch._foreach_mul_``, combines the tensors that are at the same index in its lists.
+    Such a function, for example ``torch._foreach_mul_(xs, ys)``, computes with the first tensors of its lists, with the
+    second ones, and so on.
 
     Args:
-        func: the function, as ``__torch_function__`` is given it; False if it has no ``__name__``.
+        func: any callable, such as the function that ``__torch_function__`` is given; False if it has no ``__name__``.
     """
     return str(getattr(func, "__name__", "")).startswith("_foreach")
 

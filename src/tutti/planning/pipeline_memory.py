@@ -130,16 +130,18 @@ def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
 
 
 def alone(config: PlannedRun) -> PlannedRun:
-    """Return a copy of a pipeline run's configuration for one device, to measure the seconds of the model's modules.
+    """Return a copy of a pipeline run's configuration that computes on one device, for ``time_modules``.
 
-    ``time_modules`` measures with this configuration.
+    ``time_modules`` measures the seconds of each of the model's modules with it. A logical worker is a fixed share of
+    the global batch.
 
     Args:
         config: configuration of the pipeline run, with a number of devices.
 
     Returns:
-        A copy with ``--strategy single`` on one device, as many logical workers (fixed shares of the global batch) as
-        the pipeline run has, and micro-batches as large as the first micro-batch of the pipeline run.
+        A copy with ``--strategy single``, one device, the pipeline run's number of logical workers (its number of data
+        ranks, where it states none), and ``--micro-batch`` set to the number of samples in the largest micro-batch of
+        the pipeline run.
 
     Raises:
         UsageError: ``--micro-batch`` and the strategy's option ``micro_batches`` are both given, or the devices do not

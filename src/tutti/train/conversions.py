@@ -47,22 +47,23 @@ class ModelConversions:
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
         """Convert a module of a prepared model to another dtype or device, as ``nn.Module._apply`` does.
 
-        ``module.to(…)``, ``half()``, ``cpu()`` and their like call this method in place of ``_apply``. Where each rank
-        has only a part of the model, the module is left as it is, and only a conversion that would change nothing is
-        allowed. Where the rank has the whole model, it is converted, and ``check`` raises at the next step unless it
-        has been converted back. Not collective.
+        ``module.to(…)``, ``half()``, ``cpu()`` and their like call this method in place of ``_apply``. Where this rank
+        has the whole model, the module is converted; if it then has another dtype or device than in ``tutti.prepare``
+        when the next step begins, ``check`` raises UsageError. Where each rank has only a part of the model (slices,
+        stages or shards), the call only checks that the conversion would change nothing, and leaves the module as it
+        is. Not collective.
 
         Args:
             module: the module of the model.
-            function: converts a tensor.
+            function: returns the converted tensor for a tensor.
             recurse: whether to convert the module's children as well.
 
         Returns:
-            The module.
+            ``module`` itself.
 
         Raises:
-            UsageError: each rank has only a part of the model, and the conversion changes dtype or device, or moves
-                tensors to shared memory.
+            UsageError: each rank has only a part of the model, and the conversion would change the dtype or device of a
+                tensor, or moves tensors to shared memory.
         """
         changed = self._change(module, function)
         if not self._in_parts:

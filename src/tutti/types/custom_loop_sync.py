@@ -50,8 +50,13 @@ class CustomLoopSync(GradientSync, Protocol):
         before the first step. Collective under ``central_storage`` alone, whose data ranks allocate shared memory;
         other strategies send nothing. Complete gradients are those of the mean loss over the global batch. Where this
         rank has a part of them only, or none, as with parameter servers, ``.grad`` is the part, or from
-        ``add_gradients`` on a placeholder, with which the script computes as with the whole gradient. From now on a
-        buffer that the script writes after an update counts for the rank's last logical worker alone.
+        ``add_gradients`` on a placeholder, with which the script computes as with the whole gradient.
+
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
+        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
+        write and that the script writes after an update: from now on, except between ``leave_custom_loop`` and the next
+        step, only the rank's last worker takes the script's value, and the other workers keep theirs. Resets to zeros
+        (ones for a variance), and writes to buffers that no forward writes, go to all workers.
 
         Raises:
             UsageError: under ``central_storage``, shared memory has too little room.
@@ -59,12 +64,14 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def leave_custom_loop(self) -> None:
-        """Note that the script has left its own loop over an epoch: buffers that it writes now are for all its workers.
+        """Let buffers that the script writes between now and the next step concern all logical workers of this rank.
 
-        A logical worker is a fixed share of the global batch, with its own copy of buffers such as batch-norm
-        statistics. A value that the script writes into a buffer after this call is set for all workers of this rank; a
-        value that it wrote within the loop, after an update, for the rank's last worker alone. Called after each epoch,
-        and where the script leaves the loop by ``break``. Not collective.
+        Called after each epoch of the script's own loop, and where the script leaves the loop by ``break``. A logical
+        worker is a fixed share of the global batch, with its own copy of buffers such as batch-norm statistics; a rank
+        may compute several. Within the loop only the last of them takes the script's value of a buffer that forwards
+        write too. Now such a write raises UsageError in the next step, unless it is a reset to zeros, or to ones for a
+        variance; the values of resets, and of buffers that no forward writes, are copied to all workers. Not
+        collective.
         """
 
     def named_trained(self) -> NamedParameters:

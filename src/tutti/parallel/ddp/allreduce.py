@@ -202,10 +202,11 @@ class AllReduceSync(UnshardedGradients):
                 compare its number, batch size and settings.
 
         Raises:
-            UsageError: the script has written a buffer between the steps, and either this rank computes several workers
-                and forwards write the buffer too, so that each worker has its own value (a reset to zeros, or to ones
-                for a variance, is allowed); or several ranks share this worker, for which any such write is refused. On
-                accelerators ``reduce_gradients`` raises the former.
+            UsageError: the script has written a buffer between the steps. Raised in two cases. First, this rank
+                computes several workers, and forwards write the buffer too, so that each worker has its own value;
+                allowed are a reset to zeros, or to ones for a variance, and writes in a custom loop
+                (``begin_custom_loop``). On accelerators ``reduce_gradients`` raises this error. Second, several ranks
+                share this worker; there every such write is refused.
             PeerError: the previous rank of a shared worker is lost, or does not send the buffers within the timeout.
         """
         self._step_context, self._worker = step_context, worker
@@ -471,20 +472,25 @@ class AllReduceSync(UnshardedGradients):
     def begin_custom_loop(self) -> None:
         """Prepare for a custom training loop, in which the script's own loop runs forward, backward and update.
 
-        A data rank computes one or more logical workers (shares of the global batch, each with its own buffers). From
-        now on, what the script writes to buffers after an update, within the loop, is meant for the last logical worker
-        of this rank alone, and not for all its workers. Gradients of later steps have memory that the script may keep.
-        Not collective.
+        Gradients of later steps have memory that the script may keep. Not collective.
+
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
+        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
+        write and that the script writes after an update. From now on, except between ``leave_custom_loop`` and the next
+        step, only the rank's last worker takes the script's value, and the other workers keep theirs; without this
+        call, such a write raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance.
         """
         self._has_custom_loop = True
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes from now on count for all logical workers of this rank.
+        """Let buffers that the script writes between now and the next step concern all logical workers of this rank.
 
         Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
-        global batch with its own buffers; a rank may compute several. Within the loop such a write counts for the last
-        of them alone. Not collective.
+        global batch with its own buffers (batch-norm statistics); a rank may compute several. Within the loop only the
+        last of them takes the script's value of a buffer that forwards write too. Now such a write raises UsageError in
+        the next step, unless it is a reset to zeros, or to ones for a variance; the values of resets, and of buffers
+        that no forward writes, are copied to all workers. Not collective.
         """
         self._buffers.leave_custom_loop()
 

@@ -191,10 +191,10 @@ def _is_divided(nodes: list[Any], samples: int) -> bool:
 
 
 def divides_sum_by(root: Any, number: int, samples: int) -> bool:
-    """Return whether a loss has a sum over the samples of a micro-batch that is divided by a given number.
+    """Return whether a loss contains a sum over the samples of a micro-batch that is divided by a given number.
 
-    Sums that another multiple of the samples divides are means, and do not count; nor do cross-entropies, whose targets
-    ``loss_count`` counts.
+    The function searches the loss's autograd graph. It does not count a cross-entropy, whose targets ``loss_count``
+    counts, nor a sum that is also divided by another multiple of ``samples``: that sum is a mean over the micro-batch.
 
     Args:
         root: ``grad_fn`` of the loss.

@@ -13,12 +13,19 @@ _WITHIN = "tutti.within_model"
 
 
 def annotate_output(output: Tensor, within: Tensor | None) -> Tensor:
-    """Return a copy of a number that a model has returned, whose autograd node leads to the graph within the model.
+    """Return a copy of a scalar model output, and record on the copy's autograd node where its graph in the model
+    begins.
+
+    Used where the model's outputs do not lead autograd into the model, as with pipeline stages; ``graph_within`` reads
+    the record.
 
     Args:
-        output: () what the script would get; it requires a gradient.
-        within: () the same number with its graph in the model, to which ``graph_within`` then leads; None on ranks
+        output: () what the script's call of the model returns; it requires a gradient.
+        within: () the same number, computed with a graph in the model, whose ``grad_fn`` is recorded; None on ranks
             that do not have this graph.
+
+    Returns:
+        The copy (), with ``output``'s autograd graph.
     """
     copy = output.clone()
     # The stubs of PyTorch call this property a method.
@@ -27,10 +34,11 @@ def annotate_output(output: Tensor, within: Tensor | None) -> Tensor:
 
 
 def graph_within(node: Any) -> Any:
-    """Return the node in the model's own graph to which the node of an ``annotate_output`` refers.
+    """Return the node in the model's own graph that ``annotate_output`` has recorded on an autograd node, or the node
+    itself.
 
     Args:
-        node: an autograd node, or None. Returned as it is unless ``annotate_output`` has made it with a graph.
+        node: an autograd node, or None, for which None is returned.
     """
     return node if node is None else node.metadata.get(_WITHIN) or node
 

@@ -90,20 +90,26 @@ class TrainedGradients(UnshardedGradients):
     _buffers: WorkerBuffers
 
     def begin_custom_loop(self) -> None:
-        """Let a buffer that the script writes after an update count for this rank's last logical worker alone.
+        """Keep the buffers of the other logical workers of this rank when the script writes one in its own training
+        loop.
 
-        A logical worker is one of N fixed shares of the global batch, with its own buffers; a rank may compute several.
-        Called once, before the first step of the script's own training loop. Without this call such a write counts for
-        all workers of the rank. Not collective.
+        Called once, before the first step of the script's own training loop. A logical worker is one of N fixed shares
+        of the global batch, with its own buffers (batch-norm statistics); a rank may compute several. The call changes
+        a rule for a rank with several workers, for a buffer that forwards write and that the script writes after an
+        update. From now on, except between ``leave_custom_loop`` and the next step, only the rank's last worker takes
+        the script's value, and the other workers keep theirs; without this call, such a write raises UsageError in the
+        next step, unless it is a reset to zeros, or to ones for a variance. Not collective.
         """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Let a buffer that the script writes from now on count for all logical workers of this rank.
+        """Let buffers that the script writes between now and the next step concern all logical workers of this rank.
 
-        A logical worker is one of N fixed shares of the global batch, with its own buffers; a rank may compute several.
-        Called when the script's own training loop over an epoch has ended, also by ``break``; holds until the next
-        micro-batch. Not collective.
+        Called when the script's own training loop over an epoch has ended, also by ``break``. A logical worker is one
+        of N fixed shares of the global batch, with its own buffers; a rank may compute several. Within the loop only
+        the last of them takes the script's value of a buffer that forwards write too. Now such a write raises
+        UsageError in the next step, unless it is a reset to zeros, or to ones for a variance; the values of resets, and
+        of buffers that no forward writes, are copied to all workers. Not collective.
         """
         self._buffers.leave_custom_loop()
 

@@ -87,9 +87,10 @@ class WorkerBuffers:
             step: index of the global step.
 
         Raises:
-            UsageError: the script has written a buffer between the steps, and either this rank computes several workers
-                and forwards write the buffer too, so that each worker has its own value (a reset to zeros, or to ones
-                for a variance, is allowed); or several ranks share this worker, for which any such write is refused.
+            UsageError: the script has written a buffer between the steps. Raised in two cases. First, this rank
+                computes several workers, and forwards write the buffer too, so that each worker has its own value;
+                allowed are a reset to zeros, or to ones for a variance, and writes in a custom loop
+                (``begin_custom_loop``). Second, several ranks share this worker; there every such write is refused.
             PeerError: the previous rank of a shared worker is lost, or does not send its buffers within the timeout.
         """
         if self._handover is not None:
@@ -168,19 +169,26 @@ class WorkerBuffers:
             self._refuse(self._slots[own[0]])
 
     def begin_custom_loop(self) -> None:
-        """Let buffers that the script writes in its own training loop count for this rank's last logical worker alone.
+        """Keep the buffers of the other logical workers of this rank when the script writes one in its own training
+        loop.
 
         A logical worker is one of N fixed shares of the global batch, with its own buffers (batch-norm statistics); a
-        rank may compute several. The rule holds for writes after an update (``finish``), up to ``leave_custom_loop``.
-        Without this call a write by the script counts for all workers of the rank.
+        rank may compute several. The call changes a rule for a rank with several workers, for a buffer that forwards
+        write and that the script writes between an update (``finish``) and the next ``enter``. From now on, except
+        after ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
+        theirs. Without this call such a write raises UsageError in the next step. Unchanged: a reset to zeros (ones for
+        a variance), and a write to a buffer that no forward writes, go to all workers of the rank. Not collective.
         """
         self._custom = True
 
     def leave_custom_loop(self) -> None:
-        """Make buffers that the script writes from now until the next ``enter`` count for all workers of this rank.
+        """Treat the script's writes to buffers from now until the next ``enter`` as writes outside a custom loop.
 
-        Called when the script's own training loop over an epoch has ended. A logical worker is a share of the global
-        batch with its own buffers; a rank may compute several.
+        Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
+        global batch with its own buffers; a rank may compute several. Outside the loop a reset to zeros (ones for a
+        variance), and a write to a buffer that no forward writes, go to all workers of the rank; any other write raises
+        UsageError in the next step. Writes within the loop, before this call, are settled here: only the last worker
+        takes those values of buffers that forwards write. Not collective.
         """
         if self._writer == _Writer.LAST_BODY:
             self._follow_writes()

@@ -187,8 +187,9 @@ class AsynchronousServerSync(RemoteGradients):
         Raises:
             UsageError: since the worker's last step the script has written a parameter; or since the last step of the
                 rank it has written a buffer that forwards write too, such as batch-norm statistics, and this rank
-                computes several workers, each with its own value of the buffer (on an accelerator ``end_worker`` raises
-                this).
+                computes several workers, each with its own value of the buffer; on an accelerator ``end_worker`` raises
+                this. Of such writes to buffers, resets to zeros (ones for a variance) and writes in a custom loop are
+                allowed.
             PeerError: a server does not reply in time, or has ended.
         """
         self._step_context = step_context
@@ -333,8 +334,9 @@ class AsynchronousServerSync(RemoteGradients):
         Returns:
             An ``UpdateResult``: ``updates``, the number of these updates on the first server; ``skipped``, True if the
             gradient of one of this rank's workers was not finite and so made no update, and then ``nonfinite`` has the
-            names of its non-finite parameters; ``together`` False; ``global_step``, the steps of all workers divided by
-            their number where the run counts the workers' steps together, else None.
+            names of its non-finite parameters; ``together`` is False, as each worker has parameters of its own last
+            read; ``global_step``, the steps of all workers divided by their number where the run counts the workers'
+            steps together, else None.
         """
         made, self._updates = self._version - self._updates, self._version
         culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []

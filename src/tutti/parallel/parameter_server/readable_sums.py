@@ -57,9 +57,12 @@ class ReadableServerSync(SynchronousServerSync):
     def begin_custom_loop(self) -> None:
         """Begin custom training loops: from now on the script can read the summed gradients in ``.grad``.
 
-        From now on, too, a module buffer that the script writes after an update changes for one logical worker alone,
-        the last one of this rank. A logical worker is a fixed share of the global batch with its own buffers. Not
-        collective.
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
+        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
+        write and that the script writes after an update. From now on, except between ``leave_custom_loop`` and the next
+        step, only the rank's last worker takes the script's value, and the other workers keep theirs; without this
+        call, such a write raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance.
+        Not collective.
         """
         super().begin_custom_loop()
         self.gradient_at = "rank"
@@ -77,8 +80,9 @@ class ReadableServerSync(SynchronousServerSync):
 
         Raises:
             UsageError: since the last step the script has written a buffer that forwards write too, such as batch-norm
-                statistics, and this rank computes several workers, each with its own value of the buffer (on an
-                accelerator ``reduce_gradients`` raises this).
+                statistics, and this rank computes several workers, each with its own value of the buffer; on an
+                accelerator ``reduce_gradients`` raises this. Allowed are a reset to zeros, or to ones for a variance,
+                and writes in a custom loop.
             PeerError: a server does not reply in time, or has ended.
         """
         self._keep_sums()

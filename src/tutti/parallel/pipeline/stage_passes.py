@@ -456,19 +456,23 @@ class StagePasses:
             )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments of a call of the model by name, as ``compute`` and ``pass_forward`` take them.
+        """Return the arguments of a call of the model by name, in the form that ``compute`` and ``pass_forward`` take.
+
+        The model's forward is cut into stages in one of two ways: as a traced graph, or as a record of one run of the
+        model's own code. Not collective.
 
         Args:
             args, kwargs: positional and keyword arguments of the call.
 
         Returns:
-            A mapping from names of the arguments of the model's forward to the values given; where the stages follow a
-            recorded forward, ``{"args": args, "kwargs": kwargs}``. Values are not copied.
+            For a traced graph, a mapping from argument names of the model's forward to the values given; arguments that
+            the call leaves out have no entry. For a recorded forward, ``{"args": args, "kwargs": kwargs}``. Values are
+            not copied.
 
         Raises:
-            UsageError: the script gives a value other than the default for an argument that the stages do not take,
-                because the default was used when the model was cut.
-            TypeError: ``kwargs`` do not fit the forward's signature.
+            UsageError: the graph is traced, and the call gives an argument that the graph has no input for, with
+                another object than the default in the signature; the graph was traced with the default.
+            TypeError: the graph is traced, ``kwargs`` is not empty, and the call does not fit the forward's signature.
         """
         if self.cuts.record is not None:
             return {"args": args, "kwargs": kwargs}

@@ -81,19 +81,21 @@ class BlockArguments:
         )
 
     def arguments(self, index: int, x: Tensor) -> tuple[Any, Any, list[Tensor]]:
-        """Return copies of a recorded block call's arguments in double precision, with another main input.
+        """Return copies of this recorded call's arguments in double precision, with another main input.
 
-        The block, a submodule such as attention, can be run with them.
+        A caller runs the block, a submodule such as attention, with them.
 
         Args:
             index: index of the main input (the tensor that the block's linear layers take, see ``main_input``) among
-                the values in ``(args, kwargs)``, flattened as a pytree.
+                all values in ``(args, kwargs)``, flattened as a pytree.
             x: the tensor to use as main input; it is passed on as it is, not copied.
 
         Returns:
-            ``(args, kwargs, learned)``: the positional and keyword arguments, with floating tensors as doubles and all
-            values but ``x`` copied, and the list of the copied tensors that require a gradient. Floating tensors of
-            zeros become random, since a product with zero would hide what the block computes.
+            A triple ``(args, kwargs, learned)``. ``args`` and ``kwargs`` have the structure of the recorded ones;
+            floating tensors are converted to float64, and all values but ``x`` are copied. A copied floating tensor
+            that is all zeros gets random values, since a product with zero would hide what the block computes.
+            ``learned`` is a list of the copied tensors that require a gradient: those that ``self.learned`` marks,
+            without ``x``.
         """
         generator = torch.Generator().manual_seed(0)
         leaves, spec = tree_flatten((self.args, self.kwargs))
