@@ -103,7 +103,10 @@ class LiveObjects(Generic[_T]):
         _SEARCHES.add(self)
 
     def all(self) -> list[_T]:
-        """Return the objects, which the list keeps alive, in no particular order."""
+        """Return the objects of the constructor's classes that exist now, as a list in no particular order.
+
+        The list keeps the objects alive. Objects that the garbage collector does not track are missing.
+        """
         if self._referenced and self._moves == _collections():
             for generation in (0, 1):
                 # One list at a time: a second one could hold the first, and itself, and with it all objects.

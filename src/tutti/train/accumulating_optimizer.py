@@ -44,7 +44,8 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     - ``zero_grad()`` also clears ``.grad`` of the script's own parameter objects, where the optimizer has others
       (shards).
     - ``state_dict()``, ``load_state_dict()`` and copies raise UsageError where this optimizer does not hold all
-      optimizer state of the rank's part of the model; ``state`` where another object or rank makes its updates.
+      optimizer state of the rank's part of the model; reads of the attribute ``state`` raise it where another object or
+      rank makes this optimizer's updates.
     - Other public methods of the script's class, such as SAM's ``first_step``, raise UsageError if they fail in an
       earlier body, under a strategy where the optimizer's parameters have gradients in the last body alone.
 

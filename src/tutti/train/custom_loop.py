@@ -392,10 +392,11 @@ class CustomLoop:
             void.undo()
 
     def end_left(self) -> None:
-        """End the step of a loop over micro-batches that the script has left by ``break``; nothing in an open loop.
+        """End the step of a loop over micro-batches that the script has left by ``break``.
 
         To end a step means, under local SGD and DiLoCo, to average the workers' parameters if an average is due after
-        the step, collectively over the data ranks (``end_step``). With other strategies nothing is done.
+        the step, collectively over the data ranks (``end_step``). With other strategies, and while a loop is still
+        running, nothing is done.
         """
         if not self._open:
             self.end_step()

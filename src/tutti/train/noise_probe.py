@@ -82,7 +82,7 @@ class NoiseProbe:
         return self._measured.run
 
     def finish(self, stats: StepStats, step_context: StepContext) -> None:
-        """Add a measured step's estimates of the gradient noise to the running averages; nothing in other steps.
+        """Add a measured step's estimates of the gradient noise to the running averages; do nothing in other steps.
 
         Nothing is added either if a gradient or an estimate is not finite, or if the gradient of the step is that of a
         single part (a micro-batch or a worker's share), which has no variance.

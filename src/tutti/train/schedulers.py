@@ -94,7 +94,7 @@ class Schedulers:
             self._step([s for s in self._own if optimizer is None or s.optimizer is optimizer])
 
     def after_epoch(self) -> None:
-        """Step all learning-rate schedulers at the end of an epoch; nothing if they step after updates."""
+        """Step all learning-rate schedulers at the end of an epoch; do nothing if they step after updates."""
         if self._every == "epoch":
             self._step(self._own)
 

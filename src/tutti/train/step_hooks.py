@@ -64,10 +64,10 @@ class StepHookGuard:
                 hooks[key] = _WatchedHook(of_script)
 
     def watching(self, optimizer: Optimizer, hook: Any) -> _PartsWatched | None:
-        """Return a torch-function mode for a call of a step hook, in which only element-wise functions take parts.
+        """Return a torch-function mode for a call of a step hook, which allows only element-wise functions of parts.
 
-        In the mode, any other function, such as a norm, raises UsageError if an argument is this rank's part of a
-        parameter or gradient, or was computed from one.
+        A part is this rank's part of a parameter or gradient, or a tensor computed from one. In the mode, a function
+        that is not element-wise, such as a norm, raises UsageError if an argument is a part.
 
         Args:
             optimizer: the optimizer that steps.

@@ -181,14 +181,19 @@ class StepLifecycle:
         self._written.compare()
 
     def watch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
-        """Choose the check of this step's losses, set ``values`` to it, and return whether it checks this step.
+        """Choose the check to which this step's losses are subject, store it in ``values``, and return whether it acts.
 
-        The check is that for samples of another logical worker (``CarriedValues``, in the first two steps of a rank
-        with several micro-batches); in other steps that for values which each data rank has kept of its own samples
-        (``KeptValues``), where it is due. To be called once in each step, before the micro-batches. Not collective.
+        There are two checks. ``CarriedValues`` finds losses that depend on samples of another logical worker; it acts
+        in the first two steps of a rank with several micro-batches. In other steps ``KeptValues`` may act, which finds
+        losses that depend on values that this rank alone has kept from its earlier samples. To be called once in each
+        step, before the micro-batches. Not collective.
 
         Args:
-            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
+            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank. A logical
+                worker is a fixed share of the global batch.
+
+        Returns:
+            True if one of the checks acts in this step.
         """
         carried = self._carried.begin_batch(work)
         kept = self._kept.begin_batch(watched=carried)

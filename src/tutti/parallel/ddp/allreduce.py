@@ -638,8 +638,8 @@ class AllReduceSync(UnshardedGradients):
     def steps_whole(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` updates full parameters with full gradients on this rank.
 
-        Only then may its step have a closure. False in three cases: with pipeline stages or tensor parallelism; in a
-        run of which any optimizer steps on whole tensors that are gathered for its step; and for an optimizer that
+        Only then may its step have a closure. False in three cases: with pipeline stages or tensor parallelism; if any
+        optimizer of the run needs whole tensors, which its step gathers from the ranks; and for an optimizer that
         ``make_optimizer`` of ``attach`` has not built. Not collective.
 
         Args:

@@ -255,10 +255,10 @@ def rows_of_mean(root: Any, samples: int) -> int | None:
         samples: number of samples of the micro-batch.
 
     Returns:
-        The size of the tensor's first dimension. None where the loss is no ``mean()`` of one tensor, alone or times
-        constants; where the tensor depends on no more than one parameter, as a penalty does; where it is a mean over
-        the samples, as a mean of each column; and where another dimension is that of the samples, as in the outputs of
-        a recurrent network.
+        The size of the tensor's first dimension. None in four cases: the loss is not the ``mean()`` of one tensor,
+        alone or times constants; the tensor depends on no more than one parameter, as a penalty does; the tensor itself
+        is a mean over the samples, such as the mean of each column; or the samples are along another dimension of the
+        tensor, as in the outputs of a recurrent network.
     """
     node = _below_factors(root)
     inputs = None if node is None or node.name() != "MeanBackward0" else node.next_functions[0][0]

@@ -13,8 +13,7 @@ _WITHIN = "tutti.within_model"
 
 
 def annotate_output(output: Tensor, within: Tensor | None) -> Tensor:
-    """Return a copy of a scalar model output, and record on the copy's autograd node where its graph in the model
-    begins.
+    """Return a copy of a scalar model output, and record on the copy's autograd node its graph in the model.
 
     Used where the model's outputs do not lead autograd into the model, as with pipeline stages; ``graph_within`` reads
     the record.
@@ -34,11 +33,10 @@ def annotate_output(output: Tensor, within: Tensor | None) -> Tensor:
 
 
 def graph_within(node: Any) -> Any:
-    """Return the node in the model's own graph that ``annotate_output`` has recorded on an autograd node, or the node
-    itself.
+    """Return the node in the model's own graph that ``annotate_output`` has recorded on an autograd node.
 
     Args:
-        node: an autograd node, or None, for which None is returned.
+        node: an autograd node, or None. Returned as it is if ``annotate_output`` has recorded nothing on it.
     """
     return node if node is None else node.metadata.get(_WITHIN) or node
 

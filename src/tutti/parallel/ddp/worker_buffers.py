@@ -169,8 +169,7 @@ class WorkerBuffers:
             self._refuse(self._slots[own[0]])
 
     def begin_custom_loop(self) -> None:
-        """Keep the buffers of the other logical workers of this rank when the script writes one in its own training
-        loop.
+        """Keep the other logical workers' buffers when the script writes a buffer in its own training loop.
 
         A logical worker is one of N fixed shares of the global batch, with its own buffers (batch-norm statistics); a
         rank may compute several. The call changes a rule for a rank with several workers, for a buffer that forwards

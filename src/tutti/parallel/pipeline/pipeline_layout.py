@@ -71,7 +71,8 @@ class PipelineLayout:
         as the run asks.
 
         Args:
-            plain: the prepared module, changed in place: placeholders replace the tensors that other ranks hold.
+            plain: the module given to ``tutti.prepare``, a model or a container of several, changed in place:
+                placeholders replace the tensors that other ranks hold.
             holding: this rank's virtual stages, and which ranks hold which tensors: the result of ``cut_stages``; None
                 with one pipeline rank, which computes the whole module.
 
@@ -91,8 +92,8 @@ class PipelineLayout:
         with the first micro-batch, and rank 0 three times more to measure times.
 
         Args:
-            plain: the prepared module, a model or a container of several; it stays as it was, and the stages share its
-                modules and parameters.
+            plain: the module given to ``tutti.prepare``, a model or a container of several; it stays as it was, and the
+                stages share its modules and parameters.
             closed: names of modules that no cut may go through.
 
         Returns:

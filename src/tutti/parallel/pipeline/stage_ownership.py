@@ -69,8 +69,9 @@ class StageOwnership:
     def parts(self) -> list[nn.Module]:
         """This rank's virtual stages as a list of modules, one for each, in the model's order.
 
-        The parameters and buffers of the modules have their names in the prepared module, and are the same objects.
-        With several models each entry is an ``nn.ModuleDict`` of one virtual stage of each model.
+        The parameters and buffers of the modules have their names in the module given to ``tutti.prepare``, and are the
+        same objects as there. With several models each entry is an ``nn.ModuleDict`` of one virtual stage of each
+        model.
         """
         if [each.name for each in self.models] == [""]:
             return [stage.module for stage in self.models[0].virtual_stages]
@@ -92,11 +93,12 @@ def stages_here(
     collective.
 
     Args:
-        plain: the prepared module, a model or a container of several; the stages share its modules and parameters.
+        plain: the module given to ``tutti.prepare``, a model or a container of several; the stages share its modules
+            and parameters.
         found: partition of each model into equally many stages, by the model's name in ``plain``, "" for ``plain``
             itself: the graph of its forward, and the stages' bounds among the nodes.
-        run_context: the run, of which the mesh is read; rank r of p on its stage axis has the stages r, r + p,
-            r + 2p, ….
+        run_context: the run, of which the mesh is read; rank r of p on its stage axis has the stages r, r + p, r + 2p,
+            ….
 
     Returns:
         A ``StageOwnership``: ``models`` with this rank's virtual stages; ``stages`` has for each parameter and

@@ -86,13 +86,14 @@ class StageParameters(QuietMode):
             args, kwargs: its arguments.
 
         Returns:
-            The function's result. Of a read a new tensor, equal on all ranks; of a view a ``StateCopy``; of a write the
-            written parameter.
+            The function's result. Of a read a new tensor, equal on all ranks; of a view a ``StateCopy``, a tensor
+            subclass that refuses writes, since they would not reach the parameter; of a write the written parameter.
 
         Raises:
-            UsageError: the function of a parameter is neither elementwise nor a view, nor one of the reductions,
-                comparisons and products that the mode lets through, such as a norm; or it would write parameters by
-                ``out=`` or as a list (``torch._foreach_mul_``). The script's earlier writes are undone.
+            UsageError: ``func`` takes a parameter, and is neither elementwise nor a view, nor one of the reductions,
+                comparisons and products that the mode lets through, such as a norm; or ``func`` would write parameters
+                by ``out=`` or as a list (``torch._foreach_mul_``). The script's writes since the last ``forget`` are
+                undone first.
             MismatchError: ranks read different parameters, or write a parameter by tensors of different values.
         """
         if self.quiet or func in METADATA:

@@ -136,7 +136,7 @@ class StagePasses:
         """Return whether a parameter is one of the model whose calls this object passes, on any of its stages.
 
         Args:
-            parameter: a parameter of the prepared module.
+            parameter: a parameter of the module given to ``tutti.prepare``, which may contain several models.
         """
         return any(parameter is own for own in self.model.parameters())
 
@@ -404,8 +404,8 @@ class StagePasses:
             key: equal for backwards in which the same activations have gradients.
 
         Returns:
-            Pairs of an activation and its gradient; without those that the loss ignores, or that require none in this
-            micro-batch.
+            A list of pairs (activation, gradient). Left out are activations on which the loss does not depend, and
+            activations that require no gradient in this micro-batch.
         """
         received = self.messages.receive("gradients", (stage + 1, *key))[0] if flight.leaving else []
         pairs = zip(flight.leaving, received, strict=True)

@@ -123,8 +123,8 @@ def cut_into_stages(
     Args:
         plain: the whole model.
         graph: graph of the model's forward, from ``torch.fx`` or from ``record``.
-        bounds: (stages + 1,) indices into ``body(graph)``, the graph's nodes that one stage each computes; stage i
-            computes the nodes from bound i to bound i + 1, exclusive.
+        bounds: (stages + 1,) indices into ``body(graph)``, the graph's nodes each of which exactly one stage computes;
+            stage i computes the nodes from bound i to bound i + 1, exclusive.
         also: for each stage, names of parameters and buffers that the stage holds in addition to those of the modules
             that it calls.
         record: record of the forward, for stages that run the model's own code; None for stages that run parts of
@@ -161,9 +161,9 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
         graph: graph of the model's forward.
 
     Returns:
-        For each node of ``body(graph)`` (the list of nodes that one stage each computes) the index in that list of the
-        last node that uses its value; the length of that list where the model's output uses the value, -1 for a value
-        without users.
+        For each node of ``body(graph)`` (the list of nodes each of which exactly one stage computes) the index in that
+        list of the last node that uses its value; the length of that list where the model's output uses the value, -1
+        for a value without users.
     """
     nodes = body(graph)
     place = {node: i for i, node in enumerate(nodes)}

@@ -141,9 +141,10 @@ class BlockArguments:
             yield replace(self, args=args, kwargs=kwargs, learned=tuple(self._learned(leaf) for leaf in leaves))
 
     def other_numbers(self) -> Iterator[BlockArguments]:
-        """Yield this call of a block once for each int or float among its arguments and each of four other values.
+        """Yield copies of this call of a block in which one argument that is an int or a float has another value.
 
-        The values are 0, 1, and for a number v also v + 1 and 2 v + 1. Booleans are no numbers here.
+        For each such argument, with value v, up to four copies are yielded: with 0, 1, v + 1 and 2 v + 1 in place of v;
+        a value equal to v is left out. Arguments nested in containers count, booleans do not.
         """
         leaves, spec = tree_flatten((self.args, self.kwargs))
         for number, leaf in enumerate(leaves):

@@ -95,7 +95,8 @@ class SplitTensor(Tensor):
         first copies the written values into the slice.
 
         Raises:
-            UsageError: the script has such writes, and views of another gathered copy that would not show them.
+            UsageError: the script has written into one gathered copy, and holds views of another gathered copy, in
+                which the written values would be missing.
         """
         if self._viewed:
             _take_over_writes(self._viewed)

@@ -142,8 +142,9 @@ class PlanFinder:
         """Derive the tensor-parallel plan of the model: which layers are split over tensor ranks, and how.
 
         Not collective. A block of the user's own class is split only where running its slices on random numbers gives
-        the outputs and gradients of the whole block, and in evaluation the outputs. Blocks that differ in their weights
-        or their number alone are tried once. Layers that share a parameter are split alike or stay whole.
+        the outputs and gradients of the whole block, and in evaluation the outputs. Of blocks that differ only in the
+        values of their weights, as repeated layers do, one is tried. Layers that share a parameter are split alike or
+        stay whole.
 
         Returns:
             A ``PlanEntry`` for each module that is split or computes on a slice, in the model's order: name, role (such
