@@ -477,10 +477,10 @@ class EarlyStopping(_Follower):
         self.patience = patience
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Compare an evaluation's metric with its best value so far, and stop the run if that is too long ago.
+        """Compare an evaluation's metric with its best value so far; stop the run if it has not improved for too long.
 
-        The run calls this on every rank after each evaluation. Metric and ``patience``, the number of evaluations in a
-        row without a better value that stops the run, are those of the callback's constructor.
+        The run calls this on every rank after each evaluation. The run is stopped once ``patience`` evaluations in a
+        row had no better value. Metric and ``patience`` are those of the callback's constructor.
 
         Args:
             run: the training run, which is stopped.

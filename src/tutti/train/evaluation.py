@@ -135,8 +135,9 @@ def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Resul
         The result of that call of ``compute`` during which no rank was lost.
 
     Raises:
-        UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer of which each logical
-            worker has its own value.
+        UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer between steps that
+            forwards write too, other than by a reset to zeros (ones for a variance), and this rank computes several
+            logical workers, each with its own value of the buffer.
     """
     comm = run.context.comms.replica
     with (

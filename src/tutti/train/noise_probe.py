@@ -72,7 +72,7 @@ class NoiseProbe:
             ``replica.run`` itself.
 
         Raises:
-            UsageError: the step is measured, and the strategy's workers make updates of their own.
+            UsageError: the step is measured, and the strategy's workers make updates of their own, as under local SGD.
         """
         self._latest, self._measured = {}, None
         if step_context.taken % self._every:

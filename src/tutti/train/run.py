@@ -317,8 +317,8 @@ class Run:
             This rank's samples of the next global batch, to be passed to ``step``.
 
         Raises:
-            UsageError: ``restore`` has loaded a later epoch, or the script has replaced a parameter of the model, or
-                with pipeline stages a module.
+            UsageError: ``start`` is None, and ``restore`` has loaded a checkpoint of a later epoch than ``number``; or
+                the script has replaced a parameter of the model, or with pipeline stages a module.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         with TellFailures():
@@ -783,7 +783,9 @@ class Run:
         Raises:
             UsageError: ``averaged``, and the run keeps no average; the script has replaced a parameter of the model, or
                 with pipeline stages a module; a persistent buffer was made since ``tutti.prepare``; or the script has
-                written a buffer of which each logical worker (fixed share of the global batch) has its own value.
+                written a buffer between steps that forwards write too, other than by a reset to zeros (ones for a
+                variance), and this rank computes several logical workers (fixed shares of the global batch), each with
+                its own value of the buffer.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         found = self.whole_state(averaged)
@@ -847,7 +849,9 @@ class Run:
         Raises:
             UsageError: ``averaged``, and the run keeps no average; the script has replaced a parameter of the model, or
                 with pipeline stages a module; a persistent buffer was made since ``tutti.prepare``; or the script has
-                written a buffer of which each logical worker (fixed share of the global batch) has its own value.
+                written a buffer between steps that forwards write too, other than by a reset to zeros (ones for a
+                variance), and this rank computes several logical workers (fixed shares of the global batch), each with
+                its own value of the buffer.
             MismatchError: ranks hold different copies of a parameter, or make different calls.
         """
         with self.replica.model_code():
@@ -885,8 +889,9 @@ class Run:
             slice. Tensors may be those of the model or of the average, not copies.
 
         Raises:
-            UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer of which each
-                logical worker has its own value.
+            UsageError: ``averaged``, and the run keeps no average; or the script has written a buffer between steps
+                that forwards write too, other than by a reset to zeros (ones for a variance), and this rank computes
+                several logical workers, each with its own value of the buffer.
         """
         merged = self.gradient_sync.merged()
         if not averaged:
@@ -947,8 +952,9 @@ class Run:
         Raises:
             UsageError: in the middle of a global batch; ``extra``, or a state of a scheduler or callback, has a value
                 of another type; the script has replaced a parameter of the model, or with pipeline stages a module; a
-                persistent buffer was made since ``tutti.prepare``; or the script has written a buffer of which each
-                logical worker has its own value.
+                persistent buffer was made since ``tutti.prepare``; or the script has written a buffer between steps
+                that forwards write too, other than by a reset to zeros (ones for a variance), and this rank computes
+                several logical workers, each with its own value of the buffer.
             CheckpointError: the ranks do not share ``folder``.
             MismatchError: ranks hold different copies of a parameter; nothing is written.
             DiskError: the checkpoint could not be written; earlier checkpoints are intact.

@@ -218,7 +218,8 @@ class StepLifecycle:
             worker: index of the logical worker that computes it.
 
         Raises:
-            UsageError: the caller made the batch, of which there is no sample to take the shape from.
+            UsageError: the caller made the batch, and this rank has no sample of it, from which the shape could be
+                taken.
         """
         if self.drawn is None or self.drawn.dummy is None:
             raise UsageError(
@@ -306,10 +307,12 @@ class StepLifecycle:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Return a context manager within which the wrapped ``step`` of the script's optimizers updates parameters.
+        """Return a context manager within which ``step`` of the script's optimizers updates the parameters at once.
 
-        Without a schedule of the run (``Run.lr_schedule``), the optimizers' learning rates are multiplied by ``rate``
-        within it, and restored at its end. Not collective.
+        Outside of it the wrapped ``step`` of these optimizers is the script's call in a custom training loop. If the
+        run has no schedule of its own (``Run.lr_schedule`` is None), the optimizers' learning rates are multiplied
+        within the context by the attribute ``rate``, the factor of the epoch's phase, and restored at its end. Not
+        collective.
         """
         run = self._run
         self.in_update = True

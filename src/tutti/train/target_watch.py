@@ -161,11 +161,11 @@ class TargetWatch:
             A dict with the key ``target`` if the run has a target and ``early_stopping`` if it has a patience. The
             value of each is a dict with ``metric``, ``better`` (``lower`` or ``higher``), ``best``, ``best_step``,
             ``evaluations`` (number) and ``ended_by`` (``target``, ``patience`` or ``length``). ``target`` also has
-            ``value``, ``reached`` (bool), and where it was reached, None if it was not: ``steps`` (of training),
-            ``updates`` (of the parameters, fewer where steps were left out), ``samples``, ``samples_before`` (at the
-            evaluation before), ``epochs``, ``seconds`` (of training alone) and ``wall_seconds`` (since the first start,
-            with evaluations, saves and pauses).
-            ``early_stopping`` also has ``patience`` and ``without_better`` (evaluations since the best).
+            ``value``, ``reached`` (bool), and the position at which it was reached, each entry None if it was not:
+            ``steps`` (of training), ``updates`` (of the parameters, fewer where steps were left out), ``samples``,
+            ``samples_before`` (at the evaluation before), ``epochs``, ``seconds`` (of training alone) and
+            ``wall_seconds`` (since the first start, with evaluations, saves and pauses). ``early_stopping`` also has
+            ``patience`` and ``without_better`` (evaluations since the best).
         """
         best, at = self._best, self._reached
         common = {

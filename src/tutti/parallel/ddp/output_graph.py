@@ -69,7 +69,7 @@ def leaf_of_node(node: Any) -> Tensor | None:
 
 
 def reads_output(loss: Tensor) -> bool:
-    """Return whether a loss is computed, through scalars alone, from a model output of ``annotate_output``.
+    """Return whether a loss is computed, through scalars alone, from a model output that ``annotate_output`` returned.
 
     Searches the loss's autograd graph, at most 64 nodes, and follows only nodes whose results have one element each.
 

@@ -344,7 +344,8 @@ class OverlappedReducer:
     def release(self) -> None:
         """Do nothing: the summed gradients are in memory that no other rank writes.
 
-        Other reducers move sums out of memory that ranks share here, for a script that keeps views of ``.grad``.
+        Reducers whose sums are in memory that ranks share copy them out of it in this call, for a script that keeps
+        views of ``.grad``.
         """
 
     def squares(self) -> list[float]:
@@ -503,7 +504,8 @@ class TreeReducer:
     def release(self) -> None:
         """Do nothing: each step's summed gradients have memory of their own, which no rank and no later step writes.
 
-        Other reducers move sums out of memory that ranks share here, for a script that keeps views of ``.grad``.
+        Reducers whose sums are in memory that ranks share copy them out of it in this call, for a script that keeps
+        views of ``.grad``.
         """
 
     def squares(self) -> list[float]:

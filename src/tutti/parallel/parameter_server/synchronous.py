@@ -242,7 +242,7 @@ class ServerReducer:
     def release(self) -> None:
         """Do nothing: the summed gradients are on the parameter servers, in no memory of which a script may have views.
 
-        Other reducers move sums that ranks share out of the memory of ``.grad``.
+        Reducers whose sums are in memory that ranks share copy them out of it in this call.
         """
 
     def squares(self) -> list[float]:

@@ -401,6 +401,7 @@ class PipelineRunner(ReplicaPart):
         Raises:
             UsageError: the loss has an unknown form or requires no gradient; or it depends on several calls of the
                 model, and a parameter has a gradient hook of the script.
+            PeerError: a rank of the stages is lost or late.
         """
         self._touched.clear()
         for each in self.passes:

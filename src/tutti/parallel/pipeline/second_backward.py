@@ -111,6 +111,7 @@ class SecondBackward:
         Raises:
             UsageError: with ``accumulate``, the loss depends on several calls of the model, and a parameter has a
                 gradient hook of the script.
+            PeerError: a rank of the stages is lost or late.
         """
         passes = self._passes
         key = (*self._key, "second", *(gradient is not None for gradient in gradients))

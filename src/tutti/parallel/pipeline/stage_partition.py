@@ -306,7 +306,7 @@ class TracedForward:
         return graph
 
     def openable(self, name: str) -> bool:
-        """Return whether cuts that tutti chooses may lie inside of a module: ``torch.fx`` can trace its own forward.
+        """Return whether cuts that tutti chooses may lie inside of a module: ``torch.fx`` can trace its forward.
 
         The first call for a name traces the module's forward; the result is cached by the name.
 
@@ -318,7 +318,7 @@ class TracedForward:
         return self._openable[name]
 
     def enterable(self, name: str) -> bool:
-        """Return whether a cut that the user names may lie inside of a module: ``torch.fx`` can trace its own forward.
+        """Return whether a cut that the user names may lie inside of a module: ``torch.fx`` can trace its forward.
 
         The result is that of ``openable``: in a traced forward the user may cut inside of the same modules as tutti.
 

@@ -370,6 +370,7 @@ class StagePasses:
         Raises:
             UsageError: with ``accumulate``, the loss depends on several calls of the model, and a parameter has a
                 gradient hook of the script.
+            PeerError: a rank of the stages is lost or late.
         """
         with self.accumulating(accumulate):
             for chunk, flight in reversed([*enumerate(flights)]):
@@ -406,6 +407,9 @@ class StagePasses:
         Returns:
             A list of pairs (activation, gradient). Left out are activations on which the loss does not depend, and
             activations that require no gradient in this micro-batch.
+
+        Raises:
+            PeerError: the next stage's rank is lost, or does not send within the timeout.
         """
         received = self.messages.receive("gradients", (stage + 1, *key))[0] if flight.leaving else []
         pairs = zip(flight.leaving, received, strict=True)

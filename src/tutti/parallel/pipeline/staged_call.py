@@ -195,6 +195,7 @@ class StagedModel:
 
         Raises:
             UsageError: the tensors differ; raised on every rank.
+            PeerError: a rank of the stages is lost or late.
         """
         if not tensors:
             return
@@ -261,7 +262,11 @@ class StagedModel:
             inputs: the inputs, equal on all ranks.
 
         Returns:
-            The summed gradients, new tensors, equal on all ranks; None where no stage uses the input.
+            A list with the summed gradient of each input, new tensors, equal on all ranks; None where no stage uses the
+            input.
+
+        Raises:
+            PeerError: a rank of the stages is lost or late.
         """
         found: list[Tensor | None] = []
         for gradient, given in zip(gradients, inputs, strict=True):

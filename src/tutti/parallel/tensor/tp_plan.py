@@ -85,10 +85,10 @@ class PlanEntry:
         """Return this entry of a tensor-parallel plan as a dictionary that JSON can hold, to broadcast the plan.
 
         An entry says how tensor parallelism treats one module. Keys are ``name``, ``role`` (such as ``column``),
-        ``units`` (number of outputs, heads, … that are divided), ``cuts`` and ``local`` (four values that fit the
-        code of a block to a slice: ``width``, ``sizes``, ``draws`` and ``forms`` of ``run_within``). ``cuts`` has a
-        list for each parameter: the split dimension, the number of undivided units along it, and the number of parts
-        split alike.
+        ``units`` (number of outputs, heads, … that are divided), ``cuts`` and ``local`` (four values that fit the code
+        of a block to a slice: ``width``, ``sizes``, ``draws`` and ``forms`` of ``run_within``). ``cuts`` has a list for
+        each parameter: the split dimension, the number of units along it (such as heads), none of which is divided, and
+        the number of equal parts of the dimension that are split alike.
         """
         return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
 
@@ -345,7 +345,7 @@ def splittable(module: nn.Module) -> bool:
 
 
 def blocks_with_arguments(model: nn.Module) -> list[str]:
-    """Return the names of blocks whose forward takes other than one positional argument, such as attention with a mask.
+    """Return the names of blocks whose forward does not take exactly one argument, such as attention with a mask.
 
     A block here is a module below the root that holds 2 to 16 linear layers, is of a class from outside of
     ``torch.nn``, and is no list or dictionary of modules. Tensor parallelism can try to split such a block only with
