@@ -92,6 +92,12 @@ def format_bytes(count: float) -> str:
 
     Below 100 of the unit the number has at most one decimal, else none.
 
+    Args:
+        count: number of bytes, at least 0.
+
+    Returns:
+        The text, such as ``1.5 KiB``.
+
     >>> format_bytes(64 << 20), format_bytes(1536), format_bytes(0), format_bytes((1 << 20) - 1)
     ('64 MiB', '1.5 KiB', '0 B', '1 MiB')
     """

@@ -760,8 +760,9 @@ class CustomLoop:
                 the body makes other calls than for the rank's first micro-batch; ranks have edited a gradient in
                 different ways, or set different values of an optimizer's setting, such as ``lr``, since
                 ``run.backward``; with parameter servers no gradient was computed before; under local SGD ``run.save``
-                has already ended the step with an average; an optimizer does not take sparse gradients; or the script
-                has written parameters where the strategy cannot follow.
+                has already ended the step with an average; an optimizer does not take sparse gradients; or with
+                parameter servers, or ``central_storage`` on several ranks, the script has written parameters since its
+                backward.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         micro_batch = self._micro_batch_of_body("optimizer.step()")

@@ -91,9 +91,10 @@ class StepLifecycle:
     def begin(self, batch: Batch, loss: LossFn | None) -> WorkerBatches:
         """Begin a step: set ``context``, and return this rank's micro-batches of the global batch.
 
-        Collective over the data ranks if the script has thawed parameters (an all-gather of digests of
-        ``requires_grad``), and in the first steps of several workers, whose samples are compared (an all-gather of
-        digests). No forward is run, except that rank 0 may check the loss function on a few samples in the first step.
+        Collective over the data ranks if the script has thawed parameters, that is set their ``requires_grad`` to True
+        (an all-gather of digests of ``requires_grad``), and in the first steps of several workers, whose samples are
+        compared (an all-gather of digests). No forward is run, except that rank 0 may check the loss function on a few
+        samples in the first step.
 
         Args:
             batch: this rank's share of the global batch.

@@ -184,10 +184,10 @@ class WorkerBuffers:
         """Treat the script's writes to buffers from now until the next ``enter`` as writes outside a custom loop.
 
         Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
-        global batch with its own buffers; a rank may compute several. Outside the loop a reset to zeros (ones for a
-        variance), and a write to a buffer that no forward writes, go to all workers of the rank; any other write raises
-        UsageError in the next step. Writes within the loop, before this call, are settled here: only the last worker
-        takes those values of buffers that forwards write. Not collective.
+        global batch with its own buffers; a rank may compute several. On a rank with several workers, a reset to zeros
+        (ones for a variance), and a write to a buffer that no forward writes, outside the loop go to all workers; any
+        other write there raises UsageError in the next step. Writes that the script made within the loop, before this
+        call, are settled here: of buffers that forwards write only the last worker takes the values. Not collective.
         """
         if self._writer == _Writer.LAST_BODY:
             self._follow_writes()

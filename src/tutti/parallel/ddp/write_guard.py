@@ -40,7 +40,7 @@ class WriteGuard:
         """Record norm, version counter and address of each parameter, for ``check`` to find later writes by the script.
 
         The first four calls, and then those of number 8, 16, 32 …, also record a digest of each parameter's values. The
-        guard refuses writes by the script that have no right effect under the run's strategy. Called after the strategy
+        guard refuses writes by the script that the run's strategy would lose or repeat. Called after the strategy
         itself has written the parameters.
 
         Args:

@@ -210,6 +210,7 @@ class StagePasses:
             UsageError: a forward hook of the script has kept a tensor with its autograd graph on a stage but the last;
                 the stage has written in place a tensor of which other stages have a copy; or activations have another
                 shape, dtype or memory format than for an earlier batch with the same ``flight.key``.
+            PeerError: the previous stage's rank is lost, or does not send within the timeout.
         """
         virtual_stage = self.virtual_stages[stage // self.ranks]
         shared = self._enter(flight, stage) if stage > 0 else []
@@ -309,6 +310,7 @@ class StagePasses:
                 model that the trace of its forward holds as a constant, or has put a forward hook on a module that no
                 stage calls; or the model is called more than once for a micro-batch, and one of its modules that draw
                 random numbers is called on several ranks.
+            PeerError: a rank of the stages is lost or late.
         """
         self.begin()
         start, flights, result = self.replica.draws.moment, list[MicroBatchState](), None

@@ -228,8 +228,9 @@ class StagedModel:
             stage copies of those in ``result``, without their autograd graph.
 
         Raises:
-            UsageError: the output's containers cannot be sent; or, on the last stage, it has another form
-                than for this key before.
+            UsageError: the output's containers cannot be sent; or, on the last stage, it has another form than for this
+                key before.
+            PeerError: a rank of the stages is lost or late.
         """
         if key not in self._known:
             told = broadcast_result(self.comm, self.comm.size - 1, partial(_form, result), "form of the model's output")

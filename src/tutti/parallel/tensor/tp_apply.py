@@ -158,7 +158,7 @@ class TensorParallelizer:
         Sets the replica's ``specs`` (position of each slice in the whole tensor), ``not_owned`` (names of tensors that
         another rank saves), ``summary`` (lines for the run's header), and the contexts and hook adapters by which reads
         and writes of slices by the script are checked. Tensors that are whole on every rank are owned by the first
-        tensor rank: only this rank counts them in norms and saves them. Not collective. With one rank nothing is done.
+        tensor rank, which alone counts them in norms and saves them. Not collective. With one rank nothing is done.
 
         Args:
             replica: replica whose modules ``apply`` has converted; changed in place.

@@ -143,8 +143,8 @@ class PlanFinder:
 
         Not collective. A block of the user's own class is split only where running its slices on random numbers gives
         the outputs and gradients of the whole block, and in evaluation the outputs. Of blocks that differ only in the
-        values of their weights, as repeated layers do, one is tried. Layers that share a parameter are split alike or
-        stay whole.
+        values of their weights and in an attribute such as ``layer_idx``, as repeated layers do, one is tried. Layers
+        that share a parameter are split alike or stay whole.
 
         Returns:
             A ``PlanEntry`` for each module that is split or computes on a slice, in the model's order: name, role (such
