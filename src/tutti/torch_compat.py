@@ -578,12 +578,17 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
 
 
 def divisor_of_cross_entropy(node: Any) -> Tensor | None:
-    """Return the divisor of the mean cross-entropy that an autograd node computed: attribute ``total`` of its facts.
+    """Return the number by which a mean cross-entropy was divided: its targets, or the sum of their class weights.
 
-    Costs a fraction of ``cross_entropy_of``. None for other nodes, and for a sum or no reduction.
+    Targets of ``ignore_index`` do not count. Costs a fraction of ``cross_entropy_of``, whose attribute ``total`` is the
+    same number.
 
     Args:
-        node: an autograd node, such as ``loss.grad_fn``.
+        node: the autograd node of the loss, such as ``loss.grad_fn`` of an unchanged result of ``F.cross_entropy``.
+
+    Returns:
+        A tensor () of the scores' floating-point dtype, on their device. None for the nodes of other functions, of a
+        cross-entropy with class probabilities as targets, and of one whose reduction is not ``mean``.
 
     Raises:
         RuntimeError: a backward has freed the tensors that the node has saved.

@@ -62,9 +62,10 @@ class Goodput:
     def fraction(self) -> float:
         """Goodput of the run, 0 to 1: productive seconds divided by elapsed seconds; 0 for an elapsed time of 0.
 
-        Productive are the seconds of steps whose work was kept, without waits for data, without the excess of slow
-        steps, and without the idle time of devices (mean over devices), as far as it is known. Elapsed are the seconds
-        from the launch of the run to its end, restarts included.
+        Productive are the seconds of steps whose work was kept (no restart has repeated them), less waits for data,
+        less what a step of more than 1.5 times the median took longer than the median, and less the idle time of
+        devices (mean over devices) where it is known; idle time that was not measured counts as productive. Elapsed are
+        the seconds from the launch of the run to its end, restarts included.
         """
         return self.productive / self.elapsed if self.elapsed > 0 else 0.0
 

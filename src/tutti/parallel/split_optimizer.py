@@ -66,12 +66,14 @@ class SliceRegions(NamedTuple):
         """Return where this rank's slice of a tensor lies in the global tensor; None where the rank holds all of it.
 
         Args:
-            spec: global shape, and the slice's offset in it.
+            spec: global shape, and where the slice begins in each dimension; for a tensor that is cut in several
+                pieces, such as fused queries, keys and values, in each piece.
             local: shape of the slice.
 
         Returns:
             A ``SliceRegions``: the global shape (``shape``), and the regions of the global tensor of which the slice
-            consists (``regions``), each a tuple of one ``slice`` a dimension.
+            consists (``regions``), each a tuple of one ``slice`` a dimension. One region for most tensors; those of
+            several pieces are the slice when they are concatenated in this order along the first dimension.
         """
         if tuple(local) == spec.shape:
             return None

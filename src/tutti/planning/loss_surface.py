@@ -65,8 +65,9 @@ def sample_blocks(
 ) -> SampleBlocks:
     """Draw samples without replacement, cut them into blocks and fetch this rank's blocks without augmentation.
 
-    A block is a batch that is computed at once. Each rank gets consecutive blocks; where ranks do not divide the number
-    of blocks, the first ranks get one more. Sends nothing: equal arguments give all ranks the same random choice.
+    A block is a batch that is computed at once; the last one may be smaller. Each rank gets consecutive blocks; where
+    ranks do not divide the number of blocks, the first ranks get one more. Sends nothing: equal arguments give all
+    ranks the same random choice.
 
     Args:
         source: the data set.
@@ -77,8 +78,9 @@ def sample_blocks(
         seed: seed of the random choice.
 
     Returns:
-        A ``SampleBlocks`` with the attributes ``batches``: index, batch on the device and number of samples of each of
-        this rank's blocks; ``blocks`` and ``samples``, their numbers on all ranks.
+        A ``SampleBlocks`` with the attributes ``batches``, a list of this rank's blocks, all on the device at once,
+        each as a tuple of its index among the blocks of all ranks, the batch and its number of samples; ``blocks`` and
+        ``samples``, the numbers of blocks and samples of all ranks together.
 
     Raises:
         UsageError: there are fewer blocks than ranks.

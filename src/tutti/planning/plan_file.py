@@ -52,8 +52,9 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
         plan: devices, batch and strategy of the run.
         base: configuration with all further options.
         target: metric and level at which the run ends.
-        near: evidence of a finished run (``model_run``), from which the planned run takes the options of training, such
-            as optimizer and learning-rate schedule. None: they are those of ``base``.
+        near: evidence of a finished run, as ``model_run`` chooses it. The planned run takes ``optimizer``,
+            ``schedule``, ``lr_scale``, ``clip``, ``ema`` and ``gradient_noise`` from it, and all other options from
+            ``base``. None: all are those of ``base``.
 
             If the run has another batch size than the plan, and no learning-rate rule (``--lr-scale``) of its own, the
             planned run gets the usual rule of the optimizer (``usual_rule``), with the run's batch size as base batch.

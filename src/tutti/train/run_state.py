@@ -51,9 +51,12 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
         run: the run that is saved or restored.
 
     Returns:
-        JSON values with the keys ``workers``, ``global_batch_size``, ``batch_growth`` (text, or None),
-        ``training_samples``, ``seed``, ``optimizer_class`` (class names joined by ``+``; absent without an optimizer),
-        ``clip`` and ``config_sha256``, the SHA-256 in hexadecimal of all others but ``clip``.
+        JSON values with the keys ``workers`` (number of logical workers, the fixed shares of a global batch),
+        ``global_batch_size`` (samples of a step over all ranks), ``batch_growth`` (text of the schedule by which the
+        global batch grows, such as ``30ep,factor=5``; None without one), ``training_samples`` (size of the data set),
+        ``seed``, ``optimizer_class`` (class names joined by ``+``; absent without an optimizer), ``clip`` (largest norm
+        of a gradient; None for no clipping) and ``config_sha256``, the SHA-256 in hexadecimal of the JSON text of all
+        others but ``clip``.
     """
     contract = run.feed.contract
     known: dict[str, Any] = {

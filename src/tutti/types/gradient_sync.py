@@ -295,10 +295,12 @@ class GradientSync(Protocol):
         of the replica counts in the norm (weights tied over pipeline stages) are left out.
 
         Returns:
-            An ``OwnGradients``: ``parameters``, the trained parameters in whose ``.grad`` backward leaves this rank's
-            gradients; ``take_squares``, where backward itself reduces gradients (FSDP2) a function that returns the sum
-            of squares of those since its last call, else None; and ``optimizers``, which have the full state of these
-            parameters on this rank, empty where that is elsewhere.
+            An ``OwnGradients``. ``parameters``: the trained parameters in whose ``.grad`` backward leaves this rank's
+            gradients, not reduced. ``take_squares``: None, or where backward itself reduces gradients (FSDP2) a
+            function without arguments that returns, as a float, the sum of squares of the elements of this rank's
+            gradients from before their reduction, added up over the backwards since its last call. ``optimizers``:
+            those that hold the whole state (such as moments) of ``parameters`` on this rank; empty where the state is
+            on other ranks, on servers or in host memory.
 
         Raises:
             UsageError: logical workers (shares of the global batch) make updates by themselves, so that there is no

@@ -161,15 +161,17 @@ class StageMessages:
 
         Where ``expect`` has already started to receive the values, this call waits for those receives. Tensors keep the
         sender's memory format, because kernels round differently in another format. The neighbour's call is ``send`` or
-        ``send_gradients``; before the first values of a key this call also waits for their shapes and dtypes.
+        ``send_gradients``. With the first values of a key their forms (shape, dtype, memory format) arrive, and hold
+        for all later values of this key: a sender of other forms raises UsageError.
 
         Args:
             kind: ``activations`` (from the previous stage) or ``gradients`` (from the next).
-            key: the key with which the neighbour sends the values.
+            key: tuple that is equal for batches whose values have the same forms, as the neighbour gives it to
+                ``send``. Several micro-batches have one key, and arrive in the order in which they were sent.
 
         Returns:
-            The values in the sender's order, new tensors on this rank's device, and for each value a ``MessageForm``:
-            its shape, dtype and memory format.
+            The values in the sender's order: new tensors on this rank's device, and other values of JSON, such as
+            numbers, that were sent among them; and a list with a ``MessageForm`` for each value.
 
         Raises:
             PeerError: the neighbour's rank is lost, or does not send within the timeout.

@@ -413,14 +413,16 @@ class SplitReads(EditWatch):
         return whole
 
     def gatherer(self, name: str, tensor: Tensor) -> SplitMatrixGatherer:
-        """Return the object that gathers whole tensors from slices like those of a parameter. Not collective.
+        """Return an object that gathers a whole tensor from the ranks' slices, cut as those of a parameter are.
 
-        The result's ``gather`` is collective over the tensor ranks; its ``mine`` cuts a whole tensor to this rank's
-        slice, and is not.
+        Such tensors are the parameter itself, its gradient or optimizer state of its shape. The result's ``gather`` is
+        collective over the tensor ranks; its ``mine`` cuts a whole tensor to this rank's slice, and is not, nor is this
+        method.
 
         Args:
-            name: name of the split parameter, whose slices' positions are used.
-            tensor: the tensor that ``gather`` and ``mine`` are then given as their argument ``parameter``.
+            name: name of a split parameter, whose slices' positions are used; KeyError for any other name.
+            tensor: this rank's slice, by which the result finds these positions: the argument ``parameter`` of the
+                result's methods must be this same object.
         """
         return SplitMatrixGatherer({tensor: self._regions[name]}, self._comm, None)
 

@@ -218,10 +218,12 @@ def find_tp_plan(
         module: the whole model, with real parameters; it stays as it was.
         ranks: number of tensor ranks.
         config: options of tensor parallelism.
-        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
-            where no data is at hand.
+        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; what
+            it returns is not used. None where no data is at hand: blocks are then computed with made arguments, and the
+            model's output is gathered for the loss.
         device: device on which the loss function runs.
-        compiled: whether the run compiles the model; its outputs are then never left split.
+        compiled: whether the run compiles the model. If so, the model's output is gathered on every tensor rank, and
+            never handed to the loss function in slices.
 
     Returns:
         One ``PlanEntry`` for each module that is split or computes on a slice, in the model's order: name, role (such
