@@ -166,6 +166,57 @@ def test_checkpointing_changes_no_bit_and_keeps_less() -> None:
     assert all(part < most[name] for i, (name, _, _, part, _) in enumerate(told) if i % len(choices) < 2), told
 
 
+class Cached(nn.Module):
+    """Takes its keys from a cache that it has filled before, as the cross-attention of T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor, cache: dict[Any, Tensor] | None) -> Tensor:
+        if cache is None:
+            keys = self.key(inputs).tanh()
+        else:
+            keys = cache[self] = cache[self].detach() if self in cache else self.key(inputs).tanh()
+        return inputs + self.query(inputs) * keys
+
+
+class Decoder(nn.Module):
+    """Makes a cache if its own configuration says so."""
+
+    def __init__(self, use_cache: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=use_cache)
+        self.layers = nn.ModuleList(Cached() for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        cache: dict[Any, Tensor] | None = {} if self.config.use_cache else None
+        for layer in self.layers:
+            inputs = layer(inputs, cache)
+        return inputs
+
+
+def train_cached(use_cache: bool, **options: Any) -> tuple[dict[str, Any], dict[str, str], bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Decoder(use_cache), nn.Linear(6, 2)).double()
+    run = tutti.prepare(model, "sgd:lr=0.1", vectors(), loss, workers=2, batch_size=8, precision="fp64", **options)
+    for batch in run.epoch(0):
+        run.step(batch)
+    state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+    return state, dict(run.replica.summary), cast(Decoder, model[0]).config.use_cache
+
+
+def test_models_make_no_cache_that_recomputation_would_read() -> None:
+    """The configurations say so afterwards, and the run's header says it."""
+    [(want, lines, left)] = worlds.run(1, train_cached, use_cache=True)
+    assert left and "config.use_cache" not in lines
+    [(got, lines, left)] = worlds.run(1, train_cached, use_cache=True, activation_checkpointing="blocks")
+    assert largest_difference(got, want) == 0 and not left
+    assert lines["config.use_cache"].startswith("set to False: activation checkpointing")
+    [(_, lines, _)] = worlds.run(1, train_cached, use_cache=False, activation_checkpointing="blocks")
+    assert "config.use_cache" not in lines
+
+
 def test_units_may_be_named() -> None:
     """One inside another, too: what is computed again computes again."""
     ways: list[dict[str, Any]] = [

@@ -17,7 +17,7 @@ from torch import nn
 from tutti.config.module_config import GRAPH_MODES, Checkpointing, CompileChoice, check_checkpointing, check_compiler
 from tutti.device import is_accelerator
 from tutti.errors import UsageError, counted
-from tutti.nn.ac_policy import CheckpointUnits, find_units, is_sequence
+from tutti.nn.ac_policy import CheckpointUnits, find_units, is_sequence, turn_off_caches
 from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.recompute import Forward, recomputed
 from tutti.nn.rng_streams import RngStreams
@@ -100,7 +100,7 @@ def recompute(part: nn.Module, choice: Checkpointing) -> None:
     """Apply activation checkpointing to a model in place, to estimate memory without training it.
 
     The chosen modules then run their forward again in backward, with the same random numbers from the CPU's generator.
-    ``restore_forwards`` undoes the call.
+    ``restore_forwards`` undoes the call, except that ``config.use_cache`` of modules stays False.
 
     Args:
         part: the model, or a part of it.
@@ -108,6 +108,7 @@ def recompute(part: nn.Module, choice: Checkpointing) -> None:
             none.
     """
     if units := find_units(part, choice):
+        turn_off_caches(part)
         _Transformation(None, units, RngStreams(part, torch.device("cpu"))).of(part, root=True)
 
 

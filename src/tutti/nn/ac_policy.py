@@ -63,6 +63,25 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
         )
 
 
+def turn_off_caches(model: nn.Module) -> bool:
+    """Set ``config.use_cache`` of a model and its submodules, where it is True, to False.
+
+    Models of Hugging Face then make no cache of keys and values. With activation checkpointing a forward would find in
+    it what its first computation has put there, and compute something else.
+
+    Args:
+        model: the model; its configurations are changed in place.
+
+    Returns:
+        Whether a configuration was changed.
+    """
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    found = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in found:
+        config.use_cache = False
+    return bool(found)
+
+
 def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
     """Find the units of a model that activation checkpointing recomputes, each as a whole, in backward.
 

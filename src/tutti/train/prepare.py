@@ -36,6 +36,7 @@ from tutti.data.transfer import make_transfer
 from tutti.device import use_deterministic_kernels
 from tutti.errors import counted
 from tutti.launcher import context
+from tutti.nn.ac_policy import turn_off_caches
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
 from tutti.process_context import read_identity
@@ -272,6 +273,7 @@ def prepare_run(
     # Model surgery.
     in_bf16 = layers_left_in_bf16(checked.model) if o.precision == "fp8" else {}
     converted, dtype = convert_model(checked.model, o.batch_norm_options, run_context, o.precision, o.channels_last)
+    uncached = o.checkpointing is not None and turn_off_caches(converted)
     place, loss = placer(world.device, dtype, o.channels_last), cast_loss(loss_fn, world.device.type, o.precision)
     run_context = _with_trials(run_context, checked, place, loss, o.seed)
 
@@ -282,6 +284,9 @@ def prepare_run(
     others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
     hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
     replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
+    if uncached:
+        why = "activation checkpointing computes forwards again, which must not find results of the first in a cache"
+        replica.summary = {**replica.summary, "config.use_cache": f"set to False: {why}"}
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
     grad_hook = sync.attach(replica, factory(checked.trainer, checked.rule, contract.batch, checked.sparse))
