@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -75,7 +76,7 @@ def turn_off_caches(model: nn.Module) -> bool:
     Returns:
         Whether a configuration was changed.
     """
-    configs = [getattr(module, "config", None) for module in model.modules()]
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     found = [config for config in configs if getattr(config, "use_cache", None) is True]
     for config in found:
         config.use_cache = False
