@@ -196,25 +196,24 @@ class Decoder(nn.Module):
         return inputs
 
 
-def train_cached(use_cache: bool, **options: Any) -> tuple[dict[str, Any], dict[str, str], bool]:
+def train_cached(use_cache: bool, **options: Any) -> tuple[dict[str, Any], bool, bool]:
     torch.manual_seed(0)
     model = nn.Sequential(Decoder(use_cache), nn.Linear(6, 2)).double()
     run = tutti.prepare(model, "sgd:lr=0.1", vectors(), loss, workers=2, batch_size=8, precision="fp64", **options)
     for batch in run.epoch(0):
         run.step(batch)
     state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
-    return state, dict(run.replica.summary), cast(Decoder, model[0]).config.use_cache
+    return state, run.settings.uncached, cast(Decoder, model[0]).config.use_cache
 
 
 def test_models_make_no_cache_that_recomputation_would_read() -> None:
-    """The configurations say so afterwards, and the run's header says it."""
-    [(want, lines, left)] = worlds.run(1, train_cached, use_cache=True)
-    assert left and "config.use_cache" not in lines
-    [(got, lines, left)] = worlds.run(1, train_cached, use_cache=True, activation_checkpointing="blocks")
-    assert largest_difference(got, want) == 0 and not left
-    assert lines["config.use_cache"].startswith("set to False: activation checkpointing")
-    [(_, lines, _)] = worlds.run(1, train_cached, use_cache=False, activation_checkpointing="blocks")
-    assert "config.use_cache" not in lines
+    """The configurations say so afterwards, and so do the run's settings."""
+    [(want, changed, left)] = worlds.run(1, train_cached, use_cache=True)
+    assert left and not changed
+    [(got, changed, left)] = worlds.run(1, train_cached, use_cache=True, activation_checkpointing="blocks")
+    assert largest_difference(got, want) == 0 and changed and not left
+    [(_, changed, _)] = worlds.run(1, train_cached, use_cache=False, activation_checkpointing="blocks")
+    assert not changed
 
 
 def test_units_may_be_named() -> None:

@@ -64,6 +64,10 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
         )
 
 
+UNCACHED = "set to False, as activation checkpointing computes forwards again, which must not find the first in a cache"
+"""What ``turn_off_caches`` has done, in words."""
+
+
 def turn_off_caches(model: nn.Module) -> bool:
     """Set ``config.use_cache`` of a model and its submodules, where it is True, to False.
 

@@ -13,6 +13,7 @@ from tutti.device import describe_products, is_accelerator, replays_graphs
 from tutti.errors import counted
 from tutti.launcher.context import World
 from tutti.native.native_library import kernels
+from tutti.nn.ac_policy import UNCACHED
 from tutti.nn.float8 import describe_layers
 from tutti.optim.scaling import scaled
 from tutti.tasks.task import Task
@@ -64,6 +65,7 @@ def derived(
         "training": f"{length}, {config.precision}{exact}{_forward(config, world.device)}",
         **({"float32": products} if (products := describe_products(world.device, config.precision)) else {}),
         **({"in bfloat16": describe_layers(run.settings.in_bf16)} if run.settings.in_bf16 else {}),
+        **({"config.use_cache": UNCACHED} if run.settings.uncached else {}),
         "learning rate": _rate(config, run.context.workers),
         **_noise(config, run),
         **(

@@ -36,7 +36,7 @@ from tutti.data.transfer import make_transfer
 from tutti.device import use_deterministic_kernels
 from tutti.errors import counted
 from tutti.launcher import context
-from tutti.nn.ac_policy import turn_off_caches
+from tutti.nn.ac_policy import UNCACHED, turn_off_caches
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
 from tutti.process_context import read_identity
@@ -284,9 +284,6 @@ def prepare_run(
     others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
     hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
     replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
-    if uncached:
-        why = "activation checkpointing computes forwards again, which must not find results of the first in a cache"
-        replica.summary = {**replica.summary, "config.use_cache": f"set to False: {why}"}
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
     grad_hook = sync.attach(replica, factory(checked.trainer, checked.rule, contract.batch, checked.sparse))
@@ -300,7 +297,7 @@ def prepare_run(
     average = parallel.average(replica, sync, run_context)
     noise_probe = None if o.noise_every is None else NoiseProbe(sync, run_context, choice, o.noise_every)
     rates = None if lr_schedule is None else lr_schedule(checked.epochs)
-    settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, warn)
+    settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, uncached, warn)
     conversions = ModelConversions(checked.model, replica, run_context)
     run = Run(
         replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, conversions, settings
@@ -375,6 +372,8 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
         log.info("loss scale: %g, %s", run.loss_scale.value, given if o.loss_scale else "because precision is fp16")
     if run.settings.in_bf16:
         log.info("layers that precision=fp8 leaves in bfloat16: %s", describe_layers(run.settings.in_bf16))
+    if run.settings.uncached:
+        log.info("config.use_cache: %s", UNCACHED)
     if o.reproducible:
         log.info("one CPU thread: reproducible sums have one order")
     if checked.sparse:
@@ -392,6 +391,7 @@ def _run_settings(
     noise_probe: NoiseProbe | None,
     lr_schedule: Callable[[int], float] | None,
     in_bf16: Mapping[str, str],
+    uncached: bool,
     warn: Callable[[str], None] | None,
 ) -> RunSettings:
     """Return the settings of the run's steps, from the checked arguments and the objects made of them."""
@@ -414,6 +414,7 @@ def _run_settings(
         # Two lengths of an epoch show whether an option of the strategy follows from it.
         epochs_as_steps=choice.counted(_unlike_steps(1)) != choice.counted(_unlike_steps(2)),
         in_bf16=in_bf16,
+        uncached=uncached,
     )
 
 

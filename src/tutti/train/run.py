@@ -90,6 +90,7 @@ class RunSettings:
         optimizer_settings: options of each parameter group as they were given.
         epochs_as_steps: whether the strategy has an option in epochs or samples, which it counts in steps.
         in_bf16: layers with matrix products that ``precision=fp8`` leaves in bfloat16, with the reason by name.
+        uncached: whether ``config.use_cache`` of modules was set to False, for activation checkpointing.
     """
 
     max_nonfinite: int
@@ -107,6 +108,7 @@ class RunSettings:
     optimizer_settings: list[dict[str, Any]]
     epochs_as_steps: bool
     in_bf16: Mapping[str, str]
+    uncached: bool
 
 
 class Run:
