@@ -173,7 +173,8 @@ def main() -> None:
         machine = {"date": date, "cores": os.cpu_count(), "torch": torch.__version__}
         settings = {"train": TRAIN, "models": MODELS, "measure": MEASURE}
         place = ROOT / "benchmarks" / "results" / f"{date}-landscapes.json"
-        place.write_text(json.dumps({**machine, **settings, "found": found}) + "\n", encoding="utf-8")
+        text = json.dumps({**machine, **settings, "found": found}).replace(f"{ROOT.resolve()}/", "")
+        place.write_text(text + "\n", encoding="utf-8")
         draw(found, f"10,000 images of CIFAR-10 · torch {torch.__version__} · {date}", ROOT / "docs" / "studies")
 
 
