@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tutti.cli.app import main
+from tutti.cli.report_command import recipe_law
 from tutti.errors import UsageError
 
 pytest.importorskip("matplotlib")
@@ -103,7 +104,8 @@ class Page(HTMLParser):
 
 def report(*runs: Path, **options: Path) -> Page:
     target = runs[0].parent / "page.html"
-    assert write_report(runs, options.get("plan"), target, options.get("recipe")) == target
+    law = recipe_law(options["recipe"]) if "recipe" in options else None
+    assert write_report(runs, options.get("plan"), target, law) == target
     return Page(target)
 
 
@@ -185,7 +187,7 @@ def test_steps_to_the_target_without_a_law(tmp_path: Path) -> None:
 def test_the_law_of_a_recipe() -> None:
     law = TargetLaw("loss", 1.0, [(100.0, 10.0), (200.0, 10.0), (300.0, 10.0)], (), "recipe.json", "")
     assert law.critical_batch == 10 and law.samples_at(10) == 400 and law.samples_at(10, 0.25) == 300
-    line = law.over([5.0, 80.0])
+    line = law.line([5.0, 80.0])
     assert line[0] == pytest.approx((1.25, 225, 123.75, 326.25)) and line[-1][0] == pytest.approx(320)
 
 
@@ -421,9 +423,9 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([str(run), "--out", str(run / "metrics.jsonl")], "is no HTML page"),
         ([str(run), "--plan", str(bad)], "this is no plan"),
         ([str(run), "--plan", str(empty / "x.toml")], "there is no plan"),
-        ([str(run), "--recipe", str(bad)], "this is no recipe"),
-        ([str(run), "--recipe", str(run / "summary.json")], "it lacks target"),
-        ([str(run), "--recipe", str(empty / "x.json")], "there is no recipe"),
+        ([str(run), "--recipe", str(bad)], "the recipe is not JSON"),
+        ([str(run), "--recipe", str(run / "summary.json")], "the recipe has format"),
+        ([str(run), "--recipe", str(empty / "x.json")], "cannot read the recipe"),
     ):
         assert main(["report", *words]) == 2
         assert said in capsys.readouterr().err

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from tutti.errors import ExitCode
+
+if TYPE_CHECKING:
+    from tutti.report.target_law import TargetLaw
 
 
 def report_runs(
@@ -40,5 +43,23 @@ def report_runs(
     """
     from tutti.report.html_report import write_report
 
-    print(write_report(runs, plan, out, recipe))
+    print(write_report(runs, plan, out, None if recipe is None else recipe_law(recipe)))
     return ExitCode.DONE
+
+
+def recipe_law(path: Path) -> TargetLaw:
+    """Read the law of samples to a target from a ``recipe.json`` of ``tutti noise``, for a report.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UsageError: the file is missing, or is no recipe.
+    """
+    from tutti.planning.recipe import read_recipe
+    from tutti.report.run_record import printable
+    from tutti.report.target_law import TargetLaw
+
+    recipe = read_recipe(path)
+    draws = recipe.draws or ((recipe.samples_min, recipe.critical_batch),)
+    return TargetLaw(printable(recipe.metric), recipe.value, draws, (), printable(path.name), printable(recipe.basis))

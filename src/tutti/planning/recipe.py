@@ -147,7 +147,7 @@ def read_recipe(path: Path) -> TrainingRecipe:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError("cannot read the recipe", where=str(path), why=error.strerror, remedy=remedy) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError("the recipe is not JSON", where=str(path), why=str(error), remedy=remedy) from error
     if not isinstance(stored, dict) or stored.get("format") != RECIPE_FORMAT:
         found = stored.get("format") if isinstance(stored, dict) else None

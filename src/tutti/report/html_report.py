@@ -16,7 +16,7 @@ from tutti.report.plan_section import plan_section, read_plan
 from tutti.report.report_charts import PARTS, SERIES
 from tutti.report.report_sections import compose_report
 from tutti.report.run_record import printable, read_run
-from tutti.report.target_law import plan_law, recipe_law
+from tutti.report.target_law import TargetLaw, plan_law
 
 PACKAGES = ("jinja2", "matplotlib")
 TEMPLATE = "report.html.j2"
@@ -26,7 +26,7 @@ WORTH_A_REPORT = 20.0
 _BEGINNING = "<!doctype html>"
 
 
-def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None, recipe: Path | None = None) -> Path:
+def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None, law: TargetLaw | None = None) -> Path:
     """Write one self-contained HTML file that reports on training runs, and return the path of the file.
 
     Style, scripts and charts are in the file; it loads nothing from a network. Needs jinja2 and matplotlib.
@@ -37,15 +37,14 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None, rec
             as of ``tutti simulate``; None for none.
         out: file to write, replaced if it is an HTML page; None for ``report.html`` in the directory of a single run,
             in the working directory for several.
-        recipe: ``recipe.json`` of ``tutti noise``, whose law of samples to a target is drawn; None for that of
-            ``plan``, if it states one.
+        law: law of samples to a target that is drawn, such as of a recipe; None for that of ``plan``, if it states one.
 
     Returns:
         Path of the file that was written.
 
     Raises:
-        UsageError: jinja2 or matplotlib is missing, a path is no run, ``plan`` no plan or ``recipe`` no recipe, no
-            path or a path twice is given, or ``out`` exists and is no HTML page.
+        UsageError: jinja2 or matplotlib is missing, a path is no run, ``plan`` is no plan, no path or a path twice
+            is given, or ``out`` exists and is no HTML page.
         DiskError: the file cannot be written.
     """
     for package in PACKAGES:
@@ -58,8 +57,8 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None, rec
     runs = [read_run(path) for path in paths]
     planned = None if plan is None else read_plan(plan)
     section = None if planned is None else plan_section(planned, runs)
-    law = None if planned is None else plan_law(planned.facts, planned.name)
-    law = law if recipe is None else recipe_law(recipe)
+    if law is None and planned is not None:
+        law = plan_law(planned.facts, planned.name)
     target = out or (paths[0] / "report.html" if len(paths) == 1 else Path("report.html"))
     _check(target)
     from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -104,7 +104,7 @@ def target_law_section(runs: Sequence[RunRecord], law: TargetLaw | None) -> Repo
             section.notes.append(f"The law rests on: {law.basis}.")
     else:
         section.notes.append("No law is drawn: give --recipe of tutti noise, or --plan of tutti plan.")
-    curve = [] if law is None else law.over([batch for _, batch, *_ in measured])
+    curve = [] if law is None else law.line([batch for _, batch, *_ in measured])
     level = None if law is None else ("B_crit", law.critical_batch)
     aim_text = _aim(metric, value)
     for unit, by in (("steps", 1), ("samples", 0)):

@@ -1,15 +1,14 @@
-"""Read the law E(B) of samples to a target from a recipe of ``tutti noise`` or a plan of ``tutti plan``."""
+"""The law E(B) of samples to a target, and that of a plan of ``tutti plan``."""
 
 from __future__ import annotations
 
-import json
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tutti.errors import UsageError
+import numpy as np
+
 from tutti.report.run_record import finite, printable
 
 _POINTS = 49
@@ -42,7 +41,7 @@ class TargetLaw:
     @property
     def critical_batch(self) -> float:
         """B_crit, the global batch in samples at which training needs twice the least data: the median of the draws."""
-        return _quantile([critical for _, critical in self.draws], 0.5)
+        return statistics.median(critical for _, critical in self.draws)
 
     def samples_at(self, batch: float, quantile: float = 0.5) -> float:
         """Return the samples that training needs to the target with a global batch: a quantile over the draws of E(B).
@@ -51,10 +50,10 @@ class TargetLaw:
             batch: B, in samples.
             quantile: 0 to 1; 0.5 is the median.
         """
-        return _quantile([least * (1 + batch / critical) for least, critical in self.draws], quantile)
+        return float(np.quantile([least * (1 + batch / critical) for least, critical in self.draws], quantile))
 
-    def over(self, batches: Sequence[float]) -> list[tuple[float, float, float, float]]:
-        """Return the law as a line for a chart: (batch, median, 5 % quantile, 95 % quantile) in samples.
+    def line(self, batches: Sequence[float]) -> list[tuple[float, float, float, float]]:
+        """Return the law as a line for a chart: (batch, median, quantile 0.05, quantile 0.95) in samples.
 
         The line goes from a fourth of the smallest to four times the largest of the batches and B_crit.
 
@@ -65,31 +64,6 @@ class TargetLaw:
         high = max([*batches, self.critical_batch]) * _WIDER
         places = [low * (high / low) ** (n / (_POINTS - 1)) for n in range(_POINTS)]
         return [(place, *(self.samples_at(place, part) for part in (0.5, 0.05, 0.95))) for place in places]
-
-
-def recipe_law(path: Path) -> TargetLaw:
-    """Read the law of samples to a target from a ``recipe.json`` of ``tutti noise``.
-
-    Args:
-        path: the file.
-
-    Raises:
-        UsageError: the file is missing, or is no recipe.
-    """
-    remedy = "give recipe.json of tutti noise --recipe"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError("there is no recipe", where=printable(path), why=error.strerror, remedy=remedy) from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError("this is no recipe", where=printable(path), why=printable(error), remedy=remedy) from error
-    found = found if isinstance(found, Mapping) else {}
-    pairs = found.get("draws") or [[found.get("samples_min"), found.get("critical_batch")]]
-    law = _law(found.get("target"), pairs, (), printable(path.name), printable(found.get("basis", "")))
-    if law is None:
-        why = "it lacks target, samples_min or critical_batch, or one of these is no number above 0"
-        raise UsageError("this is no recipe", where=printable(path), why=why, remedy=remedy)
-    return law
 
 
 def plan_law(plan: Mapping[str, Any], name: str) -> TargetLaw | None:
@@ -113,10 +87,10 @@ def plan_law(plan: Mapping[str, Any], name: str) -> TargetLaw | None:
         and (samples := finite(each.get("samples"))) is not None
         and min(batch, samples) > 0
     ]
-    return _law(plan.get("target"), data.get("law_draws"), points, printable(name), "")
+    return _law(plan.get("target"), data.get("law_draws"), points, name)
 
 
-def _law(target: Any, pairs: Any, measured: Sequence[tuple[float, float]], origin: str, basis: str) -> TargetLaw | None:
+def _law(target: Any, pairs: Any, measured: Sequence[tuple[float, float]], name: str) -> TargetLaw | None:
     target = target if isinstance(target, Mapping) else {}
     value, metric = finite(target.get("value")), target.get("metric")
     draws = []
@@ -127,17 +101,4 @@ def _law(target: Any, pairs: Any, measured: Sequence[tuple[float, float]], origi
         draws.append((ends[0], ends[1]))
     if value is None or not isinstance(metric, str) or not draws:
         return None
-    return TargetLaw(printable(metric), value, draws, measured, origin, basis)
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
-    """Return a quantile, linear between the sorted values, as NumPy's default.
-
-    >>> _quantile([3.0, 1.0], 0.25)
-    1.5
-    """
-    ordered = sorted(values)
-    place = part * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return TargetLaw(printable(metric), value, draws, measured, printable(name), "")

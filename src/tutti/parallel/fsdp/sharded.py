@@ -792,19 +792,9 @@ class ShardedSync:
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier backwards to this rank's rows of the gradients just reduced (gradient accumulation).
 
-        Each rank holds some rows of every parameter. Not collective. Sets the attribute ``accumulated`` to whether
-        ``held`` has gradients. Afterwards the script finds the sums here:
-
-        - FSDP2: in the ``.grad`` of the model's DTensors, which it may read and edit. The ``.grad`` of the rows are
-          placeholders.
-        - ZeRO stage 1 on several shard ranks: in placeholders in the ``.grad`` of the model's full parameters, with
-          which the script computes as with the whole gradient. Such a computation all-gathers, so that all shard ranks
-          must make it. The ``.grad`` of the rows are placeholders, too.
-        - ZeRO stage 1 on one shard rank: in the ``.grad`` of the full parameters, which are the rows.
-
-        Of a placeholder in the rows' ``.grad`` the script can take norms, and it can scale and clamp it in place; other
-        reads raise UsageError. Placeholders of a parameter of which each tensor-parallel rank has a slice can only be
-        cleared.
+        Not collective. Sets the attribute ``accumulated`` to whether ``held`` has gradients. Afterwards the script
+        finds the sums in ``.grad``, of DTensors with FSDP2 and of full parameters in ZeRO stage 1:
+        ``ShardingEngine.add_gradients`` says which of these are placeholders, and what a script can compute with them.
 
         Args:
             held: the earlier gradients as ``pop_gradients`` returned them: the key is the optimizer's parameter (the
