@@ -65,7 +65,7 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 
 
 UNCACHED = "set to False, as activation checkpointing computes forwards again, which must not find the first in a cache"
-"""What ``turn_off_caches`` has done, in words."""
+"""Text of a run's header on ``config.use_cache``, after ``turn_off_caches`` has changed it."""
 
 
 def turn_off_caches(model: nn.Module) -> bool:

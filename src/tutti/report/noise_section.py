@@ -62,7 +62,7 @@ def target_law_section(runs: Sequence[RunRecord], law: TargetLaw | None) -> Repo
     """Make the HTML report's section on steps and samples to a target over the batch: measured, and by the law E(B).
 
     The law is E(B) = E_min(1 + B/B_crit) samples, so E(B) ÷ B steps. Measured are the runs of the report that reached
-    the target, and those that the law's file lists. Without a law, the runs must have reached one target with two batch
+    the target, and the runs in the law's file. Without a law, the runs must have reached one target with two batch
     sizes.
 
     Args:

@@ -299,8 +299,8 @@ class GradientSync(Protocol):
             gradients, not reduced. ``take_squares``: None, or where backward itself reduces gradients (FSDP2) a
             function without arguments that returns, as a float, the sum of squares of the elements of this rank's
             gradients from before their reduction, added up over the backwards since its last call. ``optimizers``:
-            those that hold the whole state (such as moments) of ``parameters`` on this rank; empty where the state is
-            on other ranks, on servers or in host memory.
+            the optimizers that hold the whole state (such as moments) of ``parameters`` on this rank; empty where the
+            state is on other ranks, on servers or in host memory.
 
         Raises:
             UsageError: logical workers (shares of the global batch) make updates by themselves, so that there is no

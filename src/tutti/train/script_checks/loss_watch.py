@@ -123,7 +123,7 @@ class LossWatch(TorchFunctionMode):
         because it may then mean to divide so. Does nothing outside of ``begin`` and ``end``. Not collective.
 
         Args:
-            loss: the loss of the micro-batch, or what else a loss function returns; other results than a tensor pass.
+            loss: the loss of the micro-batch, or another result of a loss function; a result that is no tensor passes.
             micro_batch: the micro-batch.
 
         Raises:
