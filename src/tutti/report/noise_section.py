@@ -100,6 +100,10 @@ def target_law_section(runs: Sequence[RunRecord], law: TargetLaw | None) -> Repo
         text = f"The line is E(B) = E_min(1 + B/B_crit) of {law.origin}, with draws of its posterior from 5 to 95 %."
         others = any(place is None for place, *_ in measured)
         section.texts.append(text + " Open circles are runs that this report does not show." * others)
+        section.notes.append(
+            "A run is shown at the evaluation that met the target; the law counts to the middle between this "
+            "evaluation and its predecessor."
+        )
         if law.basis:
             section.notes.append(f"The law rests on: {law.basis}.")
     else:
