@@ -92,9 +92,9 @@ class Body(nn.Module):
 
     def forward(self, words: Tensor, *, causal: bool = True) -> Tensor:
         t = words.shape[1]
-        mask = torch.ones(t, t).tril().bool() if causal and t > 1 else None
+        mask = torch.ones(t, t, device=words.device).tril().bool() if causal and t > 1 else None
         x = self.embed(words)
-        rotation = self.rotary(x, torch.arange(t))
+        rotation = self.rotary(x, torch.arange(t, device=words.device))
         for block in self.blocks:
             x, *_ = block(x, mask=mask, rotation=rotation)
         return self.norm(x)
@@ -271,7 +271,7 @@ def train(name: str, strategy: str, optimizer: str = OPTIMIZERS["adamw"], **opti
     run = tutti.prepare(build(name), optimizer, data(), loss, strategy=strategy, **arguments)
     losses = [run.step(batch) for epoch in range(2) for batch in run.epoch(epoch)]
     losses.append(run.evaluate(run.feed.source, batch=7).loss)
-    return {key: value.numpy().copy() for key, value in run.state().items()}, losses, run.weights_sha256()
+    return {key: value.cpu().numpy().copy() for key, value in run.state().items()}, losses, run.weights_sha256()
 
 
 @cache
@@ -311,6 +311,15 @@ def test_recorded_stages_equal_one_device(name: str, devices: int, strategy: str
         assert largest_difference(got[0], want[0]) <= (0 if reproducible else 1e-10)
         assert got[1] == pytest.approx(want[1], rel=0 if reproducible else 1e-9, abs=0)
         assert not reproducible or got[2] == want[2]
+
+
+@pytest.mark.parametrize("name", ["handing", "decoder"])
+def test_recorded_stages_on_an_accelerator_equal_one_device(name: str) -> None:
+    """The whole model is still in host memory when its forward is recorded with a micro-batch on the device."""
+    want = on_one_device(name, True)
+    options = {"strategy": "pipeline:micro_batches=4", "name": name, "reproducible": True}
+    for got in worlds.run_on(worlds.ACCELERATOR, 2, train, **options):
+        assert largest_difference(got[0], want[0]) <= 1e-10
 
 
 class ScaledInEvaluation(nn.Module):

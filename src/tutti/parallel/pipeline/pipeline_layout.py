@@ -151,6 +151,7 @@ class PipelineLayout:
             written,
             config.modules,
             optional=tuple(trial.optional) if run_context.trial else (),
+            device=run_context.comms.world.device,
         )
         # The output of the last stage may be split over tensor ranks.
         return replace(found, several_calls=trial.several_calls and run_context.grid.tensor == 1)

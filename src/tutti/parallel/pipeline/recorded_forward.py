@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from tutti.device import forked_generators
 from tutti.errors import UsageError
 from tutti.nn.absent_tensor import is_absent
 from tutti.nn.forward_hooks import find_script_hook
@@ -29,6 +30,7 @@ from tutti.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     is_fake,
+    module_buffers,
     non_persistent_buffers,
     operator_arguments,
     replace_call,
@@ -101,6 +103,8 @@ class ForwardRecord:
         opened: names of the modules whose own Python code every stage runs, and whose submodules are the blocks; "" is
             the model.
         trial: calls the loss function on the model it is given, with one micro-batch.
+        device: the device of the micro-batch, on which the fake tensors are, too, wherever the model is now; None for
+            that of the model.
 
     Attributes:
         plain: the whole model.
@@ -118,9 +122,16 @@ class ForwardRecord:
             block's tensor in place and then reads a tensor that shares its memory through a block.
     """
 
-    def __init__(self, plain: nn.Module, opened: Collection[str], trial: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        plain: nn.Module,
+        opened: Collection[str],
+        trial: Callable[[Any], Any],
+        device: torch.device | None = None,
+    ) -> None:
         self.plain, self.opened = plain, frozenset(opened)
-        self.dispatch = _BlockDispatch(plain, self.opened)
+        self._device = device or next((p.device for p in plain.parameters()), torch.device("cpu"))
+        self.dispatch = _BlockDispatch(plain, self.opened, self._device)
         self.buffers: set[str] = set()
         with_gradient, without = (self._record(trial, training) for training in (True, False))
         found = _places([call.name for call in without.calls], [call.name for call in with_gradient.calls])
@@ -140,15 +151,14 @@ class ForwardRecord:
         self.writes_inputs = with_gradient.writes_inputs or without.writes_inputs
 
     def _record(self, trial: Callable[[Any], Any], training: bool) -> _Recording:
-        untraced = Untraced(self.plain)
-        recording = _Recording(self.dispatch)
-        random = torch.get_rng_state()
-        try:
-            with training_mode([self.plain], training=training), torch.set_grad_enabled(training):
-                result = trial(_TrialModel(self.plain, recording))
-        finally:
-            torch.set_rng_state(random)
-            changed = untraced.undo()
+        with forked_generators(self._device), _buffers_on(self.dispatch.opened, self._device):
+            untraced = Untraced(self.plain)
+            recording = _Recording(self.dispatch)
+            try:
+                with training_mode([self.plain], training=training), torch.set_grad_enabled(training):
+                    result = trial(_TrialModel(self.plain, recording))
+            finally:
+                changed = untraced.undo()
         changed = [name for name in changed if name.rpartition(".")[0] in self.opened]
         if changed:
             raise _uncut(self.plain, f"its forward writes {changed[0]}, which every stage would write")
@@ -170,6 +180,14 @@ class ForwardRecord:
         self.buffers |= recording.buffers
         recording.reads |= recording.sources(result)
         return recording
+
+    def move_buffers(self) -> None:
+        """Move the own buffers of opened modules to the device, where the code outside of blocks reads them.
+
+        Every stage runs this code, and reads the whole model's buffers there. To be called before the model is cut,
+        because the stages share its tensors.
+        """
+        _move_buffers(self.dispatch.opened, self._device)
 
     def graph(self) -> fx.Graph:
         """Return the recorded forward as an ``fx.Graph`` with a ``call_module`` node for each call of a block.
@@ -309,7 +327,7 @@ class RecordedStage(nn.Module):
 class _BlockDispatch:
     """Passes every call of a block to the recording, or to the run of a stage, that is under way."""
 
-    def __init__(self, plain: nn.Module, opened: frozenset[str]) -> None:
+    def __init__(self, plain: nn.Module, opened: frozenset[str], device: torch.device) -> None:
         self._plain, self.fakes = plain, FakeTensorMode(allow_non_fake_inputs=True)
         self.active: _Recording | _StageRun | None = None
         self.blocks = {
@@ -325,7 +343,7 @@ class _BlockDispatch:
         with self.fakes:
             self._values = {
                 name: {
-                    key: torch.empty_like(tensor, requires_grad=False)
+                    key: torch.empty_like(tensor, requires_grad=False, device=device)
                     for key, tensor in (*module.named_parameters(), *module.named_buffers())
                 }
                 for name, module in self.blocks.items()
@@ -433,6 +451,28 @@ class _BlockDispatch:
         finally:
             for inner, name, value in away:
                 vars(inner)[name] = value
+
+
+def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> list[tuple[nn.Module, str, Tensor]]:
+    """Move the modules' own buffers to a device. Returns the moved ones: module, name, and the tensor of before."""
+    moved = []
+    for module in modules:
+        for name, buffer in module_buffers(module).items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                moved.append((module, name, buffer))
+                module_buffers(module)[name] = buffer.to(device)
+    return moved
+
+
+@contextmanager
+def _buffers_on(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Return a context in which the modules' own buffers are copies on ``device``, for the code outside of blocks."""
+    moved = _move_buffers(modules, device)
+    try:
+        yield
+    finally:
+        for module, name, buffer in moved:
+            module_buffers(module)[name] = buffer
 
 
 class _Recording(TorchDispatchMode):

@@ -13,6 +13,7 @@ from tutti.nn.rng_streams import keyed_modules
 from tutti.nn.swap import buffers, parameters
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.graph_trace import draws_by_functions, graph_draws
+from tutti.parallel.pipeline.recorded_forward import ForwardRecord
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, cut_into_stages, modules_of, read_directly, tensors_of
 from tutti.types.run_context import RunContext
 
@@ -107,6 +108,9 @@ def stages_here(
         share, with their ranks.
     """
     ranks, here = run_context.grid.stage, run_context.grid.at("stage")
+    for cuts in found.values():
+        if isinstance(cuts.record, ForwardRecord):
+            cuts.record.move_buffers()
     names = {id(p): name for name, p in parameters([plain])}
     names |= {id(slot.get()): slot.name for slot in buffers([plain])}
     streams = {id(module): name for name, module in keyed_modules(plain).items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
+import torch
 from torch import fx, nn
 
 from tutti.config.layout_config import check_cuts
@@ -113,6 +114,7 @@ def find_stage_partition(
     members: Sequence[Sequence[str]] = (),
     traced: TracedForward | None = None,
     optional: Sequence[str] = (),
+    device: torch.device | None = None,
 ) -> StagePartition:
     """Partition a model into pipeline stages, as evenly as possible, or before the modules that ``begins`` names.
 
@@ -135,6 +137,7 @@ def find_stage_partition(
             for new ones.
         optional: names of arguments of the forward to which ``trial`` gives other values than their defaults. If there
             are any, the forward is recorded, because ``torch.fx`` would trace it with the defaults.
+        device: the device of the micro-batch of ``trial``; None for that of the model.
 
     Returns:
         A ``StagePartition``: the ``graph`` of the model's forward, the ``bounds`` of the virtual stages among its nodes
@@ -161,7 +164,7 @@ def find_stage_partition(
             raise
         untraceable = error
     try:
-        found = _find(plain, stages, begins, seconds, closed, _RecordedForward(plain, trial))
+        found = _find(plain, stages, begins, seconds, closed, _RecordedForward(plain, trial, device))
     except UsageError:
         raise
     except Exception as error:
@@ -171,7 +174,7 @@ def find_stage_partition(
             untraceable.what,
             why=f"its forward cannot be recorded without the values of its tensors ({script_line_of(error)}):"
             f" {type(error).__name__} {what}",
-            remedy=untraceable.remedy,
+            remedy="let the forwards of its blocks read no values of tensors; or take strategy='mirrored'",
         ) from error
     return _with_members(replace(found, written=tuple(written)), plain, members)
 
@@ -329,16 +332,16 @@ class TracedForward:
 
 
 class _RecordedForward:
-    """Records a forward with a micro-batch."""
+    """Records a forward with a micro-batch, which is on ``device``."""
 
-    def __init__(self, plain: nn.Module, trial: Callable[[Any], Any]) -> None:
-        self._plain, self._trial = plain, trial
+    def __init__(self, plain: nn.Module, trial: Callable[[Any], Any], device: torch.device | None) -> None:
+        self._plain, self._trial, self._device = plain, trial, device
         self.record: ForwardRecord | None = None
 
     def graph(self, opened: set[str]) -> fx.Graph:
         while True:
             try:
-                self.record = ForwardRecord(self._plain, opened, self._trial)
+                self.record = ForwardRecord(self._plain, opened, self._trial, self._device)
                 return self.record.graph()
             except ReadOutsideError as error:
                 # A module inside of a block is called from outside: its siblings become blocks, too.
@@ -354,7 +357,8 @@ class _RecordedForward:
         if not any(_is_list_of_blocks(inner) for inner in self._plain.get_submodule(name).modules()):
             return False
         try:
-            ForwardRecord(self._plain, {"", *(self.record.opened if self.record else ()), name}, self._trial)
+            opened = {"", *(self.record.opened if self.record else ()), name}
+            ForwardRecord(self._plain, opened, self._trial, self._device)
         except Exception:
             return False
         return True
