@@ -41,7 +41,7 @@ from tutti.train.void_body import VoidBody
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, AloneLoopSync, CustomLoopSync
 from tutti.types.micro_batch import Batch, LossSums, MicroBatch
 from tutti.types.replica_runner import CustomLoopRunner
-from tutti.types.step_records import StepContext, StepStats, UpdateResult
+from tutti.types.step_records import PendingStats, StepContext, StepStats, UpdateResult
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -633,6 +633,8 @@ class CustomLoop:
 
     def _check_pending(self) -> None:
         """Compare edits of gradients that wait for an update, before others are added to them. Collective if edited."""
+        for stats in self._pending:
+            stats.known()
         if self._pending and not self._batch.alone and self._origin.edited(self._origin.script_parameters()):
             self._origin.check_edits()
 
@@ -785,12 +787,34 @@ class CustomLoop:
         self._check_settings()
         self._sync.apply_edits(edited)
         reductions = list(self._pending)
-        stats = self._stats_for(members, bool(edited))
-        step_context = self._adapted(stats, reductions)
-        with self._lifecycle.updating(), self._sync.stepping(index, members):
-            updated = self._updated(stats, step_context)
-        self._count_update(stats, updated, index)
+        if not self._update_first(reductions, bool(edited), index):
+            stats = self._stats_for(members, bool(edited))
+            step_context = self._adapted(stats, reductions)
+            with self._lifecycle.updating(), self._sync.stepping(index, members):
+                updated = self._updated(stats, step_context)
+            self._count_update(stats, updated, index)
         return True
+
+    def _update_first(self, reductions: Sequence[StepStats], edited: bool, index: int | None) -> bool:
+        """Make the update before the host has read the results of its reduction; return whether it was made.
+
+        Only where nothing but these results decides on the update.
+        """
+        run = self._run
+        several = len(reductions) != 1 or self._sync.accumulated or len(self.optimizers) > 1
+        decides = edited or run.context.clip is not None or run.adascale is not None
+        if several or decides or self._batch.alone:
+            return False
+        [stats] = reductions
+        if not isinstance(stats, PendingStats):
+            return False
+        with self._lifecycle.updating(), self._sync.stepping(index, ()):
+            made = stats.update_first(self._lifecycle.context)
+        if made:
+            self._pending = []
+            run.stats = self._latest = stats.known()
+            self._count_update(self._latest, UpdateResult.joint(self._latest, ()), index)
+        return made
 
     def _updated(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Make the update: of all workers together, or by this rank's worker alone, if it has samples in this step."""
@@ -828,7 +852,7 @@ class CustomLoop:
                 remedy="call run.backward once before each optimizer step, or take another lr_scale",
             )
         # As run.step does, with the gradient before it is clipped.
-        return run.adascale(replace(reductions[0], finite=stats.finite), step_context)
+        return run.adascale(replace(reductions[0].known(), finite=stats.finite), step_context)
 
     def _check_settings(self) -> None:
         """Compare over data ranks the settings that the script has changed between ``run.backward`` and the update.
@@ -913,7 +937,7 @@ class CustomLoop:
             metrics = {name: value for stats in pending for name, value in stats.metrics.items()}
             loss = sum(stats.loss for stats in pending)
             latest = replace(
-                pending[0],
+                pending[0].known(),
                 loss=loss,
                 metrics=metrics,
                 stop=any(stats.stop for stats in pending),
@@ -933,7 +957,7 @@ class CustomLoop:
         if not self._batch.alone and (anew or len(pending) != 1 or len(self.optimizers) > 1):
             norm = sync.norm_of(members, self._lifecycle.context)
             unedited = latest.finite and not edited
-            latest = replace(latest, grad_norm=norm, finite=finite_by_norm(norm, lambda: unedited))
+            latest = replace(latest.known(), grad_norm=norm, finite=finite_by_norm(norm, lambda: unedited))
         run.stats = self._latest = latest
         return latest
 
@@ -1034,7 +1058,7 @@ class CustomLoop:
             stats = self._stats_for(members, bool(edited))
             if self._batch.alone:
                 norm = sync.norm_of(members, self._lifecycle.context)
-                stats = replace(stats, grad_norm=norm, finite=finite_by_norm(norm))
+                stats = replace(stats.known(), grad_norm=norm, finite=finite_by_norm(norm))
             found.append(stats)
             if stats.finite:
                 with sync.stepping(index, members):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,65 @@ class StepStats:
     finite: bool
     stop: bool = False
     gradient_variance: GradientVariance | None = None
+
+    def known(self) -> StepStats:
+        """Return results that are in host memory: these, or for ``PendingStats`` those for which it waits."""
+        return self
+
+
+class PendingStats(StepStats):
+    """Results of one training step that are still on the device; the first read of an attribute waits for them.
+
+    Args:
+        read: waits for the device; returns the results, and whether the device has allowed the update. Called once; it
+            may raise.
+        launch: launches the step's update, which the device skips where it must not be made; does not wait.
+    """
+
+    _found: tuple[StepStats, bool] | None
+
+    def __init__(self, read: Callable[[], tuple[StepStats, bool]], launch: Callable[[StepContext], None]) -> None:
+        for name, value in (("_read", read), ("_launch", launch), ("_found", None)):
+            object.__setattr__(self, name, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(self.known(), name) if name in _RESULTS else super().__getattribute__(name)
+
+    def known(self) -> StepStats:
+        """Wait for the device if the results have not been read yet, and return them as a plain ``StepStats``."""
+        return self._wait()[0]
+
+    def _wait(self) -> tuple[StepStats, bool]:
+        found: tuple[StepStats, bool] = self._read() if self._found is None else self._found
+        object.__setattr__(self, "_found", found)
+        return found
+
+    def update_first(self, step_context: StepContext) -> bool:
+        """Launch the step's update, and then read the results. Not collective.
+
+        Args:
+            step_context: the step under way, with the factor on the initial learning rate.
+
+        Returns:
+            True if the update was made. False if it was not, so that the caller goes on without this method: the device
+            has skipped it, because the gradient is not finite, still needs a factor, or ranks differ; or the results
+            were read before, and nothing was launched.
+        """
+        if self._found is not None:
+            return False
+        self._launch(step_context)
+        return self._wait()[1]
+
+    def __repr__(self) -> str:
+        return repr(self.known())
+
+    def __eq__(self, other: object) -> bool:
+        return self.known() == (other.known() if isinstance(other, StepStats) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_RESULTS = frozenset(each.name for each in fields(StepStats))
 
 
 @dataclass(frozen=True)

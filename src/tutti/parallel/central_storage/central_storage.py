@@ -67,6 +67,8 @@ class CentralStorageSync(AllReduceSync):
         run_context: communicators and settings of the run.
     """
 
+    _updates_on_device = False
+
     def __init__(self, config: CentralConfig, run_context: RunContext) -> None:
         super().__init__(AllReduceConfig(), run_context)
         self._guard = WriteGuard(

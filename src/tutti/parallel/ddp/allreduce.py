@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from functools import partial
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from tutti.checkpoint.state_shards import cut_state, load_optimizer, mine_of, op
 from tutti.comm.communicator import Communicator
 from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
 from tutti.config.sync_config import AllReduceConfig
-from tutti.device import is_accelerator
+from tutti.device import is_accelerator, widest_float
 from tutti.errors import UsageError
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
@@ -26,7 +27,7 @@ from tutti.optim.factory import is_known
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
-from tutti.parallel.ddp.buckets import largest_vector
+from tutti.parallel.ddp.buckets import ReducedSums, largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
@@ -36,6 +37,7 @@ from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.unsharded_gradients import UnshardedGradients
+from tutti.parallel.ddp.update_first import LEAST_WAIT, PendingSums, can_skip_on_device, skipped_unless
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import (
@@ -67,7 +69,7 @@ from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
 from tutti.types.run_context import RunContext
 from tutti.types.saved_state import SavedState
 from tutti.types.shard_spec import ShardSpec, TensorSlice
-from tutti.types.step_records import GradientVariance, StepContext, StepStats, UpdateResult
+from tutti.types.step_records import GradientVariance, PendingStats, StepContext, StepStats, UpdateResult
 
 _BUCKET_MB = 25.0
 
@@ -96,6 +98,7 @@ class AllReduceSync(UnshardedGradients):
     loss_normalisation: Literal["step", "worker"] = "step"
     shares_parameters: bool = False
     accumulated = False
+    _updates_on_device = True
     # Set by ``attach``; all parameters by name, the trained ones, and the gatherers for optimizers of whole tensors.
     optimizers: Sequence[Optimizer]
     gradient_ready: Callable[[Tensor], None]
@@ -263,22 +266,88 @@ class AllReduceSync(UnshardedGradients):
         self._buffers.finish()
         # Before the exchange: behind it other ranks may update parameters that all of a node share.
         step_context.written()
-        sums = self._reducer.finish(step_context, self._counting.take())
+        counted, later = self._counting.take(), None
+        if counted is not None and self._may_update_first(step_context):
+            later = cast(OverlappedReducer, self._reducer).finish_later(step_context, counted)
+        if later is not None:
+            self._may_have_sent = False
+            self._keep_gradients()
+            return PendingStats(partial(self._read_pending, later, step_context), partial(self._launch_update, later))
+        sums = self._reducer.finish(step_context, counted)
         self._may_have_sent = False
         self._share_copies()
+        stats = self._results(sums, step_context)
+        self._keep_gradients()
+        return stats
+
+    def _results(self, sums: ReducedSums, step_context: StepContext, square: float | None = None) -> StepStats:
+        """Divide the gradients by the global count, and return the step's results. Collective as ``_across_stages``.
+
+        Args:
+            sums: sums over the data ranks.
+            step_context: the step under way.
+            square: square of the gradient's norm before the division; None computes it.
+        """
         whole = mean_factor(divisor_of_backward(step_context), sums.samples)
         factor = whole / step_context.loss_scale
         if factor != 1.0:
             self._reducer.scale(factor)
-        rows = [self._reducer.squares(), *([sums.own[:-1]] if sums.own else [])]
+            square = None
+        squares = self._reducer.squares() if square is None else [square]
+        rows = [squares, *([sums.own[:-1]] if sums.own else [])]
         (square, *own), stop = self._across_stages(rows, sums.stop)
         self._buffers.verify()
         variance = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
         finite = finite_by_norm(norm, self._all_finite)
+        return self._counting.stats(sums, norm, finite, stop, variance)
+
+    def _keep_gradients(self) -> None:
+        """Let a script, or an optimizer of its own class, keep the gradients of this step."""
         if self._has_custom_loop or not all(is_known(type(member)) for member in members_of(self._optimizer)):
             self._release()
-        return self._counting.stats(sums, norm, finite, stop, variance)
+
+    # --- updates before the host has read the results --------------------------------------------------------------
+
+    def _may_update_first(self, step_context: StepContext) -> bool:
+        """Return whether the host may launch this step's update before it reads the results of the reduction.
+
+        The device must be able to skip the update (``can_skip_on_device``), and the host must have waited for it in the
+        previous step. In a custom loop the script sees the gradients before the update, so that their factor must be
+        known to be 1.
+        """
+        device, reducer = self._run_context.comms.world.device, self._reducer
+        return (
+            isinstance(reducer, OverlappedReducer)
+            and reducer.waited >= LEAST_WAIT
+            and is_accelerator(device)
+            and widest_float(device) == torch.float64
+            and step_context.loss_scale == 1.0
+            and (step_context.whole or not self._has_custom_loop)
+            and self._updates_on_device
+            and self._whole is None
+            and self._run_context.comms.model.size == 1
+            and len(self._run_context.mine) == 1
+            and all(map(can_skip_on_device, members_of(self._optimizer)))
+        )
+
+    def _read_pending(self, later: PendingSums, step_context: StepContext) -> tuple[StepStats, bool]:
+        """Wait for the results of a reduction, and finish what depends on them; also return ``later.allowed``."""
+        sums, square, allowed, cast(OverlappedReducer, self._reducer).waited = later.read()
+        return self._results(sums, step_context, square), allowed
+
+    def _launch_update(self, later: PendingSums, step_context: StepContext) -> None:
+        """Clip the gradients and step the optimizers, which changes nothing where ``later.allowed`` is False."""
+        if (largest := self._run_context.clip) is not None:
+            # As ``clip_norm`` on the host.
+            clips = later.allowed & (later.norm > largest)
+            factor = torch.where(clips, largest / (later.norm + 1e-6), 1.0)
+            for gradient in [p.grad for p in self._parameters if p.grad is not None]:
+                gradient.mul_(factor.to(gradient.dtype))
+        optimizers = [member for optimizer in self.optimizers for member in stepping(optimizer)]
+        with skipped_unless(later.allowed, optimizers):
+            for optimizer in self.optimizers:
+                optimizer_step(optimizer, step_context.lr_factor)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip the gradients and step this rank's optimizers; skip the update where a gradient is not finite.
@@ -302,6 +371,8 @@ class AllReduceSync(UnshardedGradients):
             UsageError: an optimizer does not take the sparse gradients of its parameters.
             PeerError: in a collective, a rank of the replica is lost, or does not take part within the timeout.
         """
+        if isinstance(stats, PendingStats) and stats.update_first(step_context):
+            return UpdateResult.joint(stats, ())
         if stats.finite:
             norm = self.clip_gradients(stats.grad_norm)
             with self._updating():

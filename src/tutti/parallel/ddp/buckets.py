@@ -206,6 +206,7 @@ class Tail:
     def __init__(self, flags: int, layout_key: int) -> None:
         self.size = DIGESTS + _TOTALS + flags
         self._key = layout_key
+        self._own: Tensor | None = None
 
     def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         """Write this rank's numbers that are summed behind the gradients: loss sums, flags and digests of the step.
@@ -225,6 +226,7 @@ class Tail:
         # During backward: a copy that waits for the device would hold back its next kernels.
         own = numbers_for(tail.device, digests(step_context, self._key), tail.dtype)
         tail[:DIGESTS].copy_(own, non_blocking=True)
+        self._own = own
         totals = tail[DIGESTS : DIGESTS + _TOTALS]
         totals.zero_()
         if loss_sums is not None:
@@ -236,6 +238,19 @@ class Tail:
             flags.fill_(1)
         else:
             flags.copy_(numbers_for(tail.device, used, tail.dtype), non_blocking=True)
+
+    def agrees(self, tail: Tensor, contributions: int) -> Tensor:
+        """Return whether all ranks were in this step with the same layout, as ``same``, without waiting for the device.
+
+        Args:
+            tail: the sums over ranks behind the gradients of the last bucket, which this rank has filled before.
+            contributions: number of ranks in the sums.
+
+        Returns:
+            A 0-dim bool tensor; False too where the sums are too large for their dtype to be exact.
+        """
+        assert self._own is not None
+        return (tail[:DIGESTS] == (contributions * self._own).to(tail.device, non_blocking=True)).all()
 
     def read(self, tail: Sequence[float]) -> ReducedSums:
         """Parse the numbers that were summed over ranks behind the gradients of the last bucket.

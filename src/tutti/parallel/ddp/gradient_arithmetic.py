@@ -22,7 +22,7 @@ def squares_of(tensors: Sequence[Tensor]) -> list[float]:
     Returns:
         Python floats in the order of ``tensors``, computed in float32 or wider; an empty list for no tensors.
     """
-    return [norm * norm for norm in _norms(tensors).tolist()] if tensors else []
+    return [norm * norm for norm in norms_of(tensors).tolist()] if tensors else []
 
 
 def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
@@ -40,7 +40,7 @@ def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[
     """
     if not tensors or any(t.device != numbers.device for t in tensors):
         return list(numbers.tolist()), squares_of(tensors)
-    norms = _norms(tensors)
+    norms = norms_of(tensors)
     if norms.dtype != numbers.dtype:
         wide = widest_float(numbers.device)
         numbers, norms = numbers.to(wide), norms.to(wide)
@@ -48,8 +48,12 @@ def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[
     return both[: len(numbers)], [norm * norm for norm in both[len(numbers) :]]
 
 
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norms of tensors, (n,), in float32 or wider. They are squared on the host, in float64."""
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norms of tensors without waiting for their device, (n,), in float32 or wider.
+
+    Args:
+        tensors: one or more dense or sparse tensors on one device.
+    """
     tensors = [values_of(t) for t in tensors]
     norms = foreach_norm([t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors])
     wide = widest_float(norms[0].device)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from tutti.comm.tree_sum import TreeSum
 from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets
 from tutti.parallel.ddp.gradient_arithmetic import own_part, read_with_squares, scale_all, squares_by, squares_of
-from tutti.parallel.ddp.step_agreement import contributions_agree, layout_key, refuse_mismatch
+from tutti.parallel.ddp.step_agreement import DIGESTS, contributions_agree, layout_key, refuse_mismatch
+from tutti.parallel.ddp.update_first import PendingSums
 from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext
@@ -162,7 +165,12 @@ class OverlappedReducer:
         borrowed: names of parameters that another rank of the replica counts in the norm.
         all_reduce: function of a flat vector and a text for errors that starts the all-reduce of a bucket in place, and
             returns a handle with ``wait``; None takes the all-reduce of the backend.
+
+    Attributes:
+        waited: seconds that the host has waited for the last step's sums and norms.
     """
+
+    waited = 0.0
 
     def __init__(
         self,
@@ -306,12 +314,44 @@ class OverlappedReducer:
                 differ between these ranks.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
+        numbers = self._sum(step_context, loss_sums)
+        read = [0.0, 0.0] if numbers is None else self._read(numbers, step_context)
+        return self._parsed(read, step_context)
+
+    def finish_later(self, step_context: StepContext, loss_sums: Tensor) -> PendingSums | None:
+        """Do what ``finish`` does, but for reading the sums: the host does not wait for the device.
+
+        Collective over the data ranks, as ``finish``.
+
+        Args:
+            step_context: the step under way, without a loss scale.
+            loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
+                global batch).
+
+        Returns:
+            The sums and norms on the device. Its ``allowed`` is False where the host would have to scale the gradients
+            (the count of the global batch is not its samples), or to raise an error. None where the host must read the
+            sums to know which parameters have a gradient: then call ``finish``.
+        """
+        if self._lends or any(p.grad is None for p in self._order):
+            return None
+        numbers = self._sum(step_context, loss_sums)
+        assert numbers is not None
+        agrees, totals = None, numbers
+        if self._comm.size > 1:
+            expose(self._buckets, [True] * len(self._order))
+            agrees, totals = self._tail.agrees(numbers, self._comm.size), numbers[DIGESTS:]
+        if not step_context.whole:
+            counted = totals[1] == step_context.samples
+            agrees = counted if agrees is None else agrees & counted
+        parse = partial(self._parsed, step_context=step_context, shown=True)
+        return PendingSums(numbers, self._counted(), agrees, parse)
+
+    def _sum(self, step_context: StepContext, loss_sums: Tensor | None) -> Tensor | None:
+        """Complete the all-reduces. Returns the numbers to read, on the device; None for a single rank without any."""
         self._armed, self._early = False, None
         if self._comm.size == 1:
-            totals = [0.0, 0.0] if loss_sums is None else self._read(loss_sums, step_context)
-            return ReducedSums(
-                totals[0], totals[1], totals[2:], step_context.stop, [p.grad is not None for p in self._order]
-            )
+            return loss_sums
         self._step_context, self._loss_sums = step_context, loss_sums
         while len(self._under_way) < len(self._buckets):
             self._launch()
@@ -320,20 +360,27 @@ class OverlappedReducer:
             if wire is not None:
                 bucket.flat.copy_(wire)
         self._under_way, self._used = [], []
-        tail = self._read(self._buckets[-1].tail, step_context)
-        if not self._tail.same(tail, step_context, self._comm.size):
+        tail: Tensor = self._buckets[-1].tail
+        return tail
+
+    def _parsed(self, read: list[float], step_context: StepContext, shown: bool = False) -> ReducedSums:
+        """Return the sums from the numbers that were read. ``shown``: whether every ``.grad`` is set already."""
+        if self._comm.size == 1:
+            return ReducedSums(read[0], read[1], read[2:], step_context.stop, [p.grad is not None for p in self._order])
+        if not self._tail.same(read, step_context, self._comm.size):
             refuse_mismatch(self._comm, step_context)
-        sums = self._tail.read(tail)
-        expose(self._buckets, sums.used)
+        sums = self._tail.read(read)
+        if not shown:
+            expose(self._buckets, sums.used)
         return sums
 
     def _read(self, numbers: Tensor, step_context: StepContext) -> list[float]:
         """Copy ``numbers`` to the host, and with them the squares of the gradients, where no scale is to come."""
-        counted = self._counted()
+        counted, began = self._counted(), time.perf_counter()
         if step_context.loss_scale != 1.0 or (self._comm.size > 1 and self._lends):
             return list(numbers.tolist())
         read, squares = read_with_squares(numbers, counted)
-        self._early = counted, squares
+        self._early, self.waited = (counted, squares), time.perf_counter() - began
         return read
 
     def _counted(self) -> list[Tensor]:

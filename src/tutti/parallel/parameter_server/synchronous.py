@@ -283,6 +283,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         optimizers: after ``attach``, one optimizer that holds the hyperparameters and is never stepped.
     """
 
+    _updates_on_device = False
+
     def __init__(self, config: ParameterServerConfig, run_context: RunContext) -> None:
         super().__init__(AllReduceConfig(), run_context)
         self.gradient_at = "servers"

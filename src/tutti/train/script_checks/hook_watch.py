@@ -247,7 +247,8 @@ class HookWatch:
                 why="it was given a rank's part of the gradient, or that of a micro-batch without samples",
                 remedy="register it before the step, or before the loop over run.microbatches()",
             )
-        if step_context.whole or stats.count == step_context.samples:
+        # Without a hook the count, for which the host may have to wait, decides nothing.
+        if step_context.whole or (self._hooked is None and not self._stages) or stats.count == step_context.samples:
             return
         if self._stages:
             found = self._model_ranks.all_gather_strings(self._hooked or "", "hooks on gradients")

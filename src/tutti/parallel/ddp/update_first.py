@@ -1,0 +1,117 @@
+"""Updates that the host launches before it has read the step's results; the device skips an update that must not be.
+
+Whether a step's gradient is finite, and whether all ranks are in the same step, decides on its update. A host that
+waits for this answer issues the update's kernels, and the next forward's, while the device idles. PyTorch's fused
+optimizers skip an update on the device where a flag there says so (``found_inf``, made for loss scaling): the host
+launches the update with this flag, and reads flag and results afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from tutti.device import is_accelerator
+from tutti.parallel.ddp.buckets import ReducedSums
+from tutti.parallel.ddp.gradient_arithmetic import norms_of
+from tutti.torch_compat import step_hooks
+
+LEAST_WAIT = 1e-3
+"""Seconds that the host must have waited for the device in the previous step, so that launching first pays (a guess):
+the flag takes some ten small kernels, which a host that issues kernels more slowly than the device computes them adds
+to the step."""
+
+
+class PendingSums:
+    """Sums of a step over the data ranks, and the norms of its gradients, which are still on the device.
+
+    Args:
+        numbers: (n,) sums as the reducer adds them up, such as loss and count.
+        gradients: tensors whose elements are those of the whole gradient, on the same device; at least one.
+        agrees: 0-dim bool tensor: whether the numbers allow the update, apart from the gradients; None: they do.
+        parse: makes ``ReducedSums`` from the n numbers on the host; it may raise.
+
+    Attributes:
+        norm: 0-dim float64 tensor, the L2 norm of the whole gradient.
+        allowed: 0-dim bool tensor, whether the update may be made: the norm is finite, and the numbers agree.
+    """
+
+    def __init__(
+        self,
+        numbers: Tensor,
+        gradients: Sequence[Tensor],
+        agrees: Tensor | None,
+        parse: Callable[[list[float]], ReducedSums],
+    ) -> None:
+        norms = norms_of(gradients).double()
+        # In the order in which the host adds up.
+        square = (norms * norms).cumsum(0)[-1]
+        finite = square.isfinite()
+        self.norm, self.allowed = square.sqrt(), finite if agrees is None else finite & agrees
+        self._all = torch.cat([numbers.double(), norms, self.allowed.double()[None]])
+        self._count, self._parse = len(numbers), parse
+
+    def read(self) -> tuple[ReducedSums, float, bool, float]:
+        """Wait for the device, and return what the host needs to go on.
+
+        Returns:
+            The sums over the data ranks; the square of the L2 norm of the whole gradient; whether the device has
+            allowed the update; and the seconds for which the host has waited.
+
+        Raises:
+            MismatchError: ranks are in different steps or hold different parameters.
+        """
+        began = time.perf_counter()
+        *values, allowed = self._all.tolist()
+        waited = time.perf_counter() - began
+        square = sum(norm * norm for norm in values[self._count :])
+        return self._parse(values[: self._count]), square, allowed > 0, waited
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Return whether a flag on the device can skip the next step of an optimizer without a trace.
+
+    True for PyTorch's fused Adam, AdamW and SGD whose parameters have their state already, which a first step makes;
+    False where a hook or another object follows the steps, or a gradient scaler has set its own flag.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    if type(optimizer) not in (Adam, AdamW, SGD) or any(step_hooks(optimizer)):
+        return False
+    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+        return False
+    return all(_has_state(optimizer, group) for group in optimizer.param_groups)
+
+
+def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    if not group.get("fused") or any(not is_accelerator(p.device) for p in group["params"]):
+        return False
+    needed = ("momentum_buffer" if group["momentum"] else None) if isinstance(optimizer, SGD) else "step"
+    with_gradient = (p for p in group["params"] if p.grad is not None)
+    return needed is None or all(optimizer.state[p].get(needed) is not None for p in with_gradient)
+
+
+@contextmanager
+def skipped_unless(allowed: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Return a context in which steps of fused optimizers change nothing where the device finds ``allowed`` False.
+
+    Args:
+        allowed: 0-dim bool tensor on the device of the parameters.
+        optimizers: optimizers for which ``can_skip_on_device`` is True.
+    """
+    found = (~allowed).float()
+    holders: list[Any] = list(optimizers)
+    for holder in holders:
+        holder.found_inf = found
+    try:
+        yield
+    finally:
+        for holder in holders:
+            del holder.found_inf
