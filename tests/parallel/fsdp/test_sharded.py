@@ -435,3 +435,41 @@ def logged(strategy: str) -> float:
 def test_attributes_of_a_script_s_optimizer_stay(strategy: str) -> None:
     """Only optimizers of ``tutti.optim`` are given norms and gatherers of tensors that are split over ranks."""
     assert all(change > 0 for change in worlds.run(2, logged, strategy=strategy))
+
+
+class FlatLSTM(nn.LSTM):
+    """Moves its weights into one new buffer where it finds others than before, as on a GPU with cuDNN."""
+
+    def flatten_parameters(self) -> None:
+        weights = getattr(self, "_flat_weights", [])
+        with torch.no_grad():
+            flat = torch.cat([weight.reshape(-1) for weight in weights])
+            for weight, piece in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+                weight.set_(piece.view(weight.shape))
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.lstm, self.head = nn.Embedding(5, 3), FlatLSTM(3, 4, batch_first=True), nn.Linear(4, 5)
+        self.double()
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        self.lstm.flatten_parameters()
+        return self.head(self.lstm(self.embed(numbers)[:, None])[0][:, 0])
+
+
+def tagged(strategy: str) -> dict[str, Any]:
+    run = tutti.prepare(Tagger(), "adam:lr=0.02", data(), loss, strategy=strategy, workers=2, batch_size=9)
+    for batch in run.epoch(0):
+        run.step(batch)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", ["sharded:stage=2", "sharded"])
+def test_recurrent_weights_are_those_that_are_gathered(strategy: str) -> None:
+    """FSDP2 gathers into the same memory in each step, from which the weights must not be moved away."""
+    [alone] = worlds.run(1, tagged, strategy="single")
+    for found in worlds.run(2, tagged, strategy=strategy):
+        assert all(np.abs(found[name] - value).max() <= 1e-10 for name, value in alone.items())

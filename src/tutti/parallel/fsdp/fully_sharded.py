@@ -664,6 +664,11 @@ def _shard(
     names = {module: name for name, module in model.named_modules()}
     tops = root_modules(model)
     below = [unit for unit in wrapped_modules(model, config.units) if unit not in tops]
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            # Where a forward finds other weights than the last one, it moves them into one buffer for cuDNN, and FSDP2
+            # would gather the next step's weights into memory that the forward no longer reads.
+            module.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
     for unit in [*below, *tops]:
         root = unit in tops
         policy = MixedPrecisionPolicy(
@@ -690,6 +695,10 @@ def _shard(
         set_collectives(unit, names[unit] or "the model", comm, check, meter)
         made.append(unit)
     return made
+
+
+def _leave_in_place() -> None:
+    """Do nothing, in place of ``nn.RNNBase.flatten_parameters``; cuDNN then copies the weights in each forward."""
 
 
 def _become(parameter: nn.Parameter, rows: nn.Parameter) -> nn.Parameter:
