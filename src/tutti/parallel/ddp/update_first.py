@@ -3,7 +3,7 @@
 Whether a step's gradient is finite, and whether all ranks are in the same step, decides on its update. A host that
 waits for this answer issues the update's kernels, and the next forward's, while the device idles. PyTorch's fused
 optimizers skip an update on the device where a flag there says so (``found_inf``, made for loss scaling): the host
-launches the update with this flag, and reads flag and results afterwards.
+launches the update with this flag, behind a copy of flag and results to the host, and reads these afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from tutti.device import is_accelerator
+from tutti.device import current_stream, is_accelerator
 from tutti.parallel.ddp.buckets import ReducedSums
 from tutti.parallel.ddp.gradient_arithmetic import norms_of
 from tutti.torch_compat import step_hooks
@@ -54,7 +54,10 @@ class PendingSums:
         square = (norms * norms).cumsum(0)[-1]
         finite = square.isfinite()
         self.norm, self.allowed = square.sqrt(), finite if agrees is None else finite & agrees
-        self._all = torch.cat([numbers.double(), norms, self.allowed.double()[None]])
+        together = torch.cat([numbers.double(), norms, self.allowed.double()[None]])
+        # The copy to the host precedes the update's kernels in the stream, for which the host need not wait.
+        self._copy = together.to("cpu", non_blocking=True)
+        self._event = current_stream(together.device).record_event()
         self._count, self._parse = len(numbers), parse
 
     def read(self) -> tuple[ReducedSums, float, bool, float]:
@@ -68,8 +71,9 @@ class PendingSums:
             MismatchError: ranks are in different steps or hold different parameters.
         """
         began = time.perf_counter()
-        *values, allowed = self._all.tolist()
+        self._event.synchronize()
         waited = time.perf_counter() - began
+        *values, allowed = self._copy.tolist()
         square = sum(norm * norm for norm in values[self._count :])
         return self._parse(values[: self._count]), square, allowed > 0, waited
 
