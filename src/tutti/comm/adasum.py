@@ -1,4 +1,4 @@
-"""Adasum: a sum of gradients that keeps what they agree upon once (Maleki et al., 2020, arXiv 2006.02924)."""
+"""Adasum: a sum of gradients that counts their common component once (Maleki et al., 2020, arXiv 2006.02924)."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class Schedule:
     Attributes:
         name: name of the algorithm, such as ``ring``.
         ranks: number of ranks.
-        chunks: number of parts that the vector is cut into, as ``even_share`` cuts it.
-        rounds: the transfers of each round, in order.
+        chunks: number of parts of nearly equal length that the vector is cut into; the first ones may be one longer.
+        rounds: the rounds in order, each a tuple of the ``ChunkTransfer`` that run at the same time.
     """
 
     name: str

@@ -63,7 +63,12 @@ class CollectiveHandle:
         error: exception that ``wait`` raises; None if the collective has not failed.
         ready_at: event of the accelerator's stream after which ``inputs`` have their values; None on the CPU.
         started, completed: times of the call and of its end, of ``time.perf_counter``; ``completed`` is 0 before.
+        turn: the session's ``turn`` at the end of the collective; 0 before.
         finished: set once the collective has ended, successfully or not.
+        reduction: shared memory in which the ranks of a node perform this all-reduce; None for a collective that is
+            performed by messages.
+        attempt: number of the attempt in ``reduction`` for which this rank has written its tensors.
+        reported: whether the coordinator has been told of this attempt, because the rank has waited for a while.
     """
 
     call: CollectiveCall
@@ -144,9 +149,13 @@ class CollectiveSession:
 
     Attributes:
         engine, number, options: as the arguments.
-        sets: members of each process set, by its number; 0: all ranks.
+        sets: global ranks of the members of each process set, by its number; 0: all ranks.
         closed: whether ``close`` was called.
-        pending: this rank's calls whose names are not free yet, by ``CollectiveCall.key``.
+        pending: handles of this rank's calls whose names are not free yet, by ``CollectiveCall.key``.
+        joins: handles of this rank's calls of ``join`` that wait for other ranks.
+        turn: counts this rank's calls of ``submit``, ``join`` and ``forget``. A complete call that nobody has awaited
+            keeps its name until the next of these calls, or for 0.1 s.
+        lock: guards the attributes above against other threads of this process.
         translated: decorates the backward passes of collectives, so that they raise the exceptions of the interface
             that has opened the session, such as Horovod's; by default they raise tutti's.
     """
@@ -178,13 +187,14 @@ class CollectiveSession:
     def name(self, process_set: int, kind: str) -> str:
         """Make up the name of a collective that the user has not named: ``KIND.noname.EPOCH.COUNT``.
 
-        COUNT is the number of earlier unnamed calls of this kind and process set on this rank. Ranks that make these
+        COUNT is the number of earlier calls of this method on this rank with the same arguments. Ranks that make these
         calls in the same order so get the same names, by which the calls match. EPOCH counts how often all ranks have
         called ``join``, which resets COUNT.
 
         Args:
             process_set: number of the process set (ordered set of ranks) that performs the call; 0: all ranks.
-            kind: kind of collective, such as ``allreduce``.
+            kind: ``call`` for a collective of dense tensors or of an object, whatever it does; ``sparse`` for an
+                all-reduce of sparse tensors; ``barrier``; ``sets`` to add or remove a process set.
         """
         with self.lock:
             count = self._counters.get((process_set, kind), 0)

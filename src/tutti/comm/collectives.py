@@ -3,7 +3,8 @@
 Calls with one name belong together, in whatever order ranks make them; calls without a name are matched by the order
 of such calls. Where ranks' calls of a name differ in kind, dtype, shape or arguments nothing is sent, every rank raises
 MismatchError with both calls, and the job goes on. Functions that wait are differentiable; asynchronous ones, and those
-that write in place, are not.
+that write in place, are not. Every function raises UsageError, and sends nothing, for an argument that is no tensor
+where a tensor is expected, for a tensor on the meta device, and within ``collectives_refused``.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Communicator:
     Args:
         name: shown in error messages.
         ranks: global ranks of the members, in increasing order; this rank is one of them.
-        world: rank, device, store and timeout of this process.
+        world: rank, device, store and timeout of this process, as ``tutti.init`` has set them.
         control_group: process group for control messages (Gloo, CPU tensors); None for one rank.
         gradient_group: process group for gradients (default backend); None for one rank.
 
@@ -125,7 +125,7 @@ class Communicator:
         return range(self.size) if self.file_all_gather is None else self.file_all_gather.alive
 
     def lost_ranks(self) -> Mapping[int, str]:
-        """Return the ranks of the job that were killed while the run continued: global rank → description of its end.
+        """Return the ranks of the job that were killed while the run continued: global rank → text on how it ended.
 
         Empty unless ``Communicators.tolerate_loss`` was called, which lets the run go on without killed ranks. Local,
         not collective.
@@ -231,8 +231,8 @@ class Communicator:
 
         Args:
             send: (sum(sizes),), the part for rank 0 first.
-            sizes: elements for each rank.
-            come: elements from each rank.
+            sizes: for each rank, itself included, the number of elements that this rank sends to it.
+            come: for each rank, itself included, the number of elements that it sends to this rank; not checked.
             text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Returns:

@@ -30,6 +30,10 @@ class Communicators:
         world: communicator of all ranks.
         replica: communicator of the ranks that hold the same part of the model (axes replica and shard).
         model: communicator of the ranks of one replica (axes stage and tensor).
+
+    Raises:
+        RuntimeError: a rank does not construct its ``Communicators`` within the timeout.
+        MismatchError, PeerError: while the shared memory is made, ranks are in different calls, or a rank has ended.
     """
 
     def __init__(self, world: World, grid: Grid) -> None:

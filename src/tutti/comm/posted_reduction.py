@@ -1,17 +1,17 @@
 """All-reduces that ranks of one node perform without a message: every rank posts its tensors in shared memory.
 
-An all-reduce on which ``tutti.comm.negotiation`` has agreed once has a place in the slot of each rank. A call copies
-its tensors there and writes the number of the *attempt*; a rank whose call waits adds the tensors of all ranks, in rank
-order, once it sees that all ranks have posted. Calls match by name in any order, as with messages, for each name has a
-place of its own.
+An all-reduce on which ``tutti.comm.negotiation`` has agreed once has a place in the slot of each rank, its region of a
+shared segment. A call copies its tensors there and writes the number of the *attempt*; a rank whose call waits adds the
+tensors of all ranks, in rank order, once it sees that all ranks have posted. Calls match by name in any order, as with
+messages, for each name has a place of its own.
 
 The coordinator may *revoke* an attempt unless all ranks have posted it, so that a call either completes on every rank
 or fails on every rank that made it. Attempt numbers are ``instance << 20 | attempt``: the next instance begins when one
 is complete, and another attempt of the same one when one is revoked. Tensors of an instance lie in one of two buffers
 in turn: a rank posts instance i + 2 only after all ranks have posted i + 1, and so have read i.
 
-Words are read and written as ``tutti.comm.shared_memory`` describes. Where a store must be visible before a load that
-follows (post, then look for a revocation; revoke, then look for posts), a lock between them is the fence.
+The counters are plain 64-bit words, which ``tutti.comm.shared_memory`` explains. Where a store must be visible before a
+load that follows (post, then look for a revocation; revoke, then look for posts), a lock between them is the fence.
 """
 
 from __future__ import annotations
@@ -76,9 +76,13 @@ class PostedReduction:
     attempt (``revoke``). No method sends a message.
 
     Args:
-        call: the all-reduce.
-        rank: this rank.
-        slots: (``posted_bytes``,) uint8 of each rank, memory that all ranks see; zeros at first.
+        call: the all-reduce, one for which ``posted_bytes`` is not 0.
+        rank: this rank; rank 0 is the one that may cancel.
+        slots: for each of two ranks or more, in rank order, memory that all ranks see: (``posted_bytes``,) uint8, zeros
+            at first.
+
+    Attributes:
+        call: as the argument.
     """
 
     def __init__(self, call: CollectiveCall, rank: int, slots: Sequence[Tensor]) -> None:

@@ -30,7 +30,7 @@ class ScheduledAllReduce:
         size: bytes of the largest vector; ``grow`` makes room for larger ones.
 
     Attributes:
-        schedule: the schedule that is run.
+        schedule: the ``Schedule`` that is run; its ranks are indices in ``comms.replica``.
 
     Raises:
         UsageError: ``hierarchical`` where the ranks of a node cannot share memory; on all ranks of the job.
