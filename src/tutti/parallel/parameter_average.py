@@ -157,6 +157,9 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the moving average of the weights keeps parameters of a dtype.
 
     This is float32 for float16 and bfloat16, whose resolution is too low for small changes; else the same dtype.
+
+    Args:
+        dtype: dtype of a parameter.
     """
     return torch.float32 if dtype in _NARROW else dtype
 

@@ -63,8 +63,14 @@ class CentralStorageSync(AllReduceSync):
     is made in host memory. The object is also the hook that autograd calls for each complete gradient.
 
     Args:
-        config: options of the strategy.
+        config: options of the strategy, of which there are none.
         run_context: communicators and settings of the run.
+
+    Attributes:
+        gradient_ready: called with a parameter whose gradient backward has completed: starts to copy it to shared
+            memory. Set by ``attach``, and anew by ``begin_custom_loop``.
+        shares_parameters: whether other ranks write into the memory of this rank's parameters: True after ``attach`` on
+            several CPU ranks.
     """
 
     _updates_on_device = False

@@ -89,7 +89,11 @@ class AllReduceSync(UnshardedGradients):
         run_context: communicators and settings of the run.
 
     Attributes:
+        loss_normalisation: ``"step"``: backward divides losses by the samples of the global batch.
+        shares_parameters: whether other ranks write into the memory of this rank's parameters; False here.
         optimizers: the optimizers of this rank, set by ``attach``; empty where the rank has nothing to train.
+        gradient_ready: called with a parameter whose gradient backward has completed; may start to send it. Set by
+            ``attach`` and ``reattach``.
         accumulated: whether the most recent ``add_gradients`` was given gradients.
         gradient_at: where complete gradients are: ``rank`` (whole on this rank), ``slices`` (tensor parallelism) or
             ``stages`` (whole on the ranks of the parameter's stage).

@@ -76,10 +76,11 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
             batch.
 
     Returns:
-        The divisor, a tensor (), where the loss is one cross-entropy alone, which is a mean or a sum divided by the
-        samples or the targets; for the ``mean()`` of another tensor its number of rows, unless the micro-batch is the
-        whole batch or the tensor has the samples along another dimension. None for any other loss, which the caller
-        then takes for a mean over samples.
+        The divisor, a tensor (), where the loss is one cross-entropy alone, with or without label smoothing, which is a
+        mean or a sum divided by the samples or the targets. Where the micro-batch is not the whole batch, also for two
+        losses without a cross-entropy: for the ``nanmean()`` of a tensor the number of elements that are not NaN; for
+        the ``mean()`` of a tensor its number of rows, unless the samples are along another dimension. None for any
+        other loss, which the caller then takes for a mean over samples.
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one

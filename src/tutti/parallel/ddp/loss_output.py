@@ -41,9 +41,10 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         of a dummy micro-batch (one of no samples) are zero.
 
     Raises:
-        UsageError: the loss function returned something else; the micro-batch has noise, and there is no tensor of one
-            loss a sample; or the loss is a scalar of a part of the global batch, and such losses do not add up to that
-            of the whole batch, as the root of a mean does not.
+        UsageError: the loss function returned something else, such as a Python number, a complex number or a
+            ``DTensor``; the micro-batch has noise, and there is no tensor of one loss a sample; or the loss is a scalar
+            of a part of the global batch, and such losses do not add up to that of the whole batch, as the root of a
+            mean does not.
     """
     if is_dtensor(outcome[0] if isinstance(outcome, tuple | list) and outcome else outcome):
         raise UsageError(

@@ -63,7 +63,11 @@ def nodes_below(root: Any, enter: Callable[[Any], bool], most: int = 64) -> Iter
 
 
 def leaf_of_node(node: Any) -> Tensor | None:
-    """Return the tensor in whose ``.grad`` an autograd node accumulates; None for the nodes of functions."""
+    """Return the tensor in whose ``.grad`` an autograd node accumulates; None for the nodes of functions.
+
+    Args:
+        node: an autograd node, not None.
+    """
     leaf: Tensor | None = node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
     return leaf
 

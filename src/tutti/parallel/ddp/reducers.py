@@ -115,8 +115,9 @@ class Reducer(Protocol):
         caller adds up the numbers of its ranks.
 
         Returns:
-            Python floats, depending on the reducer one for each trained parameter or a single one for all; a reducer
-            returns equally many in every step. Parameters that another rank of the replica counts in the norm add 0.
+            Python floats, depending on the reducer one for each trained parameter, in the model's order, or a single
+            one for all; a reducer returns equally many in every step. Parameters without gradient, and those that
+            another rank of the replica counts in the norm, add 0.
         """
 
     def scale(self, factor: float) -> None:
@@ -429,6 +430,9 @@ class TreeReducer:
         parameters: (name, parameter) pairs; those with ``requires_grad`` are reduced.
         run_context: communicators and settings of the run.
         borrowed: names of parameters that another rank of the replica counts in the norm.
+
+    Attributes:
+        listens: False: ``gradient_ready`` need not be registered as a hook of autograd.
     """
 
     listens = False

@@ -28,41 +28,53 @@ from tutti.types.shard_spec import ShardSpec
 class ReplicaPart:
     """The modules of one replica of the model that live on this rank, moved to its device, with unsplit tensors.
 
-    Base class of replica runners, which run forward and backward.
+    Base class of replica runners, which run forward and backward. A model layout or gradient synchronisation that
+    splits or shards parameters replaces those attributes that are functions; the functions for split and sharded
+    parameters do nothing here.
 
     Attributes:
         parts: the modules.
         specs: global shape, offset and tied names of each parameter and persistent buffer, by its name in the plain
             model.
         not_owned: names of tensors that another rank of this replica saves and counts in norms.
-        sharded: this rank's rows of parameters that FSDP2 shards, by name.
-        swap_values: context manager that puts other values into parameters and buffers.
-        around_fsdp_hooks: context manager around FSDP2's registration of its hooks on a module, which unwraps tensor
-            subclasses that these hooks do not support.
-        unify_flags: copies ``requires_grad``, as the script has set it on one of a parameter's objects, to all of them.
-        replaced_name: returns the name of a sharded parameter that the script has replaced by another object, or None.
+        sharded: this rank's rows of parameters that FSDP2 shards, as plain tensors, by name; empty without FSDP2.
+        swap_values: ``swap_values(values)`` returns a context in which parameters and buffers hold the tensors of
+            ``values``, a mapping by name; the previous values come back on exit.
+        around_fsdp_hooks: ``around_fsdp_hooks(module)`` returns a context for FSDP2's registration of its hooks on a
+            module; it unwraps tensor subclasses that these hooks do not support.
+        unify_flags: called without arguments; copies ``requires_grad``, as the script has set it on one of a
+            parameter's objects, to all of them.
+        replaced_name: called without arguments; returns the name of a sharded parameter that the script has replaced by
+            another object, or None.
         plain: the module that a custom training loop calls: the whole model, also where this rank has a part of it.
-        own_backward: whether ``run`` calls ``backward`` for each micro-batch.
-        slice_name: returns the name of the parameter from whose tensor-parallel slice the script has made a tensor, or
-            None.
-        also_seen: is told, as a dictionary from new to old, of further objects that stand for parameters, so that
-            ``slice_name`` knows them.
-        adapt_hooks: makes hooks on the gradients of parameters of which this rank has a part receive whole gradients;
-            returns the names of the parameters whose hooks received partial gradients before the call.
+        own_backward: whether ``run`` calls ``backward`` for each micro-batch: True.
+        slice_name: ``slice_name(tensor)`` returns the name of the parameter from whose tensor-parallel slice the script
+            has made the tensor, or None.
+        also_seen: ``also_seen(objects)`` makes further tensors known to ``slice_name``; ``objects`` maps each to the
+            parameter for which it stands.
+        adapt_hooks: called without arguments; makes hooks on the gradients of parameters of which this rank has a part
+            receive whole gradients, and returns the names of the parameters whose hooks received partial gradients
+            before the call.
         is_dummy: whether the micro-batch of the most recent ``enter`` is a dummy, without samples.
-        passes: for each model that is cut into pipeline stages, the calls of the model through its stages; otherwise
-            empty.
-        split_backwards: input backward and weight backward of each virtual stage of a zero-bubble pipeline schedule;
-            empty for all other layouts.
+        passes: for each model that is cut into pipeline stages, its ``StagePasses``, which pass calls of the model
+            through the stages; otherwise empty.
+        split_backwards: one ``SplitBackward`` for each virtual stage of a zero-bubble pipeline schedule; empty for all
+            other layouts.
         bubble: idle fraction, 0 to 1, of the pipeline schedule of the last training step; None without pipeline stages,
             and before the first step.
-        draws: the RNG streams of these modules.
+        around_stage: ``around_stage(stage, given)`` returns a context for the forward of a virtual pipeline stage with
+            the tensors ``given``. The context's value is a function, which is called with the stage's results and may
+            raise UsageError.
+        draws: the RNG streams (``RngStreams``) of these modules.
         peers: state shared by the ``SyncBatchNorm`` modules; None without such modules or on a single device.
-        script_code: context manager around code of the script, which may refuse what that code reads.
-        model_code: context manager within ``script_code``, around code of the model, which may read everything.
-        run_backward: runs autograd from a plain loss, given its start gradient and whether to keep the graph.
+        script_code: called without arguments; returns a context for code of the script, in which reads and writes that
+            would give each rank another result raise UsageError.
+        model_code: called without arguments; returns a context for code of the model within ``script_code``, in which
+            nothing is checked.
+        run_backward: ``run_backward(objective, start, retain_graph)`` runs autograd from a loss tensor with a start
+            gradient of the same shape; here PyTorch's engine without further checks.
         edits: records of the script's edits of parameters and gradients of which each rank has a part, or None.
-        summary: entries for the run's header about this replica's layout.
+        summary: entries for the run's header about this replica's layout, text by label.
     """
 
     own_backward = True

@@ -44,7 +44,11 @@ class SharedReducer:
         run_context: communicators and settings of the run.
         segment: shared memory with a slot for each rank.
         borrowed: names of parameters that another rank of the replica counts in the norm.
-        owners: for each trainable parameter the only rank that receives its gradient; None: all ranks receive all.
+        owners: for each trainable parameter the only rank that receives its gradient, as an index among the data ranks;
+            None: all ranks receive all.
+
+    Attributes:
+        listens: True: ``gradient_ready`` must be registered as a hook of autograd on every trained parameter.
     """
 
     listens = True
