@@ -77,7 +77,9 @@ class FirstStepCheck:
 
 
 class GradientMeter:
-    """Sums squares of the gradients that this rank's backward reduces, from the first ``take`` to the end of a step.
+    """Adds up the squares of this rank's gradients, as they are before FSDP2's backward reduces them over shard ranks.
+
+    Measures only between the first ``take`` in a step and the reduction at the step's end.
 
     Attributes:
         on: whether gradients count now; the reduction at the end of a step sets it to False.

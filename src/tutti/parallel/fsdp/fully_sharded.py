@@ -78,8 +78,8 @@ class FullySharded:
     Attributes:
         rows: this rank's rows of each sharded parameter, frozen ones included, in the order of the model's parameters.
         edits: records of the script's edits of rows, in which those of a parameter's objects count together; None for
-            no records.
-        reads: gathers parameters that the script reads outside of the model's forward.
+            no records. Set by ``ShardedReads.guard``.
+        reads: a ``WholeReads``, which all-gathers parameters that the script reads outside of the model's forward.
 
     Raises:
         UsageError: ``fully_shard`` has been applied to the model already, or the wrap policy names a module or class
@@ -482,6 +482,8 @@ class FullySharded:
 
         FSDP2's backward has reduce-scattered them already, so this call is not collective. The new ``.grad`` tensors
         share memory with the gradients of the model's DTensors; ``.grad`` is None where a parameter has no gradient.
+        Called once a step, after its last backward; also ends the step's measurement by ``gradient_meter`` and, in the
+        first step, the comparison of FSDP2's collectives over ranks.
 
         Args:
             step: unused here; ZeRO stage 1 names it in errors.
@@ -568,7 +570,8 @@ class FullySharded:
         called for dummy micro-batches. Not collective.
 
         Returns:
-            Names of the parameters with hooks that this call has adapted, and no earlier one.
+            Names of the parameters of which this call has adapted a hook; a hook that an earlier call has adapted does
+            not count.
 
         Raises:
             UsageError: a parameter with a hook has another dtype when it is unsharded (option ``param_dtype``), so that

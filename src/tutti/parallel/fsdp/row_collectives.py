@@ -45,6 +45,11 @@ def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[Gat
 class RowNormReducer:
     """Sums squared norms of sharded parameters over the shard ranks, for layer-wise optimizers such as LARS.
 
+    The optimizer's step calls the object, ``reducer(squares)``, with a 1-d tensor: the squared norms of this rank's
+    rows, one for each parameter. The call is collective over the shard ranks (one all-reduce, which may overwrite
+    ``squares``) and returns a 1-d tensor on the CPU, the squared norms of the full tensors in the same order.
+    Implements the protocol ``NormReducer``.
+
     Args:
         comm: the ranks that each hold some rows (of the first dimension) of every parameter.
     """
@@ -68,6 +73,8 @@ class RowNormReducer:
 
 class RowGatherer:
     """All-gathers full tensors of which each shard rank holds some rows, for optimizers that need whole tensors.
+
+    Implements the protocol ``FullTensorGatherer``, by which an optimizer such as Muon calls it in its step.
 
     Args:
         comm: the ranks that each hold some rows (of the first dimension) of every parameter.

@@ -87,13 +87,16 @@ class ShardedSync:
 
     Each rank of a shard group updates its rows (a block of the first dimension) of every parameter. The global batch is
     split among N logical workers (fixed shares), a number that does not depend on the number of ranks. The object is
-    also the hook that the replica's backward calls for each complete gradient.
+    also the gradient-ready hook of the replica's backward, of which it uses ``prepare_for_backward`` alone.
 
     Args:
         config: options of the strategy ``sharded``, such as the ZeRO stage and CPU offload.
         run_context: communicators and settings of the run.
 
     Attributes:
+        loss_normalisation: ``"step"``: backward divides losses by the samples of the global batch.
+        shares_parameters: whether other ranks write into the memory of this rank's parameters; False here.
+        by_worker: False: a rank's gradients are summed over its logical workers before they are reduced.
         optimizers: the optimizers over this rank's rows, set by ``attach``; empty where the rank has nothing to train.
         accumulated: whether the most recent ``add_gradients`` was given gradients.
     """
