@@ -91,7 +91,8 @@ class LocalGradients(TrainedGradients):
 
         Args:
             index: position of the optimizer among those of the script, from 0; None steps all of them.
-            members: the parameters of this optimizer, whose gradients are clipped; ignored where ``index`` is None.
+            members: the parameters whose gradients are clipped and looked at within the context: those of this
+                optimizer.
         """
         with ExitStack() as stack:
             for optimizer in self._optimizer_of.values():

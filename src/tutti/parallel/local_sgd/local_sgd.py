@@ -65,7 +65,9 @@ class LocalSGDSync(LocalGradients):
 
     Attributes:
         loss_normalisation: ``"worker"``: a worker's gradient is the mean over its own samples.
-        optimizers: the optimizers of this rank's workers, set by ``attach``.
+        shares_parameters: whether other ranks write into the memory of this rank's parameters; False here.
+        optimizers: one optimizer for each of this rank's workers, in their order, set by ``attach``; empty where
+            nothing is trained.
     """
 
     loss_normalisation: Literal["step", "worker"] = "worker"
