@@ -59,6 +59,7 @@ class AsynchronousServerSync(RemoteGradients):
 
     Attributes:
         loss_normalisation: "worker": each worker's loss is divided by its own count of samples or tokens.
+        shares_parameters: whether other ranks write into the memory of this rank's parameters; False here.
         by_worker: True: each logical worker's gradients are pushed by themselves.
         optimizers: after ``attach``, one optimizer that holds the hyperparameters and is never stepped.
     """
@@ -169,6 +170,9 @@ class AsynchronousServerSync(RemoteGradients):
 
         ``end_worker`` reads ``.grad`` of all parameters after the whole backward, and pushes them to the parameter
         servers.
+
+        Args:
+            parameter: unused; the parameter whose gradient is complete.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:

@@ -19,7 +19,12 @@ _VERSION = b"1.0"
 
 @dataclass(frozen=True)
 class Keys:
-    """A ZeroMQ CURVE key pair in Z85, 40 characters each. The secret key is never sent, nor shown by ``repr``."""
+    """A ZeroMQ CURVE key pair, which identifies one rank or one parameter server.
+
+    Attributes:
+        public: public key in Z85, 40 bytes.
+        secret: secret key in the same form; never sent, nor shown by ``repr``.
+    """
 
     public: bytes
     secret: bytes

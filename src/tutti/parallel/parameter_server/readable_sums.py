@@ -153,6 +153,8 @@ class ReadableServerSync(SynchronousServerSync):
             held: the earlier gradients by parameter, as ``pop_gradients`` returned them; it may be empty.
 
         Raises:
+            UsageError: a gradient of ``held`` is to be added to one that an update has used already; the servers no
+                longer have it.
             PeerError: a server does not reply in time, or has ended.
         """
         fresh, self._is_new = self._is_new, False
@@ -211,7 +213,7 @@ class ReadableServerSync(SynchronousServerSync):
 
         Args:
             index: position of the optimizer among those of the script, from 0; None steps all of them.
-            members: parameters of this optimizer.
+            members: parameters of this optimizer, whose gradients the update uses; ignored where ``index`` is None.
         """
         self._acts, self._members = index, members
         try:

@@ -64,11 +64,14 @@ class ServerSession:
         comm: the data ranks.
         keys: identifies the hyperparameters that are sent, in the order of ``settings``.
         plan: partition of the parameters over the servers.
-        gradients: for each trained parameter a view of the buffer from which gradients are sent.
-        values: for each trained parameter a view of the buffer into which updated parameters are received.
+        gradients: for each trained parameter a view, of its shape and dtype, of the buffer from which gradients are
+            sent; a CPU tensor.
+        values: for each trained parameter such a view of the buffer into which updated parameters are received; at
+            first the parameters' values.
         client: sends the requests and receives the replies.
 
     Raises:
+        MismatchError: the ranks are in different calls.
         UsageError: the optimizer cannot step on servers, tensors are too few for the servers, the transport asked for
             is not available, or this rank, which starts servers, has no address that other hosts reach.
         PeerError: a server does not answer, or has ended.
@@ -473,6 +476,10 @@ def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
 
     Returns:
         For each data rank, in rank order, the range of the indices of its workers.
+
+    Raises:
+        MismatchError: the ranks are in different calls.
+        PeerError: a rank has ended, or did not make the call in time.
     """
     mine = torch.tensor([run_context.mine.start, run_context.mine.stop])
     ends = run_context.comms.replica.all_gather(mine, "workers of the ranks")

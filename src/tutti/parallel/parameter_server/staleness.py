@@ -46,7 +46,8 @@ class StalenessTracker:
 
     Attributes:
         version: number of updates made.
-        staleness: number of updates by staleness: the updates made between a worker's read and its push.
+        staleness: how many updates have had each staleness, by staleness: the number of updates made between a worker's
+            read and its push.
         stop_at: number of the step after which all workers stop; None before a worker has asked for it. It counts
             ``clock`` with ``together``, else the steps of each worker.
         lost: acknowledged updates that are missing since the server was restored, as far as workers have seen them.

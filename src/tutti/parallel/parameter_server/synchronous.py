@@ -62,6 +62,7 @@ class ServerReducer:
         backup: number of these gradients that the servers do not wait for.
 
     Attributes:
+        listens: False: ``gradient_ready`` need not be registered as a hook of autograd.
         nonfinite: names of the parameters whose summed gradient was not finite in the latest step.
         used: for each trained parameter whether a rank had a gradient in the latest step.
         number: number of the sum under way, by which servers tell the requests of one sum from those of the next. A
@@ -98,6 +99,9 @@ class ServerReducer:
 
         After the whole backward, ``collect`` or ``finish`` reads the ``.grad`` of all parameters and pushes them to the
         parameter servers.
+
+        Args:
+            parameter: unused; the parameter whose gradient is complete.
         """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
@@ -280,6 +284,8 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
     Attributes:
         gradient_at: "servers": the summed gradients cannot be read on the ranks.
+        gradient_ready: called with a parameter whose gradient backward has completed; does nothing here. Set by
+            ``attach``.
         optimizers: after ``attach``, one optimizer that holds the hyperparameters and is never stepped.
     """
 
