@@ -34,6 +34,10 @@ def module_seconds(plain: nn.Module, trial: Callable[[Any], Any] | None, world: 
         For each module, by its name in the model, the least seconds of the three runs, its submodules' time included.
         Equal on all ranks. Empty where the forward cannot be measured: without ``trial``, where it fails (the model may
         not fit into memory), or where the model has synchronized batch norm.
+
+    Raises:
+        PeerError: a rank is lost, or does not take part within the timeout.
+        MismatchError: ranks of ``world`` wait in different calls.
     """
     found: dict[str, float] = {}
     if world.rank == 0 and trial is not None and peers_of(plain) is None:

@@ -85,11 +85,13 @@ class PipelineLayout:
         """Cut the model into virtual pipeline stages, the same number on each pipeline rank.
 
         The number of virtual stages a rank is an option of the layout, and so are names of modules before which to cut.
-        Without such names, the cuts balance the modules' measured times or, where no times are taken, such as in a
-        reproducible run, their numbers of parameters. Of several models each is cut; one that cannot be cut is whole on
-        the last stage. Collective over all ranks of the job: the ranks of a replica compare their models, rank 0
-        broadcasts the times, and all ranks compare the cuts. If the run has a loss function, each rank runs it once
-        with the first micro-batch, and rank 0 three times more to measure times.
+        Without such names, the cuts of a single model balance the modules' measured times or, where no times are taken
+        (without a loss function, in a reproducible run, and with the schedule ``one_by_one``), their numbers of
+        parameters. Of several models each is cut by numbers of parameters; one that cannot be cut is whole on the last
+        stage. Collective over all ranks of the job: the ranks of a replica compare their models, rank 0 broadcasts the
+        times, and all ranks compare the cuts. Each rank runs the loss function with the first micro-batch (once, and
+        further times where ``torch.fx`` cannot follow the forward), and rank 0 three times more to measure times;
+        without a loss function, each rank calls the model with the micro-batch, if there is one.
 
         Args:
             plain: the module given to ``tutti.prepare``, a model or a container of several; it stays as it was, and the
@@ -103,8 +105,9 @@ class PipelineLayout:
 
         Raises:
             MismatchError: the ranks have built different models, or find different cuts.
-            UsageError: no model can be cut into that many stages, or the model has nothing for activation checkpointing
-                to recompute.
+            UsageError: a single model, or none of several, can be cut into that many stages; there are several models,
+                and the options name modules to cut at; or the model has nothing for activation checkpointing to
+                recompute.
         """
         run_context = self._run_context
         ranks = run_context.comms.p2p_channels(KINDS, "stage").size

@@ -60,8 +60,17 @@ class PipelineRunner(ReplicaPart):
     Attributes:
         plain: the prepared module, with placeholders for what other ranks hold.
         passes: for each model that is cut, the calls of the model through its stages.
+        own_backward: whether micro-batches run one after the other, each with forward and backward on every rank: no
+            model is cut, or the loss function calls a model several times for a micro-batch.
+        bubble: idle fraction, 0 to 1, of the schedule of the last training step; None before the first one, and where
+            no model is cut.
         shared: sums the gradients of parameters that several stages use.
-        script_parameters: function mode that gives the script the parameters of all stages.
+        not_owned: names of tensors of which this rank's stages hold a copy that another rank saves and counts in norms.
+        summary: entries for the run's header, text by label: the stages of each model, and the schedule's idle time.
+        script_parameters: function mode that gives the script the parameters of all stages; not set where no model is
+            cut.
+        script_code, model_code: contexts of ``ReplicaPart`` that switch this mode on and off; without effect where no
+            model is cut, and in compiled code.
         calls_in_body: number of calls of models since ``begin``.
         split_backwards: one ``SplitBackward`` a virtual stage for the schedule ``zero_bubble``, otherwise empty.
     """

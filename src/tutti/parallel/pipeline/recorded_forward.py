@@ -109,6 +109,8 @@ class ForwardRecord:
     Attributes:
         plain: the whole model.
         opened: names of the modules whose own Python code every stage runs.
+        dispatch: object through which the model's forward runs; gives each call of a block to the recording or to the
+            stage for which the forward runs, which decides what the call returns.
         calls: the calls of blocks in training, in order.
         evaluated: indices of the calls that evaluation makes, too.
         reads: the blocks' tensors from which the model's output or the loss is computed outside of blocks.
@@ -275,6 +277,9 @@ class RecordedStage(nn.Module):
         own: indices of the calls, in ``record.calls``, that this stage computes.
         received: the tensors of earlier stages' blocks that this stage receives, in order.
         sent: the blocks' tensors that this stage sends, in order; empty for the last stage.
+
+    Attributes:
+        own, received, sent: as given.
     """
 
     def __init__(

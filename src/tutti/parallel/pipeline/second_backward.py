@@ -72,6 +72,11 @@ class SecondBackward:
         Returns:
             For each input of the call this rank's part of its gradient, with a graph; None where the stages of this
             rank do not use the input. The sum of the parts over the ranks is the gradient.
+
+        Raises:
+            UsageError: the loss depends on an activation that it did not depend on in an earlier call of the same
+                ``key``, or no longer depends on one.
+            PeerError: a rank of the stages is lost or late.
         """
         passes = self._passes
         own: list[Maybe] = [None] * len(self._inputs)

@@ -117,7 +117,7 @@ class SplitBackward:
 
         Returns:
             One tuple of tensors: the gradients of ``entered``, then of the outputs in ``calls``; None in place of a
-            tensor on which ``roots`` do not depend.
+            tensor on which ``roots`` do not depend. Empty if both are empty.
         """
         wanted = [*entered, *(call.edge for call in calls)]
         return _gradients(roots, wanted) if wanted else ()

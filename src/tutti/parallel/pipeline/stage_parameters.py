@@ -78,8 +78,9 @@ class StageParameters(QuietMode):
 
         Collective over the ranks of the stages where the function reads values of parameters (a broadcast of each from
         the rank that has it), or writes a parameter by a tensor (the ranks compare digests of the tensor). Calls are
-        made as they are, and send nothing, for functions of other tensors and of metadata, for tutti's own code, within
-        a backward, and while the attribute ``apart`` is True or the constructor's ``comm`` is None.
+        made as they are, and send nothing, for functions of other tensors, of metadata and of shapes alone (such as
+        ``zeros_like``), for texts (``repr``), for tutti's own code, within a backward, and while the attribute
+        ``apart`` is True or the constructor's ``comm`` is None.
 
         Args:
             func: the function, as ``__torch_function__`` is given it.
@@ -87,13 +88,15 @@ class StageParameters(QuietMode):
 
         Returns:
             The function's result. Of a read a new tensor, equal on all ranks; of a view a ``StateCopy``, a tensor
-            subclass that refuses writes, since they would not reach the parameter; of a write the written parameter.
+            subclass that refuses writes, since they would not reach the parameter; of a write the written parameter; of
+            ``.data`` and ``detach()`` a tensor that counts as the parameter from then on.
 
         Raises:
             UsageError: ``func`` takes a parameter, and is neither elementwise nor a view, nor one of the reductions,
-                comparisons and products that the mode lets through, such as a norm; or ``func`` would write parameters
-                by ``out=`` or as a list (``torch._foreach_mul_``). The script's writes since the last ``forget`` are
-                undone first.
+                comparisons and products that the mode lets through, such as a norm; ``func`` would write parameters by
+                ``out=`` or as a list (``torch._foreach_mul_``); or it assigns a parameter to the ``.data`` of another
+                tensor, or of a parameter of another stage. The script's writes since the last ``forget`` are undone
+                first.
             MismatchError: ranks read different parameters, or write a parameter by tensors of different values.
         """
         if self.quiet or func in METADATA:

@@ -33,12 +33,14 @@ class StagePartition:
         graph: ``fx.Graph`` of the model's forward, whose nodes are calls of modules and functions.
         bounds: (stages + 1,) indices into ``body(graph)``, the list of the nodes that a single stage computes; stage i
             computes the nodes from bound i to bound i + 1, exclusive.
-        names: for each stage but the first, the name of the module that its first node calls.
+        names: for each stage but the first, the name of the module that its first node calls, or the node's ``target``
+            as text if it calls no module. Empty where the last stage computes the whole model.
         shares: each stage's fraction of the whole model's forward time or number of parameters; they add up to 1.
         measured: whether ``shares`` are of measured time (True) or of the number of parameters.
         opened: names of the modules that were traced into, so that cuts may lie between their submodules; "" is the
             model.
-        record: record of the forward, where every stage runs the model's own code; None where stages run parts of
+        record: record of the forward, where every stage runs the model's own code up to its last block (a
+            ``ForwardRecord``), or the last stage the whole model (a ``WholeForward``); None where stages run parts of
             ``graph``.
         written: names of attributes that the forward writes. A stage has those of its own modules only.
         several_calls: whether the loss function calls the model several times for a micro-batch, or asks for a gradient
@@ -188,6 +190,10 @@ def whole_on_the_last_stage(model: nn.Module, stages: int, written: Sequence[str
         model: the model.
         stages: number of virtual stages; all but the last are empty.
         written: names of attributes of the model's modules that the forward writes.
+
+    Returns:
+        A ``StagePartition``, whose ``graph`` has a single call, of the whole model, whose ``names`` are empty, and
+        whose ``shares`` are 0 for all stages but the last.
     """
     record = WholeForward(model)
     bounds, shares = (0,) * stages + (1,), (0.0,) * (stages - 1) + (1.0,)
@@ -258,6 +264,9 @@ class TracedForward:
     Args:
         plain: the model, which must not change between two calls.
         written: names of attributes that the forward writes.
+
+    Attributes:
+        record: None: stages run parts of the traced graph, and not, by a ``ForwardRecord``, the model's own code.
     """
 
     record: ForwardRecord | None = None

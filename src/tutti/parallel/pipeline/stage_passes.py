@@ -33,8 +33,8 @@ class MicroBatchState:
 
     Attributes:
         training: whether a backward follows.
-        key: ``training`` and the shapes of the batch's tensors. For micro-batches of equal keys, neighbouring stages
-            exchange tensors of equal shapes and dtypes.
+        key: ``training`` and the shapes of the batch's tensors or, for a call by a ``StagedModel``, the forms of its
+            arguments. For micro-batches of equal keys, neighbouring stages exchange tensors of equal shapes and dtypes.
         moment: RNG snapshot after the forward, restored for backward.
         values: activations received from the previous stage, and other values sent along with them.
         entered: the floating-point tensors among ``values``, whose gradients the previous stage receives.
@@ -84,7 +84,8 @@ class StagePasses:
         cuts: the stage partition.
         virtual_stages: this rank's virtual stages, in order.
         messages: this rank's messages to and from its neighbours.
-        calls_before: for each of this rank's stages, how often earlier stages call each module that has an RNG stream.
+        calls_before: for each of this rank's stages, how often earlier stages call each module that has an RNG stream,
+            by the module's name in the prepared module.
         learns: for each virtual stage of the whole model, and for the model's output, whether the activations that it
             receives need a gradient: the result of the most recent ``update_learns``.
         ranks, here: number of ranks of the stages, and this rank's index among them.
@@ -371,7 +372,8 @@ class StagePasses:
 
         Raises:
             UsageError: with ``accumulate``, the loss depends on several calls of the model, and a parameter has a
-                gradient hook of the script.
+                gradient hook of the script; or the loss depends on an activation that it did not depend on in an
+                earlier backward of the same ``key``, or no longer depends on one.
             PeerError: a rank of the stages is lost or late.
         """
         with self.accumulating(accumulate):

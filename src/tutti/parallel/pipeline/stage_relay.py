@@ -59,6 +59,8 @@ class StageRelay:
         Raises:
             TuttiError: the loss function has caught an error of the model and gone on; the error itself if it is a
                 ``TuttiError``, else a ``UsageError``.
+            UsageError: after its call of the model, the loss function reads an attribute of a module that does not
+                exist on the last stage, as one that a forward or a hook on another stage has set.
             Exception: any error that the loss function lets through.
         """
         reads = self._passes.replica.script_parameters

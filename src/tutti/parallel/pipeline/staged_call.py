@@ -100,6 +100,9 @@ class StagedModel:
     Args:
         passes: passes calls of the model through its stages.
         comm: communicator over the ranks of the stages.
+
+    Attributes:
+        passes, comm: as given.
     """
 
     def __init__(self, passes: StagePasses, comm: Communicator) -> None:
@@ -224,8 +227,10 @@ class StagedModel:
             last: whether this rank has the last stage.
 
         Returns:
-            The structure of the output with the form of each of its leaves, and its tensors, on every rank; on the last
-            stage copies of those in ``result``, without their autograd graph.
+            A pair, on every rank. First a named tuple of ``structure``, the pytree structure of the output as text, and
+            ``forms``, a ``MessageForm`` for each leaf; of a leaf that stays on the last stage, its ``value`` is a tuple
+            of the name of the leaf's class. Second a list of the output's tensors; on the last stage copies of those in
+            ``result``, without their autograd graph.
 
         Raises:
             UsageError: the output's containers cannot be sent; or, on the last stage, it has another form than for this

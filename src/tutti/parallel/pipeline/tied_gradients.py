@@ -102,7 +102,8 @@ class SharedGradients:
         than two ranks, one all-gather. The message has one number more, the number of ranks with a gradient. Where it
         is 0, ``.grad`` gets back the value that it had before ``begin``: None, with which the optimizer skips the
         parameter, or the gradient of earlier logical workers. Otherwise ``.grad`` is a new tensor, equal on these
-        ranks.
+        ranks. An ``IncompleteGradient``, a placeholder that was in ``.grad`` before ``begin``, comes back in place of
+        the sum; its attribute ``added`` becomes True if there was a gradient.
 
         Args:
             micro_batches: number of the logical worker's micro-batches, equal on all ranks.

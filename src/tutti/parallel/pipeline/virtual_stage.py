@@ -27,7 +27,8 @@ class VirtualStage:
     Attributes:
         module: computes the stage; holds the stage's submodules under their names in the whole model. Its positional
             arguments are the values of ``given``, then those of ``incoming``.
-        given: names of the arguments of the model's call that the stage reads; every stage has these values.
+        given: names of the arguments of the model's call that the stage reads; every stage has these values. Where
+            stages follow a recorded forward, ``args`` and ``kwargs``, the call's positional and keyword arguments.
         incoming: names of the values that the stage receives from the previous stage.
         outgoing: names of the values that the stage sends to the next stage; empty for the last stage, which returns
             the model's output.
