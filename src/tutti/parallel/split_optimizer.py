@@ -87,14 +87,18 @@ def _somewhere(here: bool, comm: Communicator) -> bool:
 class SplitNormReducer:
     """Completes sums of squares of tensor-parallel slices to those of whole tensors, for layer-wise optimizers.
 
-    Called with the squares of this rank's slices, the object sums them over the tensor ranks; tensors that are whole on
-    every rank count once. Implements the protocol ``NormReducer``.
+    Implements the protocol ``NormReducer``: called with a 1-d tensor of sums of squares over this rank's slices, the
+    object returns one of equal shape and device, in which those of split parameters are summed over the tensor ranks.
+    Those of other parameters, which are whole on every rank, stay as they are. A call is collective over the tensor
+    ranks: one all-reduce.
 
     Args:
-        optimizer: the optimizer, whose parameters with a gradient are in the order of the squares.
+        optimizer: the optimizer. A call takes equally many numbers for each of its parameters that has a gradient, in
+            the order of its groups.
         split: the split parameters.
         comm: the tensor ranks.
-        slices: reducer from rows to this rank's slice, called first; None for none.
+        slices: reducer of parameters that are also sharded by rows, called first with the same numbers, to sum over
+            the rows of this rank's slices; None for none.
     """
 
     def __init__(
@@ -133,7 +137,8 @@ class SplitMatrixGatherer:
     Args:
         split: the split parameters with the regions of their slices.
         comm: the tensor ranks.
-        slices: gatherer from rows to this rank's slice, called first; None for none.
+        slices: gatherer for parameters that are also sharded by rows, called first, to gather this rank's slice from
+            its rows; None for none.
     """
 
     def __init__(

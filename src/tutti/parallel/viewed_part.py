@@ -16,10 +16,14 @@ from tutti.torch_compat import TorchFunctionDisabled, local_tensor, tree_map_onl
 
 
 class ViewedPart(SourceValues):
-    """This rank's part of a parameter; tells whether a gathered copy, which stands for a view, is still up to date.
+    """Source of a ``StateCopy`` of a parameter of which this rank has a part: tells whether the copy is up to date.
+
+    Where a script takes a view of such a parameter, it gets a ``StateCopy``, a view of a gathered copy of the whole
+    parameter. That asks this object before each use whether the part has changed since.
 
     Args:
-        part: the part: a slice, or a ``DTensor`` of rows.
+        part: this rank's part, a slice or a ``DTensor`` of rows. The values that it has when this object is made are
+            those of the copy.
     """
 
     def __init__(self, part: Tensor) -> None:

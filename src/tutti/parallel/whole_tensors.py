@@ -40,7 +40,7 @@ class GatheredTensor(NamedTuple):
 
     Attributes:
         parameter: this rank's parameter.
-        local: shape of this rank's slices, concatenated.
+        local: shape of ``parameter``: of this rank's slices, concatenated along the first dimension.
         shape: shape of the gathered tensor.
         regions: for each rank of the axis, in rank order, the regions of its slices in the gathered tensor, each a
             tuple of one ``slice`` a dimension.
@@ -197,7 +197,8 @@ class WholeTensors:
 
         Args:
             optimizer: the optimizer, whose ``state`` is written.
-            named: its parameters by name; parameters that another rank owns, or that are not gathered, are ignored.
+            named: (name, parameter) pairs of its parameters; those that another rank owns, or that are not gathered,
+                are ignored.
             saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
 
@@ -296,7 +297,7 @@ class WholeTensorsOf:
 
         Args:
             optimizer: unused: each optimizer of the run loads the state of its own parameters.
-            named: parameters by name; parameters that another rank owns, or that are not gathered, are ignored.
+            named: (name, parameter) pairs; parameters that another rank owns, or that are not gathered, are ignored.
             saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
 
@@ -535,6 +536,10 @@ def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list
     """Return a list of the members of ``parameters`` that are in the optimizer's ``param_groups``, in the given order.
 
     Frozen parameters (``requires_grad`` False) are included.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: any parameters; they are compared by identity.
     """
     members = {p for group in optimizer.param_groups for p in group["params"]}
     return [p for p in parameters if p in members]

@@ -29,7 +29,11 @@ class TransposedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight + bias`` of a linear layer whose weight is stored as (inputs, outputs).
 
-        The input is (…, inputs), the result (…, outputs).
+        Args:
+            input: (…, inputs).
+
+        Returns:
+            (…, outputs).
         """
         return functional.linear(input, self.weight.t(), self.bias)
 

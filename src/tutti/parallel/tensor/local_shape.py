@@ -46,7 +46,9 @@ class LocalShapeMode(TorchFunctionMode):
             where the input is not split.
 
     Attributes:
-        drops: whether dropout is applied.
+        slice_, width: as given.
+        sizes, draws: as given, as lists.
+        drops: whether dropout is applied: True, here.
         viewed, drawn: numbers of the views that were reduced, and of the calls of dropout or attention, so far.
     """
 
@@ -196,6 +198,9 @@ class HeadParallelBlock(TensorParallelLayer):
         of the unsplit block, the same on every rank. The split layers in the block are collective over the tensor
         ranks: the row-parallel one all-reduces (or reduce-scatters) the outputs, and the column-parallel ones
         all-reduce their inputs' gradients in backward.
+
+        Args:
+            args, kwargs: arguments of the unsplit block's forward, with whole tensors.
 
         Raises:
             UsageError: the arguments are of other kinds than in the calls for which the split was verified; the code

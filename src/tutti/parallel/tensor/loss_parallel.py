@@ -43,6 +43,7 @@ def cross_entropy(
 
     Returns:
         The loss over all classes, the same on every rank; of the shape of ``target`` for ``reduction="none"``, else ().
+        Its dtype is that of ``part``; float32 under autocast if that has 16 bits.
 
     Raises:
         IndexError: a target is not a class index, on a CPU; on an accelerator a device-side assertion fails.

@@ -18,11 +18,17 @@ from tutti.torch_compat import gradient_hooks, tensor_version
 class SliceHooks:
     """Lets hooks of ``register_hook`` on parameters of which this rank has a slice see the whole gradient.
 
+    Called without arguments, the object replaces each of the script's hooks on split parameters by a
+    ``WholeGradientHook`` of it, unless that has been done before, and returns a list of the parameters' names, one for
+    each hook replaced. Not collective. The call raises UsageError for a hook on any parameter under sequence
+    parallelism.
+
     Args:
         parameters: all parameters of the model, by name.
-        reads: the mode that knows which of them are split.
-        script_code: context manager around code of the script, in which ``reads`` is active.
-        sequence: sequence parallelism, under which gradients of whole parameters are not complete in backward.
+        reads: the function mode that knows which of them are split, and how.
+        script_code: called without arguments; returns a context for code of the script, in which ``reads`` is active.
+        sequence: whether the run has sequence parallelism, under which gradients of whole parameters are not complete
+            in backward.
     """
 
     def __init__(
@@ -65,11 +71,17 @@ class SliceHooks:
 class WholeGradientHook:
     """Calls a hook of the script with the whole gradient, where autograd gives it this rank's slice.
 
+    Autograd calls this object with this rank's slice of a split parameter's gradient. The call gathers the whole
+    gradient, calls the script's hook with it, and returns this rank's slice of the gradient that the hook has returned
+    or made in place. It is collective over the tensor ranks: an all-reduce, and a comparison of the hook's result,
+    which raises MismatchError if it differs over the ranks. A backward with ``create_graph=True``, and a result of
+    another shape, raise UsageError.
+
     Args:
-        hook: the script's hook.
-        name: name of the split parameter.
-        reads: the mode that knows how it is split.
-        script_code: context manager around code of the script, in which ``reads`` is active.
+        hook: the script's hook, which returns a new gradient or None.
+        name: name of the split parameter in the model.
+        reads: the function mode that knows how the parameter is split.
+        script_code: called without arguments; returns a context for code of the script, in which ``reads`` is active.
     """
 
     def __init__(
@@ -90,7 +102,7 @@ class WholeGradientHook:
         Raises:
             UsageError: the backward makes a graph of its own (``create_graph``), or the hook returns a tensor of
                 another shape.
-            MismatchError: it makes another gradient on each rank.
+            MismatchError: the hook makes different gradients on the ranks.
         """
         if torch.is_grad_enabled() and gradient.requires_grad:
             self._refuse("in a backward with create_graph=True", "its graph would end at the gathered gradient")

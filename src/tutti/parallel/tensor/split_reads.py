@@ -145,10 +145,11 @@ class SplitReads(EditWatch):
             The function's result; a ``SplitTensor`` where the script itself calls a column-parallel layer.
 
         Raises:
-            UsageError: the function is not elementwise, and it writes to a slice or is called in the model's forward;
-                the shape of an operand does not allow to cut it like the parameter; or the script itself calls a layer
-                that is split by heads.
-            MismatchError: a whole tensor that meets a slice differs between ranks.
+            UsageError: the function is not elementwise, and it writes to a slice, draws random numbers, is called in
+                the model's forward or in a backward, or the attribute ``gathers`` is False; the shape of an operand
+                does not allow to cut it like the parameter; a method of an optimizer reads the gradient of a slice,
+                other than in a step that tutti makes; or the script itself calls a layer that is split by heads.
+            MismatchError: a whole tensor that meets a slice differs between ranks, or ranks read different parameters.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         return super().see(func, args, kwargs)

@@ -20,6 +20,9 @@ class SilentRanks(TensorRanks):
     Args:
         rank: index of this rank among the tensor-parallel ranks.
         size: number of tensor-parallel ranks.
+
+    Attributes:
+        rank, size: as given.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -65,8 +68,9 @@ def dropped(part: Tensor, p: float, dim: int, slice_: LayerSlice) -> Tensor:
     Args:
         part: this rank's slice of the tensor.
         p: probability of zero.
-        dim: the split dimension.
-        slice_: position of this rank's slice; its ``length`` may count groups along ``dim``, such as heads.
+        dim: the split dimension; may count from the end.
+        slice_: position of this rank's slice. Its ``length`` is the size of the whole tensor along ``dim``, or the
+            number of groups of equal size along it, such as heads.
 
     Returns:
         ``part`` times the mask and 1 / (1 - p), in a new tensor; ``part`` itself for ``p`` 0.

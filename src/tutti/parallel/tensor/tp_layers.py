@@ -48,9 +48,14 @@ class ColumnParallelLinear(TensorParallelLayer):
         """Compute this rank's outputs of a linear layer split by outputs: (…, inputs) → (…, outputs here).
 
         The input is whole on every rank, so that forward sends nothing; backward all-reduces its gradient over the
-        tensor ranks. A ``SplitTensor`` as input is all-gathered first, and its gradient reduce-scattered. Where the
-        script has put forward hooks on this layer, or on modules up to the row-parallel layer, the result is a
-        ``SplitTensor``, which the hooks see as the whole outputs.
+        tensor ranks. A ``SplitTensor`` as input is all-gathered first, and its gradient reduce-scattered.
+
+        Args:
+            input: (…, inputs), equal on all tensor ranks, or a ``SplitTensor`` of this shape.
+
+        Returns:
+            A plain tensor of this rank's outputs. Where the script has put forward hooks on this layer, or on modules
+            up to the row-parallel layer, a ``SplitTensor`` of them, which the hooks see as the whole outputs.
 
         Raises:
             UsageError: there are such hooks, but they cannot be given whole outputs: the layer is split by heads of
@@ -85,11 +90,17 @@ class RowParallelLinear(TensorParallelLayer):
         """Compute whole outputs of a linear layer split by inputs: (…, inputs here) → (…, outputs).
 
         Collective over the tensor ranks: an all-reduce of their partial outputs; backward sends nothing. With sequence
-        parallelism the ranks reduce-scatter instead, the result is a ``SplitTensor``, on each rank the outputs of its
-        own positions, and backward all-gathers the gradient. (An input of fewer than two positions a rank, or of two
-        dimensions, is all-reduced also then.) A whole input, which the script may have computed, is cut to this rank's
-        slice; its backward all-gathers. An input that is a ``SplitTensor`` gives its slice of the inputs, or is
-        all-gathered and then cut if it is split along another dimension.
+        parallelism the ranks reduce-scatter instead, and backward all-gathers the gradient. (An input of fewer than two
+        positions a rank, or of two dimensions, is all-reduced also then.)
+
+        Args:
+            input: this rank's slice of the inputs. A whole input, which the script may have computed, is cut to the
+                slice; its backward all-gathers. A ``SplitTensor`` gives its slice, or is all-gathered and then cut if
+                it is split along another dimension than the last.
+
+        Returns:
+            The outputs, equal on all tensor ranks; after a reduce-scatter a ``SplitTensor`` of them, on each rank those
+            of its own positions.
 
         Raises:
             UsageError: an autograd function of the script has returned the input as a ``SplitTensor``.
@@ -111,9 +122,16 @@ class GatheredOutput(TensorParallelLayer):
     def forward(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
         """Compute the whole outputs of a linear or convolution layer that is split by outputs over ranks.
 
-        Arguments are those of the unsplit layer (``input`` whole, the same on every rank), and so is the result.
         Collective over the tensor ranks: an all-gather of their outputs; in backward an all-reduce of the inputs'
         gradient.
+
+        Args:
+            input: the whole input, equal on all tensor ranks, or a ``SplitTensor`` of it, which is all-gathered.
+            rest, options: further arguments of the unsplit layer's forward, such as ``output_size`` of a transposed
+                convolution.
+
+        Returns:
+            The output of the unsplit layer, a plain tensor, equal on all tensor ranks.
 
         Raises:
             PeerError: a rank is lost, or does not take part within the timeout.
@@ -133,9 +151,14 @@ class LossParallelLinear(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's logits in the last linear layer, which is split by classes: (…, inputs) → (…, classes).
 
-        The result is a ``SplitTensor`` of the shape of all classes, of which each rank holds the logits of its own
-        classes. ``input`` is whole on every rank. Forward sends nothing; backward all-reduces the inputs' gradient over
-        the tensor ranks.
+        Forward sends nothing; backward all-reduces the inputs' gradient over the tensor ranks. A ``SplitTensor`` as
+        input is all-gathered first, and its gradient reduce-scattered.
+
+        Args:
+            input: (…, inputs), equal on all tensor ranks, or a ``SplitTensor`` of this shape.
+
+        Returns:
+            A ``SplitTensor`` of the shape of all classes, of which each rank holds the logits of its own classes.
         """
         return SplitTensor.of(super().forward(copied(input, self.tutti_slice)), -1, self.tutti_slice)
 
@@ -156,10 +179,16 @@ class VocabParallelEmbedding(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Look up whole embeddings in a table split by rows over the tensor ranks: indices (…) → (…, features).
 
-        ``input`` has indices of the whole table, the same on every rank. Collective over the tensor ranks: an
-        all-reduce; each rank contributes the rows that it holds, and zeros for other indices. With sequence parallelism
-        the ranks reduce-scatter instead, and the result is a ``SplitTensor``: on each rank the embeddings of its own
-        positions; backward then all-gathers the gradient.
+        Collective over the tensor ranks: an all-reduce; each rank contributes the rows that it holds, and zeros for
+        other indices. With sequence parallelism the ranks reduce-scatter instead, and backward all-gathers the
+        gradient; embeddings of fewer than two positions a rank, or of two dimensions, are all-reduced also then.
+
+        Args:
+            input: indices of rows of the whole table, equal on all tensor ranks.
+
+        Returns:
+            The embeddings, equal on all tensor ranks; after a reduce-scatter a ``SplitTensor`` of them, on each rank
+            those of its own positions.
 
         Raises:
             IndexError: on a CPU, an index is outside of the whole table, as ``torch.nn.Embedding`` raises; on an
@@ -191,8 +220,14 @@ class ParallelDropout(TensorParallelLayer):
         """Apply dropout to this tensor-parallel rank's slice of the features: (…, features here) → the same shape.
 
         Not collective: each rank draws the mask of all features, from equal RNG states, so that masks are those of one
-        device. ``input`` is this rank's slice; an input that is whole, or a ``SplitTensor``, gets dropout as on one
-        device.
+        device. In evaluation, and for ``p`` 0, the features stay as they are.
+
+        Args:
+            input: this rank's slice, or a ``SplitTensor``. Where ``tutti_by_feature`` is True, also the whole tensor,
+                which gets dropout as on one device.
+
+        Returns:
+            The features after dropout, a slice, ``SplitTensor`` or whole tensor as ``input`` is.
         """
         if not self.training or self.p == 0.0:
             return functional.dropout(input, self.p, False)

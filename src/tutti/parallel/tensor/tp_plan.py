@@ -337,8 +337,11 @@ class PlanFinder:
 def splittable(module: nn.Module) -> bool:
     """Return whether a module is of a kind whose parameters tensor parallelism can split.
 
-    These are ``nn.MultiheadAttention``, linear layers (weight (outputs, inputs) or transposed), convolutions and
-    embeddings.
+    These are ``nn.MultiheadAttention`` (subclasses included), linear layers (``is_linear``), convolutions
+    (``is_convolution``) and embeddings (``is_embedding``).
+
+    Args:
+        module: any module; its submodules do not count.
     """
     attention = isinstance(module, nn.MultiheadAttention)
     return attention or is_linear(module) or is_convolution(module) or is_embedding(module)
@@ -391,8 +394,11 @@ def _within(name: str, patterns: Collection[str]) -> bool:
 def is_convolution(module: nn.Module) -> bool:
     """Return whether a module is a PyTorch convolution that tensor parallelism can split by output channels.
 
-    True for convolutions of one group. False for subclasses, and where a hook or a parametrization computes the
-    parameters.
+    True for convolutions of one group, transposed ones included. False for subclasses, and where a hook or a
+    parametrization computes the parameters.
+
+    Args:
+        module: any module.
     """
     if not isinstance(module, ConvBase) or type(module).__module__ != "torch.nn.modules.conv":
         return False
@@ -402,7 +408,11 @@ def is_convolution(module: nn.Module) -> bool:
 def is_embedding(module: nn.Module) -> bool:
     """Return whether a module is an ``nn.Embedding`` that tensor parallelism can split by rows of its table.
 
-    False with ``max_norm``, ``sparse`` or ``scale_grad_by_freq``, and where a parametrization computes the weight.
+    False for subclasses, with ``max_norm``, ``sparse`` or ``scale_grad_by_freq``, and where a parametrization computes
+    the weight.
+
+    Args:
+        module: any module.
     """
     if type(module) is not nn.Embedding or not _plain(module):
         return False
