@@ -31,8 +31,9 @@ class HybridLayout:
 
         Collective over all ranks of the job with several stages, otherwise over the tensor ranks: the ranks of a
         replica compare their models, the first tensor rank of each stage broadcasts the tensor-parallel plan and all
-        values to the other tensor ranks of the stage, and all ranks compare the cuts that they have found. On each rank
-        the loss function runs once with the first micro-batch, if the run has a loss function.
+        values to the other tensor ranks of the stage, and all ranks compare the cuts that they have found. If the run
+        has a loss function, it runs a few times before the first step: with two samples on the first tensor ranks, to
+        find that plan, and with several stages on each rank with the first micro-batch, to find the cuts.
 
         Args:
             plain: the whole model, the same on every rank; changed in place: parameters become slices, and placeholders

@@ -343,7 +343,7 @@ class AsyncProgress(NamedTuple):
         lost: updates that were lost with an earlier process of the server.
         stop_at: step after which all workers stop; ``NONE`` while no rank has asked for it.
         may_proceed: 1.0 if the worker may begin its next step, 0.0 if it must wait for the slowest one.
-        clock: steps of all workers together.
+        clock: steps of all workers divided by their number, rounded down.
     """
 
     staleness: float

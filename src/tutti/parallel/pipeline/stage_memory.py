@@ -232,7 +232,7 @@ def observe_blocks(
         took: seconds of the forward of each module, by name, as the blocks' costs, by which stages are made even; empty
             for the number of their parameters instead.
         run: function that calls the loss function on the model it is given, with one micro-batch, and runs backward.
-        counter: counts the bytes of live tensors during the run.
+        counter: a ``Tracker`` that the caller has entered; counts the bytes of live tensors during the run.
         samples: number of samples in the micro-batch that ``run`` uses.
 
     Returns:
