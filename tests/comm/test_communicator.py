@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -162,7 +163,14 @@ def named() -> dict[str, Any]:
     specs = {name: ShardSpec(tuple(t.shape), (0,) * t.dim()) for name, t in local.items()}
     local |= {"lent": torch.ones(1), "split": torch.full((2, 3), float(rank))}
     specs |= {"lent": ShardSpec((1,), (0,), ("other",)), "split": ShardSpec((6, 3), (rank, 0), blocks=2)}
-    whole = GatheredParts(local, specs, () if rank == 1 else ("lent",), line()).all()
+    state, sent = GatheredParts(local, specs, () if rank == 1 else ("lent",), line()), []
+    with patch.object(Communicator, "broadcast", lambda *args, send=Communicator.broadcast: sent.append(send(*args))):
+        whole = state.all()
+    # One message for each rank and dtype.
+    assert len(sent) == 2 * tutti.size()
+    memories = {t.untyped_storage().data_ptr() for name, t in whole.items() if name != "other"}
+    assert len(memories) == len(whole) - 1
+    assert {name: state[name].tolist() for name in whole} == {name: t.tolist() for name, t in whole.items()}
     return {name: (str(t.dtype), list(t.shape), t.tolist()) for name, t in whole.items()}
 
 

@@ -29,9 +29,18 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     Args:
         tensors: whole tensors by name, on any device.
     """
+    return pairs_sha256((name, tensors[name]) for name in sorted(tensors))
+
+
+def pairs_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 of ``weights_sha256``, in hexadecimal, over tensors that are made one after the other.
+
+    Args:
+        tensors: pairs (name, whole tensor, on any device) in sorted order of the names; none is kept.
+    """
     digest = WeightsHash()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+    for name, whole in tensors:
+        tensor = whole.detach().cpu().contiguous()
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         digest.add(name, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
     return digest.hexdigest()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tutti.checkpoint.state_shards import region_index
+from tutti.comm.broadcast import in_messages
 from tutti.comm.communicator import Communicator
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import block
@@ -33,15 +35,42 @@ class GatheredModel(Mapping[str, Tensor], ABC):
         self._owners = {other: name for name, others in tied.items() for other in (name, *others)}
 
     @abstractmethod
-    def _whole(self, name: str) -> Tensor:
-        """Return the whole tensor whose first name is ``name``."""
+    def _size(self, name: str) -> int:
+        """Return the bytes of the whole tensor whose first name is ``name``."""
+
+    @abstractmethod
+    def _wholes(self, names: Sequence[str]) -> list[Tensor]:
+        """Return the whole tensors whose first names are ``names``, gathered together."""
+
+    def pairs(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Gather tensors of a model that is distributed over ranks, and yield each with its name.
+
+        Collective over the ranks that together hold one copy of the model, which must ask for the same names. Tensors
+        travel together until they have 64 MiB: an all-gather of their rows of each dtype, or a broadcast of their
+        slices of each rank and dtype. The memory that a rank needs beyond its own part is that of one message, if the
+        caller drops each tensor before the next.
+
+        Args:
+            names: names of tensors, in the order to yield them.
+
+        Yields:
+            Pairs (name, whole tensor), as ``mapping[name]`` gives it.
+
+        Raises:
+            MismatchError: the ranks are in different calls.
+            PeerError: a rank has ended, or did not make the call in time.
+        """
+        for message in in_messages(names, lambda name: self._size(self._owners[name])):
+            first = list(dict.fromkeys(self._owners[name] for name in message))
+            wholes = dict(zip(first, self._wholes(first), strict=True))
+            for name in message:
+                yield name, wholes[self._owners[name]]
 
     def all(self) -> dict[str, Tensor]:
         """Gather every tensor of a model that is distributed over ranks, and return the whole tensors.
 
-        Collective over the ranks that together hold one copy of the model, each of which must call it: an all-gather of
-        a tensor's rows, or a broadcast of each of its slices, one tensor after the other. Needs memory for the whole
-        model on each rank.
+        Collective over the ranks that together hold one copy of the model, each of which must call it, as ``pairs``.
+        Needs memory for the whole model on each rank.
 
         Returns:
             The whole tensors by name; a tied tensor is gathered once and is found under each of its names. Tensors that
@@ -52,12 +81,13 @@ class GatheredModel(Mapping[str, Tensor], ABC):
             PeerError: a rank has ended, or did not make the call in time.
         """
         found: dict[str, Tensor] = {}
-        for name, others in self._tied.items():
-            found |= dict.fromkeys((name, *others), self._whole(name))
+        for name, whole in self.pairs(self._tied):
+            found |= dict.fromkeys((name, *self._tied[name]), whole)
         return found
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._whole(self._owners[name])
+        [whole] = self._wholes([self._owners[name]])
+        return whole
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owners)
@@ -78,9 +108,9 @@ class _Part(NamedTuple):
 class GatheredParts(GatheredModel):
     """Mapping from names to whole tensors of a model whose tensors, or slices of them, lie on the ranks of one replica.
 
-    Each access is collective over the ranks of ``comm``: one broadcast from each rank that holds a slice of the tensor;
-    the result is a new tensor, with one rank that of ``local``. The constructor is collective, too: it broadcasts names
-    and shapes from every rank that is alive.
+    Each access is collective over the ranks of ``comm``: one broadcast from each rank that holds slices of the tensors,
+    for each dtype; the results are new tensors, with one rank those of ``local``. The constructor is collective, too:
+    it broadcasts names and shapes from every rank that is alive.
 
     Args:
         local: this rank's tensors and slices, by name.
@@ -108,22 +138,36 @@ class GatheredParts(GatheredModel):
                 self._parts.setdefault(name, []).append(_Part(source, getattr(torch, dtype), tuple(part), spec))
         super().__init__({name: parts[0].spec.tied for name, parts in self._parts.items()})
 
-    def _whole(self, name: str) -> Tensor:
-        comm = self._comm
-        if comm.size == 1:
-            return self._local[name]
-        whole: Tensor | None = None
-        for source, dtype, shape, spec in self._parts[name]:
-            if 0 in shape and 0 not in spec.shape:
-                continue  # fewer rows than ranks
-            tensor = torch.empty(shape, dtype=dtype, device=comm.device)
-            if comm.rank == source:
-                tensor.copy_(self._local[name])
-            comm.broadcast(tensor, source, f"state '{name}'")
-            whole = tensor if shape == spec.shape else _put(whole, tensor, spec)
-        if whole is None:
-            raise KeyError(name)
-        return whole
+    def _size(self, name: str) -> int:
+        part = self._parts[name][0]
+        return math.prod(part.spec.shape) * part.dtype.itemsize
+
+    def _wholes(self, names: Sequence[str]) -> list[Tensor]:
+        if self._comm.size == 1:
+            return [self._local[name] for name in names]
+        messages: dict[tuple[int, torch.dtype], list[tuple[str, _Part]]] = {}
+        for name in names:
+            for part in self._parts[name]:
+                # A rank has no rows where there are fewer rows than ranks.
+                if 0 not in part.shape or 0 in part.spec.shape:
+                    messages.setdefault((part.source, part.dtype), []).append((name, part))
+        wholes: dict[str, Tensor] = {}
+        for (source, dtype), parts in messages.items():
+            for (name, part), tensor in zip(parts, self._broadcast(source, dtype, parts), strict=True):
+                full = part.shape == part.spec.shape
+                wholes[name] = tensor if full else _put(wholes.get(name), tensor, part.spec)
+        return [wholes[name] for name in names]
+
+    def _broadcast(self, source: int, dtype: torch.dtype, parts: Sequence[tuple[str, _Part]]) -> list[Tensor]:
+        """Broadcast the slices of one rank in one message, and return new tensors that share no memory."""
+        sizes = [math.prod(part.shape) for _, part in parts]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=self._comm.device)
+        views = [view.view(part.shape) for view, (_, part) in zip(flat.split(sizes), parts, strict=True)]
+        if self._comm.rank == source:
+            for view, (name, _) in zip(views, parts, strict=True):
+                view.copy_(self._local[name])
+        self._comm.broadcast(flat, source, f"state '{parts[0][0]}'" + f" and {len(parts) - 1} more" * (len(parts) > 1))
+        return views if len(views) == 1 else [view.clone() for view in views]
 
 
 def _place(spec: ShardSpec) -> tuple[object, ...]:
@@ -145,8 +189,8 @@ def gather_rows(
 ) -> dict[str, Tensor]:
     """Gather tensors that are sharded along their first dimension.
 
-    Collective over the ranks of ``comm``: one all-gather for each tensor, in the order of ``rows``, which must have the
-    same names on all ranks; blocks.
+    Collective over the ranks of ``comm``: one all-gather for each dtype; blocks. ``rows`` must have the same names in
+    the same order on all ranks.
 
     Args:
         rows: this rank's shard of each tensor, by name: contiguous rows, divided as ``torch.chunk`` does. Each rank has
@@ -161,20 +205,28 @@ def gather_rows(
         MismatchError: the ranks are in different calls.
         PeerError: a rank has ended, or did not make the call in time.
     """
-    whole = {}
-    for name, mine in rows.items():
-        count, rest = shapes[name][0], tuple(shapes[name][1:])
-        padded = mine.new_zeros(len(block(count, comm.size, 0)), *rest)
-        padded[: len(mine)] = mine
-        whole[name] = torch.cat(comm.all_gather(padded, f"rows of '{name}'"))[:count]
-    return whole
+    whole: dict[str, Tensor] = {}
+    for dtype in dict.fromkeys(mine.dtype for mine in rows.values()):
+        padded = {}
+        for name, mine in rows.items():
+            if mine.dtype == dtype:
+                padded[name] = mine.new_zeros(len(block(shapes[name][0], comm.size, 0)), *shapes[name][1:])
+                padded[name][: len(mine)] = mine
+        first, *more = padded
+        flat = padded[first].view(-1) if not more else torch.cat([each.view(-1) for each in padded.values()])
+        text = f"rows of '{first}'" + f" and {len(more)} more" * bool(more)
+        sizes = [each.numel() for each in padded.values()]
+        ranks = [part.split(sizes) for part in comm.all_gather(flat, text)]
+        for (name, each), parts in zip(padded.items(), zip(*ranks, strict=True), strict=True):
+            whole[name] = torch.cat([part.view_as(each) for part in parts])[: shapes[name][0]]
+    return {name: whole[name] for name in rows}
 
 
 class GatheredRows(GatheredModel):
     """Mapping from names to whole tensors of a model of which some tensors are sharded by rows.
 
-    Each access of a sharded tensor is collective: one all-gather over the ranks of ``comm``. An access of another
-    tensor sends nothing and returns that of ``local``. The constructor sends nothing.
+    Each access of sharded tensors is collective: one all-gather over the ranks of ``comm`` for each dtype. An access of
+    another tensor sends nothing and returns that of ``local``. The constructor sends nothing.
 
     Args:
         local: this rank's whole tensors and row shards, by name.
@@ -189,11 +241,14 @@ class GatheredRows(GatheredModel):
         super().__init__({name: specs[name].tied for name in local})
         self._local, self._cut, self._specs, self._comm = local, cut, specs, comm
 
-    def _whole(self, name: str) -> Tensor:
-        tensor = self._local[name]
-        if name not in self._cut:
-            return tensor
-        return gather_rows({name: tensor}, {name: self._specs[name].shape}, self._comm)[name]
+    def _size(self, name: str) -> int:
+        return math.prod(self._specs[name].shape) * self._local[name].dtype.itemsize
+
+    def _wholes(self, names: Sequence[str]) -> list[Tensor]:
+        rows = {name: self._local[name] for name in names if name in self._cut}
+        shapes = {name: self._specs[name].shape for name in rows}
+        gathered = gather_rows(rows, shapes, self._comm)
+        return [gathered.get(name, self._local[name]) for name in names]
 
 
 def gathered_model(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tutti import errors
 from tutti.comm.communicator import Communicator
+
+T = TypeVar("T")
 
 _MESSAGE_BYTES = 64 << 20
 
@@ -37,11 +39,38 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
     if comm.size == 1:
         return
     for dtype, same in groupby(tensors, key=lambda t: t.dtype):
-        for message in _messages(list(same)):
+        for message in in_messages(same, lambda t: t.nbytes):
             flat = torch.cat([t.reshape(-1).to(comm.device) for t in message])
             comm.broadcast(flat, 0, f"{name}, {dtype}")
             for tensor, part in zip(message, flat.split([t.numel() for t in message]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+
+def in_messages(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Divide tensors, or what stands for them, into lists that travel as one message each, in their order.
+
+    A message is closed as soon as it has 64 MiB, so that a larger tensor is the last of its message.
+
+    Args:
+        items: what is to be sent.
+        size: returns the bytes of an item.
+
+    Yields:
+        Lists of at least one item.
+
+    >>> [len(message) for message in in_messages([40 << 20, 30 << 20, 1, 2], lambda size: size)]
+    [2, 2]
+    """
+    message: list[T] = []
+    full = 0
+    for item in items:
+        message.append(item)
+        full += size(item)
+        if full >= _MESSAGE_BYTES:
+            yield message
+            message, full = [], 0
+    if message:
+        yield message
 
 
 def broadcast_result(comm: Communicator, source: int, function: Callable[[], Any], name: str) -> Any:
@@ -92,15 +121,3 @@ def _told(error: Exception, rank: int, name: str) -> dict[str, Any]:
         "what": error.what,
         "more": {"where": error.where, "why": error.why, "remedy": error.remedy},
     }
-
-
-def _messages(tensors: list[Tensor]) -> list[list[Tensor]]:
-    messages: list[list[Tensor]] = []
-    size = _MESSAGE_BYTES
-    for tensor in tensors:
-        if size >= _MESSAGE_BYTES:
-            messages.append([])
-            size = 0
-        messages[-1].append(tensor)
-        size += tensor.nbytes
-    return messages

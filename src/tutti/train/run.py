@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.checkpoint.fingerprint import tensor_digests, weights_sha256
+from tutti.checkpoint.fingerprint import pairs_sha256, tensor_digests
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
 from tutti.comm.graph_breaks import ends_graph
@@ -772,8 +772,9 @@ class Run:
 
         Collective over all ranks, which first compare the call and their copies of tensors (all-gathers of digests).
 
-        Shards and slices are gathered, by a broadcast of each from the rank that has it, or by an all-gather of rows;
-        replicas that differ (local SGD) are merged over the data ranks. Each rank needs memory for the whole model.
+        Shards and slices are gathered in messages of about 64 MiB, by broadcasts from each rank that has some, or by
+        all-gathers of rows; replicas that differ (local SGD) are merged over the data ranks. Each rank needs memory for
+        the whole model.
 
         Args:
             averaged: return the average of the weights over the updates (EMA) in place of the trained parameters, with
@@ -845,7 +846,7 @@ class Run:
         """Return a SHA-256 hash of the tensors that ``state`` returns, on every rank. Collective over all ranks.
 
         The tensors are all parameters and persistent buffers of the plain model. Equal hashes mean bit-identical
-        models. Gathers one tensor at a time.
+        models. Gathers tensors of together about 64 MiB at a time.
 
         Args:
             averaged: hash the average of the weights in place of the trained parameters.
@@ -860,8 +861,9 @@ class Run:
         """
         with self.replica.model_code():
             self._read_whole(averaged)
-            # A sharded model may not fit into one device: gather one tensor at a time.
-            return weights_sha256(self._gathered(averaged))
+            # A sharded model may not fit into one device: gather a message of tensors at a time.
+            gathered = self._gathered(averaged)
+            return pairs_sha256(gathered.pairs(sorted(gathered)))
 
     def _read_whole(self, averaged: bool) -> None:
         """Compare over ranks this call and the copies of the model. Collective."""
