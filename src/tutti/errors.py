@@ -15,6 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 
@@ -344,6 +345,11 @@ def _is_users(file: str) -> bool:
 
     ``contextlib.py`` is none of the user's: its decorators call functions of both packages.
     """
-    found = [sys.modules[name].__file__ for name in ("torch", "tutti") if name in sys.modules]
-    folders = tuple(f"{Path(each).parent}{os.sep}" for each in found if each)
-    return not file.startswith(folders) and not file.endswith("/contextlib.py")
+    packages = tuple(sys.modules[name].__file__ for name in ("torch", "tutti") if name in sys.modules)
+    return not file.startswith(_folders(packages)) and not file.endswith("/contextlib.py")
+
+
+@cache
+def _folders(packages: tuple[str | None, ...]) -> tuple[str, ...]:
+    """Return the folders of packages, given by their ``__init__.py``, each with a separator at its end."""
+    return tuple(f"{Path(each).parent}{os.sep}" for each in packages if each)
