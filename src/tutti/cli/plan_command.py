@@ -143,19 +143,9 @@ def plan_devices(
     check_writable(figure, "the figure", (".svg", ".png"))
     asked = PlanLimits.check(max_devices, batch_size, deadline, budget, price, verify, device_memory)
     known = None if target is None else TrainingTarget.parse(target, "--target")
-    if known is not None and not user.is_own(task):
-        check_metric(known.metric.name, "--target", task_registry.held_out_values(task), averaged=True)
-    if not runs and recipe is None:
-        raise UsageError(
-            "nothing says how many samples the target needs",
-            remedy="give --recipe"
-            if named.script
-            else f"give --runs: two runs of tutti train {task} --until NAME=VALUE with different --batch-size, or "
-            "--recipe",
-        )
-    if not runs and machine is None:
-        remedy = "give --machine" if named.script else "give --machine, or --runs"
-        raise UsageError("nothing says how long a step takes", remedy=remedy)
+    if known is not None:
+        _check_known(known, "--target", task)
+    _check_sources(named, runs, recipe, machine)
 
     from tutti.planning.device_plan import device_plans
     from tutti.planning.plan_candidates import step_key
@@ -164,8 +154,8 @@ def plan_devices(
     evidence, notes = usable_runs([read_evidence(path) for path in find_runs(runs)], task)
     stated = known is not None
     known, data = _to_target(evidence, recipe, known, task, notes)
-    if recipe is not None and not stated and not named.script and not user.is_own(task):
-        check_metric(known.metric.name, f"--recipe {recipe}", task_registry.held_out_values(task), averaged=True)
+    if recipe is not None and not stated and not named.script:
+        _check_known(known, f"--recipe {recipe}", task)
     loaded = named.load_script()
     base = _base(evidence, precision, None if loaded is None else loaded.options)
     batches = _batches(data, asked.batches)
@@ -185,15 +175,7 @@ def plan_devices(
         if asked.device_memory is None:
             notes.append("memory is not checked, and recomputation not tried, without --device-memory")
     found = search(steps)
-    if not found.steps:
-        why = "; ".join(f"{text} ({counted(count, 'choice')})" for text, count in found.refusals().items())
-        raise UsageError(
-            "no choice of devices and batch can be planned",
-            why=why or "no run has ten recorded steps",
-            remedy="give more --device-memory or --max-devices, or other --strategy or --batch-size"
-            if found.lacking
-            else "give --machine, other --strategy or --batch-size",
-        )
+    _check_found(found)
     answer = PlanAnswer(named, known, device_plans(found.steps, data, asked.price), found, notes, data, asked)
     if verify:
         _check_here(costs, evidence)
@@ -205,6 +187,41 @@ def plan_devices(
 
 
 def _to_target(
+def _check_known(target: TrainingTarget, option: str, task: str) -> None:
+    """Raise UsageError if a built-in task does not report the metric of a target that ``option`` states."""
+    if not user.is_own(task):
+        check_metric(target.metric.name, option, task_registry.held_out_values(task), averaged=True)
+
+
+def _check_sources(named: TaskOrScript, runs: Sequence[Path], recipe: Path | None, machine: str | None) -> None:
+    """Raise UsageError if no option gives the samples to the target, or none the seconds of a step."""
+    if not runs and recipe is None:
+        raise UsageError(
+            "nothing says how many samples the target needs",
+            remedy="give --recipe"
+            if named.script
+            else f"give --runs: two runs of tutti train {named.text} --until NAME=VALUE with different --batch-size, "
+            "or --recipe",
+        )
+    if not runs and machine is None:
+        remedy = "give --machine" if named.script else "give --machine, or --runs"
+        raise UsageError("nothing says how long a step takes", remedy=remedy)
+
+
+def _check_found(found: PlanCandidates) -> None:
+    """Raise UsageError, with the reasons of all refusals, if no plan is left."""
+    if found.steps:
+        return
+    why = "; ".join(f"{text} ({counted(count, 'choice')})" for text, count in found.refusals().items())
+    raise UsageError(
+        "no choice of devices and batch can be planned",
+        why=why or "no run has ten recorded steps",
+        remedy="give more --device-memory or --max-devices, or other --strategy or --batch-size"
+        if found.lacking
+        else "give --machine, other --strategy or --batch-size",
+    )
+
+
     evidence: Sequence[RunEvidence], recipe: Path | None, asked: TrainingTarget | None, task: str, notes: list[str]
 ) -> tuple[TrainingTarget, TargetData]:
     """Return the target of training, and what runs and recipe say of the samples that it takes.

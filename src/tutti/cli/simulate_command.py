@@ -139,12 +139,7 @@ def simulate_step(
     if optimizer is not None:
         check_optimizer(optimizer)
     counts = _counts(sweep, devices)
-    if svg is not None and sweep is None:
-        raise UsageError("--svg draws a sweep", remedy="add --sweep devices=1..64, or take --timeline FILE.svg")
-    if timeline is not None and sweep is not None:
-        raise UsageError("--timeline draws one number of devices", remedy="leave out --sweep, or take --svg")
-    check_writable(svg, "the figure")
-    check_writable(timeline, "the timeline")
+    _check_figures(svg, timeline, sweep)
     if batch_size is not None and device_batch is not None:
         raise UsageError("--batch-size and --device-batch both say how large a batch is", remedy="leave out one")
     check_least(
@@ -208,6 +203,16 @@ def simulate_step(
             if path is not None:
                 print(f"drawn into {path}")
     return ExitCode.DONE
+
+
+def _check_figures(svg: Path | None, timeline: Path | None, sweep: str | None) -> None:
+    """Raise an error if a figure does not go with one number of devices or a sweep, or its file cannot be written."""
+    if svg is not None and sweep is None:
+        raise UsageError("--svg draws a sweep", remedy="add --sweep devices=1..64, or take --timeline FILE.svg")
+    if timeline is not None and sweep is not None:
+        raise UsageError("--timeline draws one number of devices", remedy="leave out --sweep, or take --svg")
+    check_writable(svg, "the figure")
+    check_writable(timeline, "the timeline")
 
 
 def _parts(config: PlannedRun) -> tuple[int, int]:

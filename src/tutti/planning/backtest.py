@@ -228,57 +228,76 @@ def _summarise(result: BacktestResult, asked: Sequence[Asked], shipped: Residual
                 result.refused.append({**head, "reason": each.reason})
         result.checked += [(each, one) for one in each.predictions]
     residuals = result.residuals = _merged(result.scores(), shipped)
-    factors: dict[tuple[str, str], float | None] = {}
-    hits: dict[str, dict[str, list[bool]]] = {}
-    widths: dict[str, list[float]] = {}
-
-    def factor(one: CheckedPrediction) -> float | None:
-        key = (one.cell, one.set_name)
-        if key not in factors:
-            factors[key] = band_factor(residuals, *key)
-        return factors[key]
-
-    for each in asked:
-        if not each.predictions:
-            continue
-        errors = [abs(one.predicted / one.measured - 1) for one in each.predictions]
-        inside, width = [], []
-        for one in each.predictions:
-            q = factor(one)
-            if q is None:
-                continue
-            inside.append(one.score <= q)
-            width.append(float(2 * np.sinh(min(q * one.width, 2 * _WIDEST))))
-            hits.setdefault(one.cell, {}).setdefault(f"{one.set_name}|{one.series}", []).append(inside[-1])
-            widths.setdefault(one.cell, []).append(width[-1])
-        row: JsonRow = {
-            "table": each.table,
-            "group": each.group,
-            "protocol": each.protocol,
-            "n": len(errors),
-            "mean": statistics.fmean(errors),
-            "median": statistics.median(errors),
-            "worst": max(errors),
-            "coverage90": statistics.fmean(inside) if inside else None,
-            "median_band_width": statistics.median(width) if width else None,
-            "within_25": statistics.fmean(error <= 0.25 for error in errors),
-            "within_2x": statistics.fmean(0.5 <= one.predicted / one.measured <= 2 for one in each.predictions),
-            "bias": statistics.fmean(one.predicted / one.measured - 1 for one in each.predictions),
-        }
-        if not inside:
-            row["band"] = NO_BAND
-        if each.reason:
-            row["note"] = each.reason
-        result.rows.append(row)
+    bands = _CheckedBands(residuals)
+    result.rows += [_table_row(each, bands) for each in asked if each.predictions]
     for cell, sets in sorted(result.scores().items()):
         series = sum(each.series for each in sets.values())
-        line: JsonRow = {"cell": cell, "series": series, "sets": len(sets)}
-        checked = hits.get(cell, {})
+        result.cells.append({"cell": cell, "series": series, "sets": len(sets), **bands.coverage(cell)})
+
+
+class _CheckedBands:
+    """The 90 % bands of checked predictions: how many measurements they hold, and how wide they are.
+
+    Args:
+        residuals: scores of checked predictions by class (cell) and source, from which the bands follow.
+    """
+
+    def __init__(self, residuals: Residuals) -> None:
+        self._residuals = residuals
+        self._factors: dict[tuple[str, str], float | None] = {}
+        # By cell: whether bands of each series hold their measurements, and the bands' widths.
+        self._hits: dict[str, dict[str, list[bool]]] = {}
+        self._widths: dict[str, list[float]] = {}
+
+    def check(self, one: CheckedPrediction) -> tuple[bool, float] | None:
+        """Return whether a prediction's band holds its measurement, and the band's width; None without a band."""
+        key = (one.cell, one.set_name)
+        if key not in self._factors:
+            self._factors[key] = band_factor(self._residuals, *key)
+        factor = self._factors[key]
+        if factor is None:
+            return None
+        hit, width = one.score <= factor, float(2 * np.sinh(min(factor * one.width, 2 * _WIDEST)))
+        self._hits.setdefault(one.cell, {}).setdefault(f"{one.set_name}|{one.series}", []).append(hit)
+        self._widths.setdefault(one.cell, []).append(width)
+        return hit, width
+
+    def coverage(self, cell: str) -> JsonRow:
+        """Return the share of a cell's checked bands that hold their measurement, each series counted once."""
+        checked = self._hits.get(cell, {})
         if len(checked) < LEAST_SERIES:
-            line |= {"coverage90": None, "band": NO_BAND}
-        else:
-            low, high = binomial_interval(len(checked))
-            covered = statistics.fmean(statistics.fmean(each) for each in checked.values())
-            line |= {"coverage90": covered, "low": low, "high": high, "holds": low <= covered <= high}
-            line |= {"median_band_width": statistics.median(widths[cell])}
-        result.cells.append(line)
+            return {"coverage90": None, "band": NO_BAND}
+        low, high = binomial_interval(len(checked))
+        covered = statistics.fmean(statistics.fmean(each) for each in checked.values())
+        return {
+            "coverage90": covered,
+            "low": low,
+            "high": high,
+            "holds": low <= covered <= high,
+            "median_band_width": statistics.median(self._widths[cell]),
+        }
+
+
+def _table_row(each: Asked, bands: _CheckedBands) -> JsonRow:
+    """Return the errors of a protocol's predictions for one group of a table, and what their bands hold."""
+    errors = [abs(one.predicted / one.measured - 1) for one in each.predictions]
+    checked = [found for one in each.predictions if (found := bands.check(one)) is not None]
+    row: JsonRow = {
+        "table": each.table,
+        "group": each.group,
+        "protocol": each.protocol,
+        "n": len(errors),
+        "mean": statistics.fmean(errors),
+        "median": statistics.median(errors),
+        "worst": max(errors),
+        "coverage90": statistics.fmean(hit for hit, _ in checked) if checked else None,
+        "median_band_width": statistics.median(width for _, width in checked) if checked else None,
+        "within_25": statistics.fmean(error <= 0.25 for error in errors),
+        "within_2x": statistics.fmean(0.5 <= one.predicted / one.measured <= 2 for one in each.predictions),
+        "bias": statistics.fmean(one.predicted / one.measured - 1 for one in each.predictions),
+    }
+    if not checked:
+        row["band"] = NO_BAND
+    if each.reason:
+        row["note"] = each.reason
+    return row
