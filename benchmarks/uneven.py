@@ -23,7 +23,7 @@ from typing import Any
 
 from figure import begin, keep
 
-from tutti import parallel
+from tutti.config.strategy_table import TABLE
 from tutti.distribution import pip_install
 
 DEVICES, BATCH = 4, 64
@@ -71,7 +71,7 @@ class Cluster:
 
 def available() -> dict[str, str]:
     """Those strategies that this version has."""
-    return {name: text for name, text in STRATEGIES.items() if text.partition(":")[0] in parallel.TABLE}
+    return {name: text for name, text in STRATEGIES.items() if text.partition(":")[0] in TABLE}
 
 
 def train(folder: Path, strategy: str, cluster: Cluster, epochs: int, every: int, seed: int) -> dict[str, Any]:

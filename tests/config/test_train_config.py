@@ -75,7 +75,7 @@ def test_the_edges_are_let_through() -> None:
     assert TrainConfig().eval_interval == Duration(1, "ep")
     assert TrainConfig(checkpoint_every="none").checkpoint_interval is None
     assert TrainConfig(eval_every="0.5ep").eval_interval == Duration(0.5, "ep")
-    assert TrainConfig(profile="1:1").window("profile") == (1, 1) and TrainConfig().window("trace") is None
+    assert TrainConfig(profile="1:1").windows == {"profile": (1, 1)} and TrainConfig().windows == {}
 
 
 def test_a_range_of_devices_needs_workers_and_has_an_engine() -> None:

@@ -24,6 +24,7 @@ from tests.contract.table import (
 )
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.config.strategy_choice import Choice, parse_strategy
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
 from tutti.nn import ghost
@@ -54,8 +55,9 @@ def without_norms(model: str) -> str:
 def refused(specification: str, model: str, workers: int, devices: int, micro_batch: int | None) -> tuple[str, ...]:
     """Everything that tutti says against a combination; nothing where it runs."""
     try:
-        choice = parallel.check_strategy(named(specification, model), devices, workers=workers)
-        micro = parallel.micro_batch(choice, micro_batch, BATCH, workers)
+        choice = parse_strategy(named(specification, model))
+        parallel.check_strategy(choice, devices, workers=workers)
+        micro = choice.micro_batch(micro_batch, BATCH, workers)
         BatchContract(None, BATCH, workers, choice.data_ranks(devices), micro)
     except UsageError as error:
         return (str(error),)
@@ -126,10 +128,10 @@ def test_a_refusal_that_is_not_listed_is_found(monkeypatch: pytest.MonkeyPatch) 
     )
     original = parallel.check_strategy
 
-    def check(text: str, devices: int, **options: object) -> object:
-        if text == "diloco:period=2" and devices == 3:
+    def check(choice: Choice, devices: int, **options: object) -> None:
+        if choice.text == "diloco:period=2" and devices == 3:
             raise UsageError("diloco does not like three")
-        return original(text, devices, **options)  # type: ignore[arg-type]
+        original(choice, devices, **options)  # type: ignore[arg-type]
 
     refused.cache_clear()
     monkeypatch.setattr(parallel, "check_strategy", check)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from tests.forkserver import run
+from tutti.config.strategy_choice import parse_strategy
 from tutti.data.order import permutation
-from tutti.parallel.choice import parse_strategy
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "migration"

@@ -9,9 +9,11 @@ from types import FunctionType
 import pytest
 
 from tutti import parallel
+from tutti.config.strategy_choice import parse_strategy
+from tutti.config.strategy_table import TABLE
 from tutti.errors import UsageError
-from tutti.parallel import TABLE
-from tutti.types.gradient_sync import GradientSync
+from tutti.parallel.registry import LAYOUTS, SYNCS
+from tutti.types.custom_loop_sync import AloneLoopSync, CustomLoopSync
 from tutti.types.replica_runner import ModelLayout
 
 
@@ -36,14 +38,13 @@ def check_class(text: str, protocol: type) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_is_whole(name: str) -> None:
     row = TABLE[name]
-    check_class(row.layout, ModelLayout)
-    for text in (row.exchange, *row.variants.values()):
-        check_class(text, GradientSync)
-    fields = [{f.name for f in dataclasses.fields(c)} for c in (row.layout_config, row.exchange_config)]
+    check_class(LAYOUTS[row.layout], ModelLayout)
+    check_class(SYNCS[row.sync, None], AloneLoopSync if row.loops_alone else CustomLoopSync)
+    fields = [{f.name for f in dataclasses.fields(c)} for c in (row.layout, row.sync)]
     assert not fields[0] & fields[1]
     assert row.summary
-    choice = parallel.parse_strategy(name)
-    assert (choice.layout, choice.exchange) == (row.layout_config(), row.exchange_config())
+    choice = parse_strategy(name)
+    assert (choice.layout, choice.sync) == (row.layout(), row.sync())
 
 
 @pytest.mark.parametrize(
@@ -55,18 +56,23 @@ def test_every_row_is_whole(name: str) -> None:
     ],
 )
 def test_options_choose_a_variant_of_the_row(name: str, options: dict[str, str]) -> None:
-    row = TABLE[name]
-    assert options.keys() == row.variants.keys()
+    assert options.keys() == {variant for kind, variant in SYNCS if kind is TABLE[name].sync} - {None}
     for variant, text in options.items():
-        assert parallel.parse_strategy(f"{name}:{text}").row.exchange == row.variants[variant]
-    assert parallel.parse_strategy(name).row.exchange == row.exchange
+        assert parse_strategy(f"{name}:{text}").sync.variant == variant
+        check_class(SYNCS[TABLE[name].sync, variant], CustomLoopSync)
+    assert parse_strategy(name).sync.variant is None
+
+
+def test_every_class_of_the_registry_is_of_a_row() -> None:
+    assert LAYOUTS.keys() == {row.layout for row in TABLE.values()}
+    assert {kind for kind, _ in SYNCS} == {row.sync for row in TABLE.values()}
 
 
 def test_options_reach_their_owner() -> None:
-    assert parallel.parse_strategy("mirrored:wire=bf16,bucket_mb=2").exchange.bucket_mb == 2
-    assert parallel.parse_strategy("local_sgd:period=3").exchange.period == 3
-    choice = parallel.parse_strategy("model_parallel:stages=2,algorithm=native")
-    assert (choice.layout.stages, choice.exchange.algorithm) == (2, "native")
+    assert parse_strategy("mirrored:wire=bf16,bucket_mb=2").sync.bucket_mb == 2
+    assert parse_strategy("local_sgd:period=3").sync.period == 3
+    choice = parse_strategy("model_parallel:stages=2,algorithm=native")
+    assert (choice.layout.stages, choice.sync.algorithm) == (2, "native")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ def test_options_reach_their_owner() -> None:
 )
 def test_bad_specifications_are_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parallel.parse_strategy(text)
+        parse_strategy(text)
     assert words in str(caught.value).lower()
 
 
@@ -124,7 +130,9 @@ def test_bad_specifications_are_refused(text: str, words: str) -> None:
     ],
 )
 def test_shape_of_the_grid(text: str, devices: int, shape: tuple[int, int]) -> None:
-    got = parallel.check_strategy(text, devices).shape(devices)
+    choice = parse_strategy(text)
+    parallel.check_strategy(choice, devices)
+    got = choice.shape(devices)
     assert (got["replica"], got["stage"]) == shape
 
 
@@ -139,7 +147,7 @@ def test_shape_of_the_grid(text: str, devices: int, shape: tuple[int, int]) -> N
     ],
 )
 def test_the_names_of_the_field_are_accepted(alias: str, name: str) -> None:
-    assert parallel.parse_strategy(alias) == parallel.parse_strategy(name)
+    assert parse_strategy(alias) == parse_strategy(name)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +193,13 @@ def test_what_cannot_run_is_refused_with_what_can(
     text: str, devices: int, options: dict[str, bool], words: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        parallel.check_strategy(text, devices, **options)
+        parallel.check_strategy(parse_strategy(text), devices, **options)
     for word in words:
         assert word.lower() in str(caught.value).lower()
 
 
 def test_what_can_run_is_let_through() -> None:
-    parallel.check_strategy("single", 1, workers=8, reproducible=True, custom_loop=True)
-    parallel.check_strategy("mirrored", 4, workers=4, reproducible=True, custom_loop=True)
-    parallel.check_strategy("diloco", 4, workers=4, reproducible=True, custom_loop=True)
-    parallel.check_strategy("model_parallel", 4, workers=1, reproducible=True)
+    parallel.check_strategy(parse_strategy("single"), 1, workers=8, reproducible=True, custom_loop=True)
+    parallel.check_strategy(parse_strategy("mirrored"), 4, workers=4, reproducible=True, custom_loop=True)
+    parallel.check_strategy(parse_strategy("diloco"), 4, workers=4, reproducible=True, custom_loop=True)
+    parallel.check_strategy(parse_strategy("model_parallel"), 4, workers=1, reproducible=True)

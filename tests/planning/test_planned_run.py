@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tutti import parallel
+from tutti.config import train_config
+from tutti.config.strategy_choice import parse_strategy
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.planning.pipeline_memory import MicroBatchSizes, alone, timed
@@ -19,17 +20,17 @@ from tutti.planning.step_delays import check_delays
 def test_the_strategy_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
 
-    def counted(text: str, parse: object = parallel.parse_strategy) -> object:
+    def counted(text: str, parse: object = parse_strategy) -> object:
         texts.append(text)
         return parse(text)  # type: ignore[operator]
 
-    monkeypatch.setattr(parallel, "parse_strategy", counted)
+    monkeypatch.setattr(train_config, "parse_strategy", counted)
     run = PlannedRun(strategy="pp:stages=2,micro_batches=4", devices="4", batch_size=32, slow="rank=1,factor=2")
     check_buildable(run)
     check_delays(run)
     assert rank_micro_batches(run) == [[4, 4, 4, 4]]
     assert (MicroBatchSizes.of(run).count, timed(run), alone(run).micro_batch) == (4, True, 4)
-    assert (run.shape["stage"], run.data_ranks, run.device_count, run.choice.name) == (2, 2, 4, "pipeline")
+    assert (run.shape["stage"], run.data_ranks, run.device_count, run.strategy_choice.name) == (2, 2, 4, "pipeline")
     assert texts == [run.strategy]
 
 
@@ -51,7 +52,7 @@ def test_a_planned_run_is_the_same_configuration_in_every_process() -> None:
     plain = TrainConfig(strategy="sharded:stage=2", devices="2")
     run = PlannedRun.of(plain)
     assert all(getattr(run, field.name) == getattr(plain, field.name) for field in fields(TrainConfig))
-    assert run.choice.exchange.zero_stage == 2 and PlannedRun.of(run) is run
+    assert run.strategy_choice.sync.zero_stage == 2 and PlannedRun.of(run) is run
     there = pickle.loads(pickle.dumps(run))
-    assert there == run and there.choice.name == "sharded"
-    assert replace(run, strategy="mirrored").choice.name == "mirrored"
+    assert there == run and there.strategy_choice.name == "sharded"
+    assert replace(run, strategy="mirrored").strategy_choice.name == "mirrored"

@@ -536,7 +536,7 @@ def test_ranks_at_once_have_curves_of_their_own() -> None:
     for devices in (1, 2):
         prices.share_node(devices)
         works = [float(prices.compute([work], 8)[0]) for work in (product, moved)]
-        found.append([*works, float(prices.update("sgd:lr=1", 1e6)[0])])
+        found.append([*works, float(prices.update("sgd", 1e6)[0])])
     assert found == [pytest.approx([0.008, 0.008, 0.001]), pytest.approx([0.032, 0.08, 1.0])]
     assert not prices.guesses
 
@@ -569,7 +569,7 @@ def test_a_backward_takes_the_curve_of_backwards() -> None:
 def test_each_further_tensor_costs_an_update_its_seconds() -> None:
     figures = {**machine().figures, "optimizer/sgd/tensor": Figure(1e-3, "s", 5, 0.0)}
     prices = MeasuredCosts(replace(machine(), figures=figures), "fp32", Network(2))
-    assert [float(prices.update("sgd:lr=1", 1e6, n)[0]) for n in (1, 4)] == pytest.approx([0.001, 0.004])
+    assert [float(prices.update("sgd", 1e6, n)[0]) for n in (1, 4)] == pytest.approx([0.001, 0.004])
 
 
 @pytest.mark.parametrize(

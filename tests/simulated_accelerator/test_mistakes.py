@@ -21,9 +21,9 @@ from tests.simulated_accelerator.build import DEVICE
 from tests.simulated_accelerator.test_simulated_accelerator import syncs
 from tutti.checkpoint.save_snapshot import slices as real_slices
 from tutti.comm.communicator import Communicator
+from tutti.config.strategy_table import TABLE
 from tutti.data.transfer import Transfer
 from tutti.errors import TuttiError
-from tutti.parallel.registry import TABLE
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -26,17 +26,17 @@ pytestmark = pytest.mark.timeout(600)
 
 def offloaded(strategy: str, without_wait: bool = False) -> dict[str, Any]:
     run = prepare(strategy)
-    exchange = run.gradient_sync
-    assert isinstance(exchange, ShardedSync)
+    sync = run.gradient_sync
+    assert isinstance(sync, ShardedSync)
     mistake = patch("tutti.parallel.ddp.host_parameters.synchronize", lambda _: None)
     with mistake if without_wait else nullcontext():
         for batch in run.epoch(0):
             run.step(batch)
-    states = [tensor for each in exchange.optimizers for state in each.state.values() for tensor in state.values()]
+    states = [tensor for each in sync.optimizers for state in each.state.values() for tensor in state.values()]
     return {
         "weights": run.weights_sha256(),
         "state": {t.device.type for t in states if isinstance(t, torch.Tensor) and t.dim()},
-        "rows": {rows.parameter.device.type for rows in exchange._rows},
+        "rows": {rows.parameter.device.type for rows in sync._rows},
     }
 
 

@@ -52,8 +52,9 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     adaptive = rule.adaptive
     compiling = config.compile_choice
     accelerated = config.device not in ("cpu", "auto") or count_accelerators(config.device, os.environ) > 0
-    choice = parallel.check_strategy(
-        config.strategy,
+    choice = config.strategy_choice
+    parallel.check_strategy(
+        choice,
         devices,
         workers=config.workers,
         reproducible=config.reproducible,
@@ -66,7 +67,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     ranks = choice.data_ranks(devices)
     # Whether the batch can be divided does not depend on the number of samples, so 1 will do.
     workers = config.workers or ranks
-    micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
+    micro = choice.micro_batch(config.micro_batch, config.batch_size, workers)
     contract = BatchContract(1, config.batch_size, workers, ranks, micro, config.identical_batches)
     chosen = scaled(config.optimizer_choice.options, rule, config.batch_size)
     if isinstance(chosen, ImportedOptimizerConfig):

@@ -15,7 +15,6 @@ from tutti.config.settings import flag_table, read_file
 from tutti.config.train_config import TrainConfig
 from tutti.errors import ExitCode
 from tutti.launcher.encoding import json_text
-from tutti.parallel import parse_strategy
 
 Typed = flag_table(variables=None)
 Variables = flag_table()
@@ -91,8 +90,14 @@ def show(
 
 def _check_options(config: TrainConfig) -> None:
     """Parse every ``name:key=value`` of the configuration. Raises UsageError for an unknown name or option."""
-    parse_strategy(config.strategy)
-    for option in ("optimizer_choice", "lr_schedule", "lr_rule", "batch_norm_options", "compile_choice"):
+    for option in (
+        "strategy_choice",
+        "optimizer_choice",
+        "lr_schedule",
+        "lr_rule",
+        "batch_norm_options",
+        "compile_choice",
+    ):
         getattr(config, option)
     for option in ("checkpointing", "loss_scale_options", "noise"):
         getattr(config, option)

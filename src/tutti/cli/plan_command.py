@@ -17,6 +17,7 @@ from tutti.cli.output_checks import check_writable
 from tutti.cli.plan_answer import PlanAnswer, PlanLimits, choice_in_words, plan_in_words
 from tutti.cli.simulate_command import parse_link
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
+from tutti.config.strategy_choice import parse_strategy
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import UsageError, counted
 from tutti.planning.planned_run import PlannedRun
@@ -186,7 +187,6 @@ def plan_devices(
     return answer.show(base, evidence, out, figure, as_json)
 
 
-def _to_target(
 def _check_known(target: TrainingTarget, option: str, task: str) -> None:
     """Raise UsageError if a built-in task does not report the metric of a target that ``option`` states."""
     if not user.is_own(task):
@@ -222,6 +222,7 @@ def _check_found(found: PlanCandidates) -> None:
     )
 
 
+def _to_target(
     evidence: Sequence[RunEvidence], recipe: Path | None, asked: TrainingTarget | None, task: str, notes: list[str]
 ) -> tuple[TrainingTarget, TargetData]:
     """Return the target of training, and what runs and recipe say of the samples that it takes.
@@ -281,7 +282,8 @@ def _steps_of_runs(
     steps = measured_steps(evidence)
     check_measured_algorithms(strategies or STRATEGIES, steps, command)
     steps = [s for s in steps if s.devices <= max_devices and (s.samples is not None or s.batch in batches)]
-    return [s for s in steps if not strategies or s.strategy in strategies or s.family in strategies]
+    families = {parse_strategy(text).name for text in strategies if ":" not in text}
+    return [s for s in steps if not strategies or s.strategy in strategies or s.family in families]
 
 
 def _steps_of_machine(

@@ -9,17 +9,54 @@ except for ``copy`` and ``widen``, whose backward sums different gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tutti.comm.communicator import Communicator
 from tutti.comm.graph_breaks import left_out_of_graphs
 from tutti.comm.partition import even_share
 from tutti.comm.single_call import single_call
 from tutti.errors import UsageError
 from tutti.torch_compat import tensor_version
+
+
+class SliceCollectives(Protocol):
+    """Protocol of the collectives over tensor-parallel ranks from which differentiable ones are made.
+
+    A ``Communicator`` performs them; a ``MessageLog`` records them while one rank's model is traced alone.
+
+    Attributes:
+        rank, size: index of this tensor-parallel rank, number of these ranks.
+    """
+
+    rank: int
+    size: int
+
+    def sum_in_place(self, tensor: Tensor, text: str) -> None:
+        """All-reduce (sum) ``tensor`` in place.
+
+        Args:
+            tensor: this rank's summand, of equal shape on all ranks.
+            text: name of the collective for errors.
+        """
+
+    def gather_slices(self, mine: Tensor, text: str) -> Tensor:
+        """All-gather slices of equal sizes, and return them concatenated in rank order.
+
+        Args:
+            mine: (n,), this rank's slice.
+            text: name of the collective for errors.
+        """
+
+    def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
+        """Reduce-scatter: write this rank's slice of the sum of ``whole`` over the ranks into ``mine``.
+
+        Args:
+            mine: (n,), overwritten.
+            whole: (ranks · n,), this rank's summand.
+            text: name of the collective for errors.
+        """
 
 
 class TensorRanks:
@@ -30,13 +67,13 @@ class TensorRanks:
     ``torch.compile``, which breaks graphs at these collectives.
 
     Args:
-        comm: communicator of the tensor-parallel ranks.
+        comm: communicator of the tensor-parallel ranks, or a log in its place.
 
     Attributes:
         rank, size: index of this tensor-parallel rank, number of these ranks.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: SliceCollectives) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
         self._copied: tuple[Tensor, int, Tensor] | None = None
         for name in ("copy", "reduce", "gather", "take", "scatter", "widen", "copies"):

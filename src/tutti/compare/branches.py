@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.compare.runs import Trial
 from tutti.config.dotted import changed_fields
+from tutti.config.layout_config import PipelineConfig
 from tutti.config.lr_rule import usual_rule
 from tutti.config.optimizer_config import MuonConfig
 from tutti.config.settings import read_file
-from tutti.config.spec import Spec
 from tutti.config.train_config import TrainConfig
 from tutti.errors import DiskError, UsageError
 from tutti.metrics.metrics_file import metric_records
@@ -209,10 +209,10 @@ def branch_trials(
 
 def _micro_batches(base: TrainConfig, multiple: int) -> dict[str, Any]:
     """Return the options that keep the size of a micro-batch at a multiple of the batch."""
-    number = Spec.parse(base.strategy, "--strategy").options.get("micro_batches")
-    if number is None:
+    layout = base.strategy_choice.layout
+    if not isinstance(layout, PipelineConfig) or layout.micro_batches is None:
         return {"micro_batch": base.micro_batch or -(-base.batch_size // (base.workers or 1))}
-    more = [f"strategy.micro_batches={int(number) * multiple}"]
+    more = [f"strategy.micro_batches={layout.micro_batches * multiple}"]
     return {"strategy": changed_fields({"strategy": base.strategy}, more)["strategy"]}
 
 

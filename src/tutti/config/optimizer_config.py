@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -531,7 +531,18 @@ class OptimizerChoice:
     """
 
     text: str
-    options: OptimizerConfig
+    options: OptimizerConfig = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        """Name of the optimizer as ``--optimizer`` has it, such as ``adam``; of another package, the class's name.
+
+        >>> OptimizerChoice.parse("adam:lr=0.1").name, OptimizerChoice.parse("torch.optim:RMSprop:lr=0.1").name
+        ('adam', 'RMSprop')
+        """
+        if isinstance(self.options, ImportedOptimizerConfig):
+            return self.options.name
+        return next(name for name, kind in OPTIMIZERS.items() if kind is type(self.options))
 
     @classmethod
     def parse(cls, text: str) -> OptimizerChoice:

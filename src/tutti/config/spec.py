@@ -153,6 +153,22 @@ class Spec:
             raise UsageError(f"unknown {option} '{self.name}'", remedy=did_you_mean(self.name, table))
         return table[self.name]
 
+    def changed(self, **options: object) -> Spec:
+        """Return a specification with other values of some keys, or further keys.
+
+        Args:
+            options: values by key, which are written as ``str`` writes them; None removes a key.
+
+        >>> str(Spec.parse("pipeline:stages=2,schedule=1f1b").changed(stages=4, schedule=None))
+        'pipeline:stages=4'
+        """
+        merged = {**self.options, **options}
+        return Spec(self.name, {key: str(value) for key, value in merged.items() if value is not None})
+
+    def __str__(self) -> str:
+        options = ",".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name}:{options}" if options else self.name
+
     def build(self, config: type[T], option: str) -> T:
         """Build an instance of the dataclass ``config`` from the parsed ``key=value`` texts, converted to field types.
 
@@ -181,8 +197,8 @@ class StrategyOptions:
         """Return capabilities of the strategy that depend on its options, by name, such as ``{"reproducible": False}``.
 
         Called when ``--strategy`` is parsed. A capability says what the strategy can do, such as to give the same bits
-        on any number of ranks. Names are fields of ``Strategy`` in ``parallel/registry.py``; the returned values
-        replace those that the registry has for the strategy. Empty by default.
+        on any number of ranks. Names are fields of ``Strategy`` in ``config/strategy_table.py``; the returned values
+        replace those that the table has for the strategy. Empty by default.
         """
         return {}
 
@@ -190,8 +206,8 @@ class StrategyOptions:
     def variant(self) -> str | None:
         """Name of the gradient synchronisation that these options choose; None for the usual one of the strategy.
 
-        A gradient synchronisation is the class that reduces gradients over ranks and makes the updates. The name is a
-        key of ``Strategy.variants`` in ``parallel/registry.py``, which maps it to the class. None by default.
+        A gradient synchronisation is the class that reduces gradients over ranks and makes the updates. The name is
+        part of a key of ``SYNCS`` in ``parallel/registry.py``, which maps it to the class. None by default.
         """
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from tutti.config.spec import Duration, StrategyOptions
@@ -248,10 +249,11 @@ class LocalSGDConfig(StrategyOptions):
     def __post_init__(self) -> None:
         if self.period < 1:
             raise ValueError(f"period is {self.period}, must be at least 1")
-        self.together()
+        _ = self.together
 
+    @cached_property
     def together(self) -> Duration:
-        """Return the length of local SGD's initial phase, in which all logical workers make one update together a step.
+        """The length of local SGD's initial phase, in which all logical workers make one update together a step.
 
         A logical worker is one of N fixed shares of the global batch. The length is the option ``post`` as a
         ``Duration``, with a ``value`` and a ``unit``: epochs, steps (also for a number without a unit) or samples; 0
@@ -269,7 +271,7 @@ class LocalSGDConfig(StrategyOptions):
         Args:
             steps: maps a duration to its number of steps in this run.
         """
-        return self if self.post is None else dataclasses.replace(self, post=f"{steps(self.together())}st")
+        return self if self.post is None else dataclasses.replace(self, post=f"{steps(self.together)}st")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +371,7 @@ class ParameterServerConfig(StrategyOptions):
     def capabilities(self) -> dict[str, Any]:
         """Return what parameter servers with these options can do, by field of ``Strategy`` (``parallel/registry.py``).
 
-        The values replace those of the registry. ``reproducible``: same bits on any number of ranks;
+        The values replace those of the table of strategies. ``reproducible``: same bits on any number of ranks;
         ``shared_weights``: logical workers (shares of the global batch) hold the same weights at any time;
         ``averages``: ranks see the same parameters after an update; ``single_update``: all workers make one update
         together.

@@ -37,6 +37,7 @@ from tutti.config.named_changes import NamedChanges
 from tutti.config.optimizer_config import ConstantSchedule, ImportedOptimizerConfig, OptimizerChoice, check_schedule
 from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
+from tutti.config.strategy_choice import Choice, parse_strategy
 from tutti.config.training_target import TrainingTarget, split_target
 from tutti.config.watchdog_limits import TIMEOUT, WatchdogLimits, check_timeout
 from tutti.errors import UsageError, counted
@@ -263,6 +264,16 @@ class TrainConfig:
             )
 
     @cached_property
+    def strategy_choice(self) -> Choice:
+        """The strategy with its options, from ``--strategy``.
+
+        A ``Choice``: ``name`` of the strategy, ``row`` (its capabilities), ``layout`` and ``exchange`` (options of the
+        model layout and of gradient synchronisation). A configuration that is sent to another process takes the object
+        with it. Raises UsageError for an unknown strategy, option or value.
+        """
+        return parse_strategy(self.strategy)
+
+    @cached_property
     def lr_rule(self) -> NoRule:
         """The rule by which the learning rate follows the batch size, from ``--lr-scale``.
 
@@ -378,36 +389,23 @@ class TrainConfig:
             return Duration(self.samples, "sa")
         return Duration(self.epochs if self.epochs is not None else 3.0, "ep")
 
-    def window(self, name: str) -> tuple[int, int] | None:
-        """Parse the value ``FIRST:STEPS`` of ``--profile`` or ``--trace``, the range of training steps to record.
+    @cached_property
+    def windows(self) -> Mapping[str, tuple[int, int]]:
+        """The training steps to record, by option, ``profile`` and ``trace``: first step, from 1, and number of steps.
 
-        Args:
-            name: ``profile`` or ``trace``.
-
-        Returns:
-            The first step to record, counted from 1, and the number of steps; None if the option is not given.
-
-        Raises:
-            UsageError: the text is malformed.
+        Has no entry for an option that is not given. Raises UsageError if a value is not ``FIRST:STEPS``.
         """
-        text = getattr(self, name)
-        if text is None:
-            return None
-        first, colon, steps = text.partition(":")
-        if not (colon and first.isdecimal() and steps.isdecimal() and int(first) and int(steps)):
-            raise UsageError(
-                f"--{name} is '{text}'", remedy="write FIRST:STEPS, such as 10:5 for 5 steps from the tenth on"
-            )
-        return int(first), int(steps)
+        given = {"profile": self.profile, "trace": self.trace}
+        return {name: _window(name, text) for name, text in given.items() if text is not None}
 
     def _check_windows(self) -> None:
         """Raise UsageError if steps to profile or trace lie beyond the end of the run."""
-        windows = {name: self.window(name) for name in ("profile", "trace")}
+        windows = self.windows
         # A resumed run may be nearly over, and adascale counts steps of another batch.
         if self.length.unit != "st" or self.resume or self.lr_rule.adaptive:
             return
-        for name, window in windows.items():
-            needed = sum(window) - 1 if window else 0
+        for name, (first, steps) in windows.items():
+            needed = first + steps - 1
             if needed > self.length.value:
                 raise UsageError(
                     f"--{name} {getattr(self, name)} needs {counted(needed, 'step')}, and the run has "
@@ -571,6 +569,16 @@ class TrainConfig:
         if self.patience is None:
             return None
         return Metric("loss", higher=False) if best is None else Metric(best.metric, best.more)
+
+
+def _window(name: str, text: str) -> tuple[int, int]:
+    """Parse ``FIRST:STEPS``. Raises UsageError."""
+    first, colon, steps = text.partition(":")
+    if not (colon and first.isdecimal() and steps.isdecimal() and int(first) and int(steps)):
+        raise UsageError(
+            f"--{name} is '{text}'", remedy="write FIRST:STEPS, such as 10:5 for 5 steps from the tenth on"
+        )
+    return int(first), int(steps)
 
 
 def _interval(flag: str, text: str) -> Duration | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 
 from tutti.config.layout_config import HybridConfig
+from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_table import TABLE
 from tutti.config.sync_config import AllReduceConfig, ParameterServerConfig, SplitConfig
 from tutti.data.contract import BatchContract
 from tutti.distribution import pip_install
 from tutti.errors import UsageError, counted
-from tutti.parallel.choice import Choice, parse_strategy
-from tutti.parallel.registry import TABLE
 
 
 def check_strategy(
-    text: str,
+    choice: Choice,
     devices: int,
     *,
     workers: int | None = None,
@@ -26,13 +26,13 @@ def check_strategy(
     graphs: bool = False,
     accelerated: bool = False,
     sparse: bool = False,
-) -> Choice:
-    """Parse a strategy and check that it runs with this number of devices and these options.
+) -> None:
+    """Check that a strategy runs with this number of devices and these options.
 
     Reads only the arguments and which packages are installed: no model, no devices, not collective.
 
     Args:
-        text: the strategy as ``name:key=value,…``.
+        choice: the strategy.
         devices: number of devices.
         workers: number of logical workers, shares of the global batch; None for one for each data rank.
         reproducible: whether the run has ``--reproducible``.
@@ -44,16 +44,11 @@ def check_strategy(
         accelerated: whether the devices are accelerators.
         sparse: whether the model has sparse gradients.
 
-    Returns:
-        A ``Choice``: the strategy's ``name``, its capabilities (``row``), and the options of its model layout
-        (``layout``) and of its gradient synchronisation (``exchange``), with defaults filled in.
-
     Raises:
-        UsageError: ``text`` is no strategy, a package that the strategy needs is not installed, or the strategy lacks a
-            capability that ``devices`` or an option asks for, by its row of the registry (``tutti.parallel.registry``)
-            and the checks of its options. The message names a way out.
+        UsageError: a package that the strategy needs is not installed, or the strategy lacks a capability that
+            ``devices`` or an option asks for, by its row of the table (``tutti.config.strategy_table``) and the checks
+            of its options. The message names a way out.
     """
-    choice = parse_strategy(text)
     row = choice.row
     _check_package(choice)
     if row.most_devices is not None and devices > row.most_devices:
@@ -61,7 +56,7 @@ def check_strategy(
             f"strategy '{choice.name}' runs on {row.most_devices} device, not {devices}",
             remedy="take --strategy mirrored, or --devices 1",
         )
-    for config in (choice.layout, choice.exchange):
+    for config in (choice.layout, choice.sync):
         config.check(choice.shape(devices), accelerated, compiled)
     if graphs and not row.fixed_addresses:
         raise UsageError(
@@ -92,7 +87,6 @@ def check_strategy(
         _check_tree(choice, "--reproducible" if reproducible else "--lr-scale adascale")
     if custom_loop:
         check_custom_loop(choice, workers or ranks, ranks)
-    return choice
 
 
 def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: bool) -> None:
@@ -130,9 +124,9 @@ def check_custom_loop(choice: Choice, workers: int, ranks: int) -> None:
             why="each worker has its own weights and makes its own updates",
             remedy=f"give tutti.prepare a loss_fn; or take one of {able}",
         )
-    layout, exchange = choice.layout, choice.exchange
+    layout, sync = choice.layout, choice.sync
     if isinstance(layout, HybridConfig) and layout.stage_ranks != 1:
-        sharded = isinstance(exchange, SplitConfig) and exchange.shards > 1
+        sharded = isinstance(sync, SplitConfig) and sync.shards > 1
         if layout.tensor > 1 or sharded:
             raise UsageError(
                 f"stages={layout.stage_ranks} with {'shards' if sharded else 'tensor'} of strategy 'hybrid' needs"
@@ -193,23 +187,23 @@ def _check_sparse(choice: Choice, devices: int) -> None:
 
 def _check_tree(choice: Choice, option: str) -> None:
     """Raise UsageError where the options of all-reduce exclude the fixed summation tree that ``option`` needs."""
-    if not isinstance(choice.exchange, AllReduceConfig):
+    if not isinstance(choice.sync, AllReduceConfig):
         return
-    if choice.exchange.wire != "fp32":
+    if choice.sync.wire != "fp32":
         raise UsageError(
             f"{option} cannot be combined with a compressed wire",
             why="compression is applied once per device, so that the result would depend on their number",
             remedy="leave out one of the two",
         )
-    if choice.exchange.algorithm == "shared_memory":
+    if choice.sync.algorithm == "shared_memory":
         raise UsageError(
             f"{option} cannot be combined with algorithm=shared_memory",
             why="its sums go through one fixed tree over messages",
             remedy="leave out the algorithm",
         )
-    if choice.exchange.schedule is not None:
+    if choice.sync.schedule is not None:
         raise UsageError(
-            f"{option} cannot be combined with algorithm={choice.exchange.algorithm}",
+            f"{option} cannot be combined with algorithm={choice.sync.algorithm}",
             why="floating-point addition is not associative: each device first adds its own workers and the schedule"
             " then adds devices, so that the brackets of the sum, and its last bits, depend on their number",
             remedy="leave out the algorithm: the sum then goes through one fixed tree over workers",
@@ -237,20 +231,20 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
             names a way out.
     """
     _check_one_gradient(choice)
-    exchange, shape = choice.exchange, choice.shape(devices)
-    if isinstance(exchange, AllReduceConfig) and exchange.wire != "fp32":
+    sync, shape = choice.sync, choice.shape(devices)
+    if isinstance(sync, AllReduceConfig) and sync.wire != "fp32":
         raise UsageError(
             "--noise-every cannot be combined with a compressed wire",
             why="the sum over devices would be rounded, and the gradients that it is compared with would not",
             remedy="leave out one of the two",
         )
-    if isinstance(exchange, ParameterServerConfig) and exchange.backup:
+    if isinstance(sync, ParameterServerConfig) and sync.backup:
         raise UsageError(
             "--noise-every cannot be combined with backup workers",
             why="an update leaves out the slowest gradients, and the noise compares the sum with all of them",
             remedy="leave out backup, or --noise-every",
         )
-    if exchange.shards_parameters(shape) and not choice.row.own_backward:
+    if sync.shards_parameters(shape) and not choice.row.own_backward:
         raise UsageError(
             f"--noise-every cannot be combined with stage 2 or 3 of strategy '{choice.name}' here",
             why="backward itself sums the gradients over the devices, so that no device has its own",

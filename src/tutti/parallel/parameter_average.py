@@ -6,6 +6,7 @@ One fused operation an update; no communication. Ranks that hold the same parame
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,12 @@ from tutti.config.averaging import Averaging
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
 from tutti.torch_compat import foreach_lerp_
+from tutti.types.gradient_sync import GradientSync
 from tutti.types.replica_runner import ReplicaRunner
 from tutti.types.run_context import RunContext
 from tutti.types.saved_state import SavedState
 from tutti.types.shard_spec import TensorSlice
+from tutti.types.weight_average import Average
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -166,3 +169,57 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(wide_type(tensor.dtype))
+
+
+@runtime_checkable
+class KeepsAverage(Protocol):
+    """Protocol of a gradient synchronisation that has its own moving average (EMA) of the weights.
+
+    The function ``make_average`` makes a ``ParameterAverage`` for all other synchronisations.
+    """
+
+    def average(self, averaging: Averaging) -> Average:
+        """Create a moving average (EMA) of the model's weights that starts from their current values.
+
+        A gradient synchronisation has this method if it keeps the weights, and so their average, in a place of its own,
+        such as memory that all ranks of a node share (``CentralStorageSync``). Called once on every rank, after
+        ``attach``; collective over the data ranks, which allocate the memory of the average together.
+
+        Args:
+            averaging: decay and warm-up of the average.
+
+        Returns:
+            An ``Average``, an object whose ``update()`` is to be called after each update of the parameters;
+            ``within(merged)`` returns a dict of the model's tensors with the averages in place of the weights.
+
+        Raises:
+            UsageError: shared memory has no room for the average.
+            PeerError: a rank is lost, or does not take part within the timeout.
+        """
+
+
+def make_average(replica: ReplicaRunner, sync: GradientSync, run_context: RunContext) -> Average | None:
+    """Create the moving average (EMA) of the weights that the run asks for; called on all ranks.
+
+    Collective under the strategy ``central_storage``, whose ranks allocate and share one average in memory; under all
+    other strategies each rank averages the parameters that it holds, without communication.
+
+    Args:
+        replica: the model on this rank and what runs it, after ``sync.attach``.
+        sync: the gradient synchronisation; if it has a method ``average`` (``KeepsAverage``), this makes the average.
+        run_context: settings of the run; ``averaging`` in it has decay and warm-up, or is None.
+
+    Returns:
+        An ``Average``, an object whose ``update()`` is to be called after each update of the parameters;
+        ``within(merged)`` returns a dict of the model's tensors with the averages in place of the weights. None where
+        ``averaging`` is None.
+
+    Raises:
+        UsageError: under ``central_storage``, the shared memory has no room for the average.
+        PeerError: a rank is lost, or does not take part within the timeout.
+    """
+    if run_context.averaging is None:
+        return None
+    if isinstance(sync, KeepsAverage):
+        return sync.average(run_context.averaging)
+    return ParameterAverage(replica, run_context.averaging, run_context)

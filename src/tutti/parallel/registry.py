@@ -1,12 +1,14 @@
-"""The registry of strategies: for each one its classes, options and capabilities."""
+"""The classes of the strategies, by the options that ask for them. Imports no torch, and a class when it is made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
 
 from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
 from tutti.config.spec import StrategyOptions
+from tutti.config.strategy_choice import Choice
 from tutti.config.sync_config import (
     AllReduceConfig,
     CentralConfig,
@@ -16,183 +18,61 @@ from tutti.config.sync_config import (
     ShardedConfig,
     SplitConfig,
 )
+from tutti.types.custom_loop_sync import CustomLoopSync
+from tutti.types.replica_runner import ModelLayout
+from tutti.types.run_context import RunContext
+
+LAYOUTS: Mapping[type[StrategyOptions], str] = {
+    WholeConfig: "ddp.whole_layout:WholeLayout",
+    LayersConfig: "pipeline.pipeline_layout:PipelineLayout",
+    PipelineConfig: "pipeline.pipeline_layout:PipelineLayout",
+    TensorConfig: "tensor.tensor_layout:TensorLayout",
+    HybridConfig: "hybrid_layout:HybridLayout",
+}
+"""Class that places a replica of the model on ranks, as text ``module:class`` below ``tutti.parallel``, by options."""
+
+SYNCS: Mapping[tuple[type[StrategyOptions], str | None], str] = {
+    (AllReduceConfig, None): "ddp.allreduce:AllReduceSync",
+    (SplitConfig, None): "ddp.allreduce:AllReduceSync",
+    (SplitConfig, "sharded"): "fsdp.sharded:ShardedSync",
+    (CentralConfig, None): "central_storage.central_storage:CentralStorageSync",
+    (LocalSGDConfig, None): "local_sgd.local_sgd:LocalSGDSync",
+    (DiLoCoConfig, None): "local_sgd.diloco:DiLoCoSync",
+    (ParameterServerConfig, None): "parameter_server.readable_sums:ReadableServerSync",
+    (ParameterServerConfig, "backup"): "parameter_server.synchronous:SynchronousServerSync",
+    (ParameterServerConfig, "asynchronous"): "parameter_server.asynchronous:AsynchronousServerSync",
+    (ShardedConfig, None): "fsdp.sharded:ShardedSync",
+}
+"""Class that reduces gradients over replicas and makes the updates, as text of the same form.
+
+The key is the type of the options with their ``variant``, which chooses between classes.
+"""
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """One strategy of distributed training, a row of the registry: its classes, their options, and its capabilities.
+def make_strategy(choice: Choice, run_context: RunContext) -> tuple[ModelLayout, CustomLoopSync]:
+    """Construct the model layout and the gradient synchronisation of a strategy. Not collective.
 
-    A logical worker is one of N fixed shares of the global batch.
+    Neither has the model yet; the caller hands the model to the layout's ``build``, and its result to the
+    synchronisation's ``attach``.
 
-    Attributes:
-        layout: class that places a replica of the model on ranks, as text ``module:class`` below ``tutti.parallel``.
-        exchange: class that reduces gradients over replicas and makes the updates, as text of the same form.
-        variants: classes in place of ``exchange`` that options choose, as text of the same form, by the name that
-            ``StrategyOptions.variant`` returns.
-        layout_config, exchange_config: dataclasses of the options of ``layout`` and of ``exchange``; no field name
-            occurs in both.
-        summary: description in one line.
-        reproducible: whether ``--reproducible`` gives the same bits on any number of data ranks.
-        single_update: whether all logical workers make one update together, from the sum of their gradients.
-        custom_loop: whether scripts may have training loops of their own, with ``run.backward`` and ``optimizer.step``.
-        loops_alone: whether such loops need as many workers as data ranks, because each worker has weights of its own.
-        shared_weights: whether workers hold the same weights at any time, so that batch norm may pool their samples.
-        averages: whether all ranks see the same parameters after an update, so that an average of the weights is
-            defined.
-        worker_gradients: whether each logical worker's own gradient exists on one rank before the sum.
-        own_backward: whether each micro-batch has a backward of its own; False where all of a worker's run together.
-        sparse_devices: largest number of devices on which models with sparse gradients run; None for no limit.
-        own_copies: whether every rank has its own full copy of parameters and optimizer state, into which a script may
-            load without collectives.
-        optimizer_here: whether the optimizer's state is on ranks, and not on parameter servers.
-        one_copy: whether parameters and optimizer state exist once for all devices, in host memory or on servers.
-        fault_tolerant: whether the run goes on when a rank is killed: no rank needs another for a step.
-        synchronous: whether every rank makes all steps of the run.
-        fixed_addresses: whether parameters are the same tensors at the same addresses in all steps, and no tensor of a
-            forward or backward is read by another device or in another step, so that CUDA graphs can be replayed.
-        shares_workers: whether several data ranks may share the micro-batches of one logical worker.
-        most_devices: largest number of devices; None for no limit.
-        needs: a package that the strategy requires, as (name to import, name to install, extra of tutti); None for
-            none.
+    Args:
+        choice: the strategy with its options.
+        run_context: communicators and settings of the run.
+
+    Returns:
+        A pair. The layout (``ModelLayout``) places a replica of the model on one rank or several: whole, cut into
+        pipeline stages, or split over tensor ranks. The synchronisation (``CustomLoopSync``) reduces gradients over
+        the replicas and makes the updates.
+
+    Raises:
+        UsageError: options of the strategy cannot be combined with settings of the run, such as a compressed
+            ``wire`` in reproducible mode.
     """
-
-    layout: str
-    layout_config: type[StrategyOptions]
-    exchange: str
-    exchange_config: type[StrategyOptions]
-    summary: str
-    variants: Mapping[str, str] = field(default_factory=dict, hash=False)
-    reproducible: bool = True
-    single_update: bool = True
-    custom_loop: bool = True
-    loops_alone: bool = False
-    shared_weights: bool = True
-    averages: bool = True
-    worker_gradients: bool = True
-    own_backward: bool = True
-    sparse_devices: int | None = 1
-    own_copies: bool = False
-    optimizer_here: bool = True
-    one_copy: bool = False
-    fault_tolerant: bool = False
-    synchronous: bool = True
-    fixed_addresses: bool = False
-    shares_workers: bool = True
-    most_devices: int | None = None
-    needs: tuple[str, str, str] | None = None
+    layout = _load(LAYOUTS[type(choice.layout)])(choice.layout, run_context)
+    sync = choice.sync
+    return layout, _load(SYNCS[type(sync), sync.variant])(sync, run_context)
 
 
-_WHOLE, _ALLREDUCE = ("ddp.whole_layout:WholeLayout", WholeConfig), ("ddp.allreduce:AllReduceSync", AllReduceConfig)
-
-ALIASES: Mapping[str, str] = {
-    "ddp": "mirrored",
-    "fsdp": "sharded",
-    "zero": "sharded",
-    "tp": "tensor",
-    "pp": "pipeline",
-}
-"""Accepted aliases of strategies' names."""
-
-TABLE: Mapping[str, Strategy] = {
-    "single": Strategy(
-        *_WHOLE,
-        *_ALLREDUCE,
-        "one device; still any number of workers",
-        sparse_devices=None,
-        own_copies=True,
-        fixed_addresses=True,
-        most_devices=1,
-    ),
-    "mirrored": Strategy(
-        *_WHOLE,
-        *_ALLREDUCE,
-        "a copy on every device, gradients summed",
-        sparse_devices=None,
-        own_copies=True,
-        fixed_addresses=True,
-    ),
-    "model_parallel": Strategy(
-        "pipeline.pipeline_layout:PipelineLayout",
-        LayersConfig,
-        *_ALLREDUCE,
-        "layers on different devices, which work in turn",
-        own_backward=False,
-    ),
-    "pipeline": Strategy(
-        "pipeline.pipeline_layout:PipelineLayout",
-        PipelineConfig,
-        *_ALLREDUCE,
-        "layers on different devices, with micro-batches under way on all of them",
-        own_backward=False,
-    ),
-    "tensor": Strategy(
-        "tensor.tensor_layout:TensorLayout",
-        TensorConfig,
-        *_ALLREDUCE,
-        "each layer split over devices that compute it together",
-        reproducible=False,
-    ),
-    "hybrid": Strategy(
-        "hybrid_layout:HybridLayout",
-        HybridConfig,
-        "ddp.allreduce:AllReduceSync",
-        SplitConfig,
-        "replicas × shards × stages × split layers, on one grid",
-        variants={"sharded": "fsdp.sharded:ShardedSync"},
-        reproducible=False,
-        own_backward=False,
-    ),
-    "central_storage": Strategy(
-        *_WHOLE,
-        "central_storage.central_storage:CentralStorageSync",
-        CentralConfig,
-        "one copy of parameters and optimizer state in the host's memory",
-        sparse_devices=None,
-        one_copy=True,
-    ),
-    "local_sgd": Strategy(
-        *_WHOLE,
-        "local_sgd.local_sgd:LocalSGDSync",
-        LocalSGDConfig,
-        "every worker trains alone, parameters averaged every H steps",
-        single_update=False,
-        sparse_devices=None,
-        loops_alone=True,
-        shared_weights=False,
-        shares_workers=False,
-    ),
-    "diloco": Strategy(
-        *_WHOLE,
-        "local_sgd.diloco:DiLoCoSync",
-        DiLoCoConfig,
-        "every worker trains alone, an outer optimizer steps along their mean change",
-        single_update=False,
-        sparse_devices=None,
-        loops_alone=True,
-        shared_weights=False,
-        shares_workers=False,
-    ),
-    "parameter_server": Strategy(
-        *_WHOLE,
-        "parameter_server.readable_sums:ReadableServerSync",
-        ParameterServerConfig,
-        "parameters and optimizer on servers, to which workers push their gradients",
-        variants={
-            "backup": "parameter_server.synchronous:SynchronousServerSync",
-            "asynchronous": "parameter_server.asynchronous:AsynchronousServerSync",
-        },
-        sparse_devices=0,
-        optimizer_here=False,
-        shares_workers=False,
-        one_copy=True,
-        needs=("zmq", "pyzmq", "server"),
-    ),
-    "sharded": Strategy(
-        *_WHOLE,
-        "fsdp.sharded:ShardedSync",
-        ShardedConfig,
-        "optimizer state, gradients and parameters shared out over the devices",
-        reproducible=False,
-        worker_gradients=False,
-    ),
-}
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"tutti.parallel.{module}"), attribute)

@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from tutti.config.strategy_choice import Choice, parse_strategy
 from tutti.errors import UsageError, counted
-from tutti.parallel import Choice, parse_strategy
 from tutti.planning.conformal_band import Residuals, band_factor, band_unit, distance_class
 from tutti.planning.law_fit import fit_target
 from tutti.planning.monte_carlo import DRAWS
@@ -231,12 +231,12 @@ class PlannedStep:
 
     @property
     def family(self) -> str:
-        """Name of the step's parallel strategy, without its options.
+        """Name of the step's parallel strategy, without its options and never an alias.
 
-        >>> PlannedStep(2, 64, "pipeline:stages=2", 0.1, np.ones(1), {}, "").family
+        >>> PlannedStep(2, 64, "pp:stages=2", 0.1, np.ones(1), {}, "").family
         'pipeline'
         """
-        return self.strategy.partition(":")[0]
+        return self.choice.name
 
     @property
     def label(self) -> str:

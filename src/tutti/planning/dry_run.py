@@ -172,7 +172,7 @@ def _clock(task: str, config: PlannedRun, folder: Path) -> None:
 
 def _notes(config: PlannedRun, known: bool) -> list[str]:
     """Return the assumptions of the prediction, for the user."""
-    choice = config.choice
+    choice = config.strategy_choice
     shape = config.shape
     notes = [] if known else ["without activations: what a stream gives is not known before it is read"]
     if shape["tensor"] > 1:

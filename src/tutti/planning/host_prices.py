@@ -80,8 +80,8 @@ class HostPrices:
         """Predict the seconds of an optimizer step on parameters in host memory.
 
         Args:
-            optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``. Without effect on machines with accelerators,
-                where every optimizer is guessed to move as many bytes of host memory as Adam in float32.
+            optimizer: name of the optimizer, such as ``adam``. Without effect on machines with accelerators, where
+                every optimizer is guessed to move as many bytes of host memory as Adam in float32.
             elements: number of parameters that the step updates.
 
         Returns:

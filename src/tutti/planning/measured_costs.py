@@ -140,7 +140,7 @@ class MeasuredCosts(StepCosts):
         on this is added to the list ``guesses``.
 
         Args:
-            optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
+            optimizer: name of the optimizer, such as ``adam``.
             parameters: number of parameters that the step updates.
             tensors: number of tensors that hold them; each but one adds its measured seconds.
 
@@ -150,10 +150,9 @@ class MeasuredCosts(StepCosts):
         Raises:
             UsageError: the machine file has no curve of this optimizer.
         """
-        kind = optimizer.partition(":")[0]
-        name = f"optimizer/{kind}"
-        if name not in self.machine.curves and kind in ("adamw", "lamb", "lars", "muon", "novograd"):
-            self.note(f"a step of {kind} takes as long as one of adam")
+        name = f"optimizer/{optimizer}"
+        if name not in self.machine.curves and optimizer in ("adamw", "lamb", "lars", "muon", "novograd"):
+            self.note(f"a step of {optimizer} takes as long as one of adam")
             name = "optimizer/adam"
         curve, slower = self._here(name, self._memory)
         further = self.machine.figures.get(f"{name}/tensor")

@@ -116,7 +116,7 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
             sum(p.nbytes for p in model.parameters() if p.requires_grad),
             _words(config.optimizer_choice.options),
             sum(b.nbytes for b in model.buffers()),
-            *wrapped_bytes(model, config.choice.exchange.wrap_policy),
+            *wrapped_bytes(model, config.strategy_choice.sync.wrap_policy),
             _largest(config, dataset),
             None,
             dataset,
@@ -162,7 +162,7 @@ def plan_memory(found: Facts, config: PlannedRun) -> Memory:
     memory = state_memory(found.parameters, each, split)
     model = split.stages * split.tensor
     workers = -(-(config.workers or ranks) // ranks)
-    if not config.choice.row.single_update:
+    if not config.strategy_choice.row.single_update:
         memory = replace(memory, parameters=memory.parameters * workers, optimizer=memory.optimizer * workers)
     samples = _largest(config, found.dataset)
     return replace(
@@ -196,7 +196,7 @@ def model_of(task: Task, config: PlannedRun) -> nn.Module:
 
 def _split(config: PlannedRun) -> DeviceSplit:
     shape = config.shape
-    zero = config.choice.exchange.zero_stage if shape["shard"] > 1 else 0
+    zero = config.strategy_choice.sync.zero_stage if shape["shard"] > 1 else 0
     return DeviceSplit(shape["shard"], zero, shape["stage"], shape["tensor"])
 
 

@@ -104,7 +104,7 @@ class PipelineBuilder(ReplicaBuilder):
     """
 
     def build(
-        self, layout: PipelineConfig | LayersConfig, exchange: AllReduceConfig, parts: Sequence[Sequence[int]]
+        self, layout: PipelineConfig | LayersConfig, sync: AllReduceConfig, parts: Sequence[Sequence[int]]
     ) -> StepProgram:
         """Build the simulated step of a pipeline: micro-batches in the schedule's order, then each stage's update.
 
@@ -116,7 +116,7 @@ class PipelineBuilder(ReplicaBuilder):
 
         Args:
             layout: options of the stages, with the pipeline schedule.
-            exchange: options of gradient synchronisation.
+            sync: options of gradient synchronisation.
             parts: number of samples in each micro-batch of a replica of the pipeline, one list for each of its logical
                 workers (fixed shares of the global batch).
 
@@ -150,10 +150,10 @@ class PipelineBuilder(ReplicaBuilder):
         rows = [facts.held(device, stages) for device in range(stages)]
         for device, held in enumerate(rows if replicas > 1 else ()):
             tensors = [self.facts.tensors[i] for i in held]
-            vectors = gradient_vectors(tensors, exchange.wire, exchange.bucket_mb)
+            vectors = gradient_vectors(tensors, sync.wire, sync.bucket_mb)
             program.vectors += vectors
             for vector in vectors:
-                seconds = all_reduce_seconds(self.costs, exchange, replicas, vector.bytes, self.apart)
+                seconds = all_reduce_seconds(self.costs, sync, replicas, vector.bytes, self.apart)
                 self.message(program, seconds, (self._last(program, device),), "gradients", device)
         if replicas > 2:
             self._share_tied(program, facts)

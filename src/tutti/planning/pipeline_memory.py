@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.config.module_config import Sync
 from tutti.config.spec import Spec
@@ -76,7 +75,7 @@ class MicroBatchSizes:
         """
         ranks = config.data_ranks
         workers = config.workers or ranks
-        micro = parallel.micro_batch(config.choice, config.micro_batch, config.batch_size, workers)
+        micro = config.strategy_choice.micro_batch(config.micro_batch, config.batch_size, workers)
         contract = BatchContract(1, config.batch_size, workers, ranks, micro)
         if isinstance(config.batch_norm_options, Sync):
             return cls(1, len(contract.part(config.batch_size, 0)))
@@ -86,9 +85,9 @@ class MicroBatchSizes:
 
 def stage_layout(config: PlannedRun) -> PipelineConfig | LayersConfig:
     """Return the stage options of a run whose strategy is a pipeline; raise TypeError for another strategy."""
-    layout = config.choice.layout
+    layout = config.strategy_choice.layout
     if not isinstance(layout, PipelineConfig | LayersConfig):
-        raise TypeError(f"strategy '{config.choice.name}' has no pipeline stages")
+        raise TypeError(f"strategy '{config.strategy_choice.name}' has no pipeline stages")
     return layout
 
 
@@ -342,8 +341,6 @@ def _memory(held: StageMemory, found: Facts, config: PlannedRun) -> Memory:
     )
 
 
-def _with(text: str, **options: Any) -> str:
+def _with(text: str, **options: object) -> str:
     """Return a strategy's text with changed options; None removes an option."""
-    spec = Spec.parse(text, "--strategy")
-    merged = {k: v for k, v in {**spec.options, **options}.items() if v is not None}
-    return ":".join([spec.name, *([",".join(f"{k}={v}" for k, v in merged.items())] if merged else [])])
+    return str(Spec.parse(text, "--strategy").changed(**options))

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tutti import parallel
 from tutti.config.layout_config import PipelineConfig
+from tutti.config.strategy_choice import parse_strategy
 from tutti.errors import UsageError, counted
 from tutti.planning.device_plan import PlannedStep
 from tutti.planning.monte_carlo import DRAWS
@@ -94,7 +94,7 @@ def is_single_update(strategy: str) -> bool:
     >>> is_single_update("mirrored"), is_single_update("local_sgd:period=4")
     (True, False)
     """
-    return parallel.parse_strategy(strategy).row.single_update
+    return parse_strategy(strategy).row.single_update
 
 
 def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
@@ -157,9 +157,10 @@ def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[Plan
         UsageError: one of these strategies has no measured step.
     """
     for strategy in strategies:
-        if not is_single_update(strategy) and not any(step.strategy == strategy for step in measured):
+        choice = parse_strategy(strategy)
+        if not choice.row.single_update and not any(step.choice == choice for step in measured):
             raise UsageError(
-                f"the data that {strategy.partition(':')[0]} needs to the target are not known",
+                f"the data that {choice.name} needs to the target are not known",
                 where=f"--strategy {strategy}",
                 why="its workers do not make one update of the global batch, and E(B) holds for such updates alone",
                 remedy=f"measure it and give the run to --runs: {command} --strategy {strategy} "
@@ -206,9 +207,9 @@ def step_key(step: PlannedStep) -> tuple[object, ...]:
     ranks = shape["replica"] * shape["shard"]
     given: Any = options.pop("micro_batch", None)
     share = math.ceil(step.batch / ranks)
-    micro = parallel.micro_batch(choice, given, step.batch, ranks) or share
+    micro = choice.micro_batch(given, step.batch, ranks) or share
     layout = choice.layout
     if isinstance(layout, PipelineConfig):
         layout = replace(layout, micro_batches=None, stages=shape["stage"])
     extents = tuple(shape.values())
-    return step.devices, step.batch, choice.name, layout, choice.exchange, extents, min(micro, share), *options.items()
+    return step.devices, step.batch, choice.name, layout, choice.sync, extents, min(micro, share), *options.items()

@@ -16,9 +16,10 @@ import numpy as np
 
 from tutti.config.layout_config import HybridConfig, PipelineConfig, TensorConfig
 from tutti.config.spec import Spec
+from tutti.config.strategy_choice import parse_strategy
 from tutti.config.sync_config import ShardedConfig
 from tutti.errors import UsageError, counted
-from tutti.parallel import check_strategy, parse_strategy
+from tutti.parallel import check_strategy
 from tutti.planning.conformal_band import NO_BAND, Residuals, shipped_residuals
 from tutti.planning.device_plan import DevicePlan, PlannedStep, TargetData, device_plans, may_tie
 from tutti.planning.monte_carlo import DRAWS, median_draw
@@ -118,11 +119,11 @@ def open_options(text: str, devices: int) -> list[str]:
 'pipeline:schedule=gpipe,stages=4'], ['mirrored'])
     """
     given, choice = Spec.parse(text, "--strategy"), parse_strategy(text)
-    layout, exchange = choice.layout, choice.exchange
+    layout, sync = choice.layout, choice.sync
     extents = [str(1 << power) for power in range(1, _MOST_STAGES.bit_length()) if devices % (1 << power) == 0]
     several = [extent for extent in extents if int(extent) <= _MOST_TENSOR] or ("1",)
     searched: dict[str, Sequence[str]] = {}
-    if isinstance(exchange, ShardedConfig):
+    if isinstance(sync, ShardedConfig):
         searched["stage"] = ("1", "2", "3")
     if isinstance(layout, PipelineConfig):
         searched["stages"] = extents or ("1",)
@@ -138,10 +139,7 @@ def open_options(text: str, devices: int) -> list[str]:
         fitting = [each for each in found if devices % (int(each["stages"]) * int(each["tensor"])) == 0]
         alone = {"stages": "1", "tensor": several[-1], **given.options}
         found = fitting or [alone]
-    texts = [
-        ":".join([given.name, *([",".join(f"{k}={v}" for k, v in each.items())] if each else [])]) for each in found
-    ]
-    return texts
+    return [str(Spec(given.name, each)) for each in found]
 
 
 def _micro_batches(share: int) -> list[int | None]:
@@ -265,7 +263,7 @@ class StepPricer:
             try:
                 compiled = self.base.compile_choice
                 check_strategy(
-                    step.strategy,
+                    step.choice,
                     step.devices,
                     workers=None,
                     compiled=compiled is not None,

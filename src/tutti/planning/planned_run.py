@@ -1,4 +1,4 @@
-"""The configuration of a run that is planned or simulated, with its strategy parsed once."""
+"""The configuration of a run that is planned or simulated, on a stated number of devices."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from tutti import parallel
+from tutti.config.strategy_choice import parse_strategy
 from tutti.config.train_config import TrainConfig
-from tutti.parallel import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun(TrainConfig):
-    """Options of a run on a stated number of devices, as ``TrainConfig`` has them, with the strategy as an object."""
+    """Options of a run on a stated number of devices, as ``TrainConfig`` has them, with its device mesh."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> PlannedRun:
@@ -23,21 +22,12 @@ class PlannedRun(TrainConfig):
             config: options of the run; ``devices`` must be a whole number as text, which is not checked here.
 
         Returns:
-            A ``PlannedRun`` with the same options, which has the parsed strategy (``choice``), ``device_count`` and the
-            device mesh (``shape``) as properties; ``config`` itself if it is a ``PlannedRun`` already.
+            A ``PlannedRun`` with the same options, which has ``device_count`` and the device mesh (``shape``) as
+            properties; ``config`` itself if it is a ``PlannedRun`` already.
         """
         if isinstance(config, cls):
             return config
         return cls(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
-
-    @cached_property
-    def choice(self) -> Choice:
-        """Parallel strategy of the planned run with its options, parsed from ``--strategy``.
-
-        A ``Choice``: ``name`` of the strategy, ``row`` (its capabilities), ``layout`` and ``exchange`` (options of the
-        model layout and of gradient synchronisation). Raises UsageError for an unknown strategy or option.
-        """
-        return parallel.parse_strategy(self.strategy)
 
     @cached_property
     def device_count(self) -> int:
@@ -54,7 +44,7 @@ class PlannedRun(TrainConfig):
         The axes are ``replica``, ``shard``, ``stage`` and ``tensor``; the product of the four numbers is the number of
         devices. Raises UsageError if the number of devices does not fit the strategy.
         """
-        return self.choice.shape(self.device_count)
+        return self.strategy_choice.shape(self.device_count)
 
     @cached_property
     def data_ranks(self) -> int:
@@ -89,7 +79,7 @@ class PlannedRun(TrainConfig):
             # Whether a batch may grow is checked anew.
             return replace(self, **changed)
         made = object.__new__(type(self))
-        mesh = {name: getattr(self, name) for name in ("choice", "device_count", "shape", "data_ranks")}
+        mesh = {name: getattr(self, name) for name in ("strategy_choice", "device_count", "shape", "data_ranks")}
         own = vars(self)
         vars(made).update({name: own[name] for name in _OPTIONS} | changed | mesh)
         return made
@@ -116,4 +106,4 @@ def mesh_extents(strategy: str, devices: int) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def _known_extents(strategy: str, devices: int) -> dict[str, int]:
-    return parallel.parse_strategy(strategy).shape(devices)
+    return parse_strategy(strategy).shape(devices)

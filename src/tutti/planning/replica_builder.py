@@ -49,23 +49,23 @@ _SHOWN = 64
 """Micro-batches that a program has one by one; more are one action, because nothing happens between them."""
 
 
-def sums_in_memory(costs: StepCosts, exchange: AllReduceConfig, devices: int) -> bool:
+def sums_in_memory(costs: StepCosts, sync: AllReduceConfig, devices: int) -> bool:
     """Return whether data ranks add up their gradients in shared memory, as CPUs of one node do by default.
 
     Args:
         costs: durations on the machine; read are the kind of its devices (CPUs or accelerators) and how many of them
             are on a node.
-        exchange: options of gradient synchronisation. Another ``algorithm`` than ``auto`` and ``shared_memory``,
+        sync: options of gradient synchronisation. Another ``algorithm`` than ``auto`` and ``shared_memory``,
             another ``wire`` than ``fp32``, or a ``bucket_mb`` rules out shared memory.
         devices: number of devices of the run: data ranks × devices of a replica.
 
     Raises:
         UsageError: the options ask for shared memory, which these devices do not have.
     """
-    if exchange.algorithm not in ("auto", "shared_memory") or exchange.wire != "fp32" or exchange.bucket_mb is not None:
+    if sync.algorithm not in ("auto", "shared_memory") or sync.wire != "fp32" or sync.bucket_mb is not None:
         return False
     shared = not costs.overlaps and costs.network.nodes(devices) == 1
-    if exchange.algorithm == "shared_memory" and not shared:
+    if sync.algorithm == "shared_memory" and not shared:
         raise UsageError(
             "these devices cannot share memory",
             why="they are on several nodes, or are accelerators",
@@ -74,14 +74,14 @@ def sums_in_memory(costs: StepCosts, exchange: AllReduceConfig, devices: int) ->
     return shared
 
 
-def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, size: float, apart: int = 1) -> Array:
+def all_reduce_seconds(costs: StepCosts, sync: AllReduceConfig, ranks: int, size: float, apart: int = 1) -> Array:
     """Predict the seconds of the all-reduce of one gradient vector over the data ranks.
 
     In shared memory each rank copies its vector into its slot, adds up one slice of all slots, and copies the sum back.
 
     Args:
         costs: predicts the seconds of computing and communication on the machine.
-        exchange: options of gradient synchronisation: the ``algorithm``, such as ``ring``; and ``wire`` and
+        sync: options of gradient synchronisation: the ``algorithm``, such as ``ring``; and ``wire`` and
             ``bucket_mb``, which rule out shared memory if they are not at their defaults.
         ranks: number of data ranks.
         size: bytes of the vector.
@@ -95,16 +95,16 @@ def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, 
         UsageError: the machine's data lack the collective or the cost of a link; or the options ask for shared memory,
             which the devices do not have.
     """
-    if ranks > 1 and sums_in_memory(costs, exchange, ranks * apart):
+    if ranks > 1 and sums_in_memory(costs, sync, ranks * apart):
         costs.note(BARRIERS)
         slices = (ranks - 1) / ranks * size
         packed, read = copy_seconds(costs, COPIED * size, 1), copy_seconds(costs, COPIED * slices, ranks - 1)
         return packed + copy_seconds(costs, READ_WRITE * slices, ranks - 1, "other") + read
-    if exchange.schedule is None:
+    if sync.schedule is None:
         return costs.collective("all_reduce", ranks, size, apart)
     devices, node = ranks * apart, costs.within()
     per_node = min(max(costs.network.per_node // apart, 1), ranks)
-    hierarchical = exchange.schedule == "hierarchical"
+    hierarchical = sync.schedule == "hierarchical"
     if hierarchical:
         costs.note("transfers within a node take as long as copies in its memory")
     # All slices of a node, and the parts of its replicas, take the node's link at once.
@@ -113,7 +113,7 @@ def all_reduce_seconds(costs: StepCosts, exchange: AllReduceConfig, ranks: int, 
     def over(size: float) -> float:
         return costs.transfer(size, devices, together)
 
-    return np.full(DRAWS, schedule_seconds(exchange.schedule, ranks, size, over, node, per_node))
+    return np.full(DRAWS, schedule_seconds(sync.schedule, ranks, size, over, node, per_node))
 
 
 def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, apart: int = 1) -> Array:
@@ -298,7 +298,7 @@ class ReplicaBuilder:
     prices: PassPrices
     shape: Mapping[str, int]
 
-    def whole(self, exchange: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
+    def whole(self, sync: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
         """Build the simulated step of data parallelism with whole replicas, which all-reduce gradients in buckets.
 
         The step has the passes of all micro-batches, the all-reduces over the data ranks and the update; with tensor
@@ -307,7 +307,7 @@ class ReplicaBuilder:
         algorithm overlap backward; those by another algorithm, and sums in shared memory, follow backward.
 
         Args:
-            exchange: options of gradient synchronisation: ``schedule`` (all-reduce algorithm, None for the backend's
+            sync: options of gradient synchronisation: ``schedule`` (all-reduce algorithm, None for the backend's
                 own), ``wire`` (dtype of messages) and ``bucket_mb``.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
@@ -321,21 +321,21 @@ class ReplicaBuilder:
 
         Raises:
             UsageError: the machine's data lack a class of operators, the optimizer, a collective or the cost of a link;
-                or ``exchange`` asks for shared memory, which the devices do not have.
+                or ``sync`` asks for shared memory, which the devices do not have.
         """
         program = StepProgram()
         ends = self.passes(program, parts)
         needs = [len(program.actions) - 1]
         if ranks > 1:
-            program.vectors += gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
-            needs = self._all_reduces(program, exchange, ranks, ends)
+            program.vectors += gradient_vectors(self.facts.tensors, sync.wire, sync.bucket_mb)
+            needs = self._all_reduces(program, sync, ranks, ends)
         needs = self.share_whole(program, needs, uneven=ranks > 1)
         self.count_norm(program)
         needs = self._agree_norm(program, needs)
         self.update(program, sum(t.elements for t in self.facts.tensors), needs)
         return program
 
-    def local_steps(self, exchange: LocalSGDConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
+    def local_steps(self, sync: LocalSGDConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
         """Build a simulated step of local SGD, in which each worker updates its own copy of the parameters.
 
         The step has each worker's passes and update, and an all-to-all and an all-gather of the loss sums over the data
@@ -343,7 +343,7 @@ class ReplicaBuilder:
         follows; each takes its time divided by the period, so that the step is the mean over a period.
 
         Args:
-            exchange: options of local SGD, with the period in steps.
+            sync: options of local SGD, with the period in steps.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
             ranks: number of data ranks.
@@ -364,14 +364,14 @@ class ReplicaBuilder:
         for _ in parts:
             last = self.update(program, elements, [last])
         workers = self.config.workers or ranks
-        program.collectives += local_sgd_collectives(tensors, ranks, workers, exchange.period)
+        program.collectives += local_sgd_collectives(tensors, ranks, workers, sync.period)
         for number, each in enumerate(program.collectives):
             seconds = collective_seconds(self.costs, each, ranks) / each.period
             text = f"{each.kind} of " + ("loss sums" if number < 2 else f"parameters, 1/{each.period} of it")
             last = self.message(program, seconds, (last,), text)
-        if isinstance(exchange, DiLoCoConfig):
+        if isinstance(sync, DiLoCoConfig):
             self.costs.note("DiLoCo's outer update takes as long as a step of SGD with as many parameters")
-            outer = self.costs.update("sgd", elements) / exchange.period
+            outer = self.costs.update("sgd", elements) / sync.period
             program.add(StepAction(0, UPDATE, outer, (last,), text="outer update"))
         return program
 
@@ -723,7 +723,7 @@ class ReplicaBuilder:
         return sorted(places, key=lambda name: places[name])
 
     def _all_reduces(
-        self, program: StepProgram, exchange: AllReduceConfig, ranks: int, ends: Mapping[str, int]
+        self, program: StepProgram, sync: AllReduceConfig, ranks: int, ends: Mapping[str, int]
     ) -> list[int]:
         """Append the all-reduces of all buckets, in order; those of the backend overlap backward and delays."""
         order = {name: place for place, name in enumerate(self.facts.workload.gradient_order)}
@@ -732,7 +732,7 @@ class ReplicaBuilder:
         last = complete = len(program.actions) - 1
         needs: list[int] = []
         # Of sums in shared memory the copies into it overlap backward, but take the same core.
-        after_backward = exchange.schedule is not None or sums_in_memory(self.costs, exchange, ranks * self.apart)
+        after_backward = sync.schedule is not None or sums_in_memory(self.costs, sync, ranks * self.apart)
         for number, vector in enumerate(program.vectors):
             if after_backward:
                 complete = last
@@ -742,8 +742,8 @@ class ReplicaBuilder:
                     max(ends[self.facts.tensors[i].group], self._reached(order, ready, sequence, ends, i))
                     for i in vector.parameters
                 )
-            seconds = all_reduce_seconds(self.costs, exchange, ranks, vector.bytes, self.apart)
-            if exchange.schedule == "central" and number == 0:
+            seconds = all_reduce_seconds(self.costs, sync, ranks, vector.bytes, self.apart)
+            if sync.schedule == "central" and number == 0:
                 # The reducer receives from all but the delayed rank during its delay.
                 early = seconds / 2 * (ranks - 2) / (ranks - 1)
                 self.message(program, early, known(self.undelayed(program)), "gradients of other ranks")
@@ -866,7 +866,7 @@ class ReplicaBuilder:
             UsageError: the machine's data lack the optimizer of the configuration.
         """
         number = len(self.facts.tensors) if tensors is None else tensors
-        seconds = self.costs.update(self.config.optimizer, parameters, number)
+        seconds = self.costs.update(self.config.optimizer_choice.name, parameters, number)
         return program.add(StepAction(device, UPDATE, seconds, known(*needs), text=self.config.optimizer))
 
     @cached_property

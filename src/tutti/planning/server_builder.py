@@ -15,7 +15,7 @@ from torch import nn
 
 from tutti.comm.collective_schedules import LinkTraffic
 from tutti.comm.partition import owners
-from tutti.config.optimizer_config import check_optimizer
+from tutti.config.optimizer_config import OptimizerChoice
 from tutti.config.sync_config import ParameterServerConfig
 from tutti.errors import UsageError, counted
 from tutti.optim.factory import from_config
@@ -55,7 +55,7 @@ def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int,
     return found
 
 
-def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) -> ServerPlan:
+def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: OptimizerChoice) -> ServerPlan:
     """Partition the trainable parameters over parameter servers, as a run without ``--reproducible`` does.
 
     The parameters of each dtype are cut, across tensors, into parts that are equal up to 64 bytes. For an optimizer
@@ -65,7 +65,7 @@ def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) ->
     Args:
         tensors: trainable parameters, in the model's order.
         servers: number of servers.
-        optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
+        optimizer: the optimizer with its options.
 
     Returns:
         A ``ServerPlan``, the layout of all parameters in one buffer of ``size`` bytes. Its methods ``pieces(server)``
@@ -88,13 +88,13 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @lru_cache(maxsize=64)
-def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
+def optimizer_mixing(optimizer: OptimizerChoice, named: Shapes) -> Mixing:
     """Find out by a trial on small tensors whether an optimizer's update mixes elements of its tensors; cached.
 
     An optimizer that mixes no elements, such as Adam, can update each slice of a tensor by itself.
 
     Args:
-        optimizer: text of ``--optimizer``.
+        optimizer: the optimizer with its options.
         named: a pair (name, shape) for each parameter, as tuples.
 
     Returns:
@@ -104,44 +104,41 @@ def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
         draws random numbers, and if it needs a closure. ``untried`` says why the trial failed; None if it succeeded.
 
     Raises:
-        UsageError: there is no parameter, or the text names no optimizer.
+        UsageError: there is no parameter.
     """
     return mixing_of(_small_optimizer(optimizer, named))
 
 
-def is_elementwise(optimizer: str) -> bool:
+def is_elementwise(optimizer: OptimizerChoice) -> bool:
     """Return whether an optimizer updates each element by itself, so that slices need no messages between ranks.
 
     Args:
-        optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
-
-    Raises:
-        UsageError: the text names no optimizer.
+        optimizer: the optimizer with its options.
     """
     return optimizer_mixing(optimizer, (("weight", (4, 4)), ("bias", (4,)))) == Mixing()
 
 
 @lru_cache(maxsize=64)
-def server_hyperparameters(optimizer: str, named: Shapes) -> int:
+def server_hyperparameters(optimizer: OptimizerChoice, named: Shapes) -> int:
     """Return the number of hyperparameter values that a rank sends to each parameter server in a step; cached.
 
     Hyperparameters are numbers in the optimizer's parameter groups, such as the learning rate and both betas of Adam;
     each parameter group has its own.
 
     Args:
-        optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
+        optimizer: the optimizer with its options.
         named: a pair (name, shape) for each parameter, as tuples; some optimizers make several groups of them.
 
     Raises:
-        UsageError: there is no parameter, or the text names no optimizer.
+        UsageError: there is no parameter.
     """
     return len(hyperparameters.keys(_small_optimizer(optimizer, named)))
 
 
-def _small_optimizer(optimizer: str, named: Shapes) -> torch.optim.Optimizer:
+def _small_optimizer(optimizer: OptimizerChoice, named: Shapes) -> torch.optim.Optimizer:
     """Make the optimizer over parameters of the same names and numbers of dimensions, of few elements."""
     small = [(name, nn.Parameter(torch.zeros([min(size, 4) for size in shape]))) for name, shape in named]
-    made = from_config(check_optimizer(optimizer))(small)
+    made = from_config(optimizer.options)(small)
     if made is None:
         raise UsageError("nothing is trained", remedy="train at least one parameter")
     return made
@@ -200,18 +197,20 @@ class ServerBuilder(ReplicaBuilder):
         if not host.apart:
             self.update(program, elements, [last], tensors=held)
             return program
-        last = self.message(program, host.updated(self.config.optimizer, elements), (last,), "update on the host")
+        last = self.message(
+            program, host.updated(self.config.optimizer_choice.name, elements), (last,), "update on the host"
+        )
         self.message(program, host.moved(whole), (last,), "parameters to the device")
         return program
 
-    def servers(self, exchange: ParameterServerConfig, parts: Sequence[Sequence[int]]) -> StepProgram:
+    def servers(self, sync: ParameterServerConfig, parts: Sequence[Sequence[int]]) -> StepProgram:
         """Build the simulated step with parameter servers, processes that sum gradients and update parameters.
 
         In the mode ``sync`` the step is one update of all ranks together. In ``async`` and ``bounded`` the step is the
         mean step of one rank, with the time that the rank waits for a server that is busy with other ranks.
 
         Args:
-            exchange: options of the servers: number, mode, transport, steps between pushes and fetches.
+            sync: options of the servers: number, mode, transport, steps between pushes and fetches.
             parts: number of samples in each micro-batch of a data rank, one list for each of its logical workers (fixed
                 shares of the global batch).
 
@@ -226,19 +225,19 @@ class ServerBuilder(ReplicaBuilder):
                 or the machine's data lack a class of operators, the optimizer or the cost of a link.
         """
         self.costs.note("parameter servers compute at the speed of a rank, whose cores they share")
-        shared = exchange.transport != "tcp" and self.costs.network.nodes(self.shape["replica"]) == 1
+        shared = sync.transport != "tcp" and self.costs.network.nodes(self.shape["replica"]) == 1
         if not shared:
             self.costs.note("encrypting messages to parameter servers takes no time")
-        tensors, text = self.facts.tensors, self.config.optimizer
-        plan = server_plan(tensors, exchange.servers, text)
-        settings = server_hyperparameters(text, tuple((t.name, t.shape) for t in tensors))
-        service = _Service(self, plan, exchange.servers, shared)
-        if exchange.mode == "sync":
+        tensors, optimizer = self.facts.tensors, self.config.optimizer_choice
+        plan = server_plan(tensors, sync.servers, optimizer)
+        settings = server_hyperparameters(optimizer, tuple((t.name, t.shape) for t in tensors))
+        service = _Service(self, plan, sync.servers, shared)
+        if sync.mode == "sync":
             return self._synchronous(
-                service, sync_step_flows(plan, exchange.servers, self.shape["replica"], settings), parts
+                service, sync_step_flows(plan, sync.servers, self.shape["replica"], settings), parts
             )
-        flows = async_step_flows(plan, exchange.servers, settings, exchange.push, exchange.fetch)
-        return self._asynchronous(service, exchange, flows, parts)
+        flows = async_step_flows(plan, sync.servers, settings, sync.push, sync.fetch)
+        return self._asynchronous(service, sync, flows, parts)
 
     def _synchronous(
         self, service: _Service, flows: Sequence[ServerFlow], parts: Sequence[Sequence[int]]
@@ -264,7 +263,7 @@ class ServerBuilder(ReplicaBuilder):
     def _asynchronous(
         self,
         service: _Service,
-        exchange: ParameterServerConfig,
+        sync: ParameterServerConfig,
         flows: Sequence[ServerFlow],
         parts: Sequence[Sequence[int]],
     ) -> StepProgram:
@@ -274,8 +273,8 @@ class ServerBuilder(ReplicaBuilder):
         and at least N · s (bounds of a closed queueing network: Denning & Buzen 1978, ACM Computing Surveys 10(3)).
         """
         program, ranks = StepProgram(), self.shape["replica"]
-        sent = service.transfer / exchange.push + service.transfer_back / exchange.fetch
-        served = (service.looked_at + service.updated) / exchange.push + service.requests(flows, "push")
+        sent = service.transfer / sync.push + service.transfer_back / sync.fetch
+        served = (service.looked_at + service.updated) / sync.push + service.requests(flows, "push")
         for worker, delay in zip(parts, self.delays(parts), strict=True):
             program.flows += flows
             self.passes(program, [worker], [delay])
@@ -283,9 +282,9 @@ class ServerBuilder(ReplicaBuilder):
             if ranks > 1:
                 others = (service.senders - 1) * sent + (ranks - 1) * served
                 program.add(StepAction(0, COMMUNICATION, others, link=True, text="server: other workers"))
-            last = self.message(program, service.written / exchange.push, (last,), "gradients written")
+            last = self.message(program, service.written / sync.push, (last,), "gradients written")
             last = self.message(program, sent + served, (last,), "push, update, and parameters")
-            self.message(program, service.read / exchange.fetch, (last,), "parameters read")
+            self.message(program, service.read / sync.fetch, (last,), "parameters read")
         return program
 
 
@@ -317,7 +316,7 @@ class _Service:
         self.written = host.moved(whole) if host.apart else host.copied(COPIED * whole)
         self.added = host.copied(READ_WRITE * most, 1, "other")
         self.looked_at = host.copied(most, 1, "other")
-        self.updated = host.updated(builder.config.optimizer, elements)
+        self.updated = host.updated(builder.config.optimizer_choice.name, elements)
         if shared:
             self.transfer, self.read = np.zeros(DRAWS), host.moved(whole)
             self.transfer_back = host.copied(COPIED * most)

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from tutti import parallel
 from tutti.config.layout_config import TensorConfig
 from tutti.config.sync_config import (
     AllReduceConfig,
@@ -48,7 +47,7 @@ def rank_micro_batches(config: PlannedRun) -> list[list[int]]:
     """
     ranks = config.data_ranks
     workers = config.workers or ranks
-    micro = parallel.micro_batch(config.choice, config.micro_batch, config.batch_size, workers)
+    micro = config.strategy_choice.micro_batch(config.micro_batch, config.batch_size, workers)
     return [[*worker] for worker in _micro_batches_of_rank(config.batch_size, workers, ranks, micro)]
 
 
@@ -72,24 +71,24 @@ def check_buildable(config: PlannedRun) -> None:
         config: configuration of the run, with a number of devices.
     """
     where = f"--strategy {config.strategy}"
-    exchange = config.choice.exchange
+    sync = config.strategy_choice.sync
     check_split(config)
     check_delays(config)
-    if isinstance(exchange, RowsConfig) and (exchange.offload or exchange.param_dtype):
+    if isinstance(sync, RowsConfig) and (sync.offload or sync.param_dtype):
         raise UsageError(
             "offload and param_dtype cannot be simulated",
             where=where,
             why="nothing measures copies to the host, or casts of parameters",
             remedy="leave them out",
         )
-    if isinstance(exchange, ParameterServerConfig) and exchange.backup:
+    if isinstance(sync, ParameterServerConfig) and sync.backup:
         raise UsageError(
             "backup workers cannot be simulated",
             where=where,
             why="which gradients a step waits for depends on the stragglers of each step",
             remedy="leave out backup",
         )
-    if isinstance(exchange, LocalSGDConfig) and exchange.post:
+    if isinstance(sync, LocalSGDConfig) and sync.post:
         raise UsageError(
             "a synchronous phase at the start cannot be simulated together with the local steps",
             where=where,
@@ -128,28 +127,28 @@ def build_step(
     """
     check_buildable(config)
     # The number of devices must fit the strategy.
-    choice, shape = config.choice, config.shape
+    choice, shape = config.strategy_choice, config.shape
     parts = rank_micro_batches(config)
     prices = PassPrices(facts.workload, costs) if prices is None else prices
     slow = slowness(config, costs, typical_computing(config, parts, prices))
     common = facts, config, costs, slow, prices, shape
-    layout, exchange = pipeline_layout(choice, shape), choice.exchange
-    if layout is not None and isinstance(exchange, AllReduceConfig):
-        return PipelineBuilder(*common).build(layout, exchange, parts), slow
+    layout, sync = pipeline_layout(choice, shape), choice.sync
+    if layout is not None and isinstance(sync, AllReduceConfig):
+        return PipelineBuilder(*common).build(layout, sync, parts), slow
     stage = zero_stage(choice, shape)
     if stage > 1:
         return ReplicaBuilder(*common).fully_sharded(stage, parts), slow
     if stage == 1:
         return ReplicaBuilder(*common).sharded_optimizer(parts), slow
-    if isinstance(exchange, LocalSGDConfig):
-        return ReplicaBuilder(*common).local_steps(exchange, parts, config.device_count), slow
-    if isinstance(exchange, CentralConfig):
+    if isinstance(sync, LocalSGDConfig):
+        return ReplicaBuilder(*common).local_steps(sync, parts, config.device_count), slow
+    if isinstance(sync, CentralConfig):
         return ServerBuilder(*common).central_storage(parts), slow
-    if isinstance(exchange, ParameterServerConfig):
-        return ServerBuilder(*common).servers(exchange, parts), slow
-    if not isinstance(exchange, AllReduceConfig):
+    if isinstance(sync, ParameterServerConfig):
+        return ServerBuilder(*common).servers(sync, parts), slow
+    if not isinstance(sync, AllReduceConfig):
         raise TypeError(f"no simulated step is built for strategy '{choice.name}'")
-    return ReplicaBuilder(*common).whole(exchange, parts, config.data_ranks), slow
+    return ReplicaBuilder(*common).whole(sync, parts, config.data_ranks), slow
 
 
 def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
@@ -172,8 +171,8 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
         UsageError: the number of devices does not fit the strategy, or the machine's data have jitter and no curve of
             matrix products.
     """
-    exchange = config.choice.exchange
-    if isinstance(exchange, ParameterServerConfig) and exchange.mode == "async":
+    sync = config.strategy_choice.sync
+    if isinstance(sync, ParameterServerConfig) and sync.mode == "async":
         return np.ones(DRAWS)
     return costs.slowest(config.device_count, median_draw(computing) / config.shape["stage"])
 
@@ -189,7 +188,7 @@ def check_split(config: PlannedRun) -> None:
     Args:
         config: configuration of the run, with a number of devices.
     """
-    layout, shape = config.choice.layout, config.shape
+    layout, shape = config.strategy_choice.layout, config.shape
     if not isinstance(layout, TensorConfig):
         return
     where = f"--strategy {config.strategy}"
@@ -200,7 +199,7 @@ def check_split(config: PlannedRun) -> None:
             why="the rows of a stage's parameters are not in the program",
             remedy="leave out shards, or take stages=1",
         )
-    if shape["shard"] > 1 and shape["tensor"] > 1 and config.choice.exchange.zero_stage > 1:
+    if shape["shard"] > 1 and shape["tensor"] > 1 and config.strategy_choice.sync.zero_stage > 1:
         raise UsageError(
             "shards of the gradients or parameters of split layers cannot be simulated",
             where=where,
@@ -218,9 +217,9 @@ def check_split(config: PlannedRun) -> None:
             why="the all-gathers at the ends of the stages, and those made again in backward, are not in the program",
             remedy=f"leave out {part}, or take stages=1",
         )
-    if not is_elementwise(config.optimizer):
+    if not is_elementwise(config.optimizer_choice):
         raise UsageError(
-            f"the update of {config.optimizer.partition(':')[0]} on slices of layers cannot be simulated",
+            f"the update of {config.optimizer_choice.name} on slices of layers cannot be simulated",
             where=where,
             why="it mixes elements of a tensor, and the collectives that it needs are not in the program",
             remedy="take --optimizer adamw or sgd, or --strategy mirrored",

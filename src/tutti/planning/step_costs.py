@@ -95,7 +95,7 @@ class StepCosts(Protocol):
         """Return the seconds of an optimizer step on one device of the machine.
 
         Args:
-            optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
+            optimizer: name of the optimizer, such as ``adam``.
             parameters: number of parameters that the step updates.
             tensors: number of tensors that hold them.
 
@@ -104,7 +104,7 @@ class StepCosts(Protocol):
             constants.
 
         Raises:
-            UsageError: the data on the machine lack the optimizer, or there is none of this name.
+            UsageError: the data on the machine lack the optimizer.
         """
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:

@@ -27,10 +27,10 @@ def check_delays(config: PlannedRun) -> None:
     """
     if not config.slowness:
         return
-    exchange = config.choice.exchange
+    sync = config.strategy_choice.sync
     for slow in config.slowness:
         slow.check(config.device_count, config.workers or config.data_ranks)
-    if isinstance(exchange, ParameterServerConfig) and exchange.mode == "async":
+    if isinstance(sync, ParameterServerConfig) and sync.mode == "async":
         raise UsageError(
             "delays of asynchronous workers cannot be simulated",
             where=f"--slow {config.slow}",

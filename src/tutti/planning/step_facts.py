@@ -15,8 +15,8 @@ from tutti.comm.partition import even_share
 from tutti.comm.shared_memory import SMALL_BYTES
 from tutti.comm.tree_sum import tree_sum_traffic
 from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfig
+from tutti.config.strategy_choice import Choice
 from tutti.config.sync_config import RowsConfig, ShardedConfig
-from tutti.parallel.choice import Choice
 from tutti.parallel.ddp.buckets import Tail, plan_buckets
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.planning.step_program import GradientVector, PeriodicCollective
@@ -200,10 +200,10 @@ def zero_stage(choice: Choice, shape: Mapping[str, int]) -> int:
         choice: a parallel strategy with its options, as parsed from ``--strategy``.
         shape: size of each dimension of the device mesh by its name; of these ``shard`` is read.
     """
-    exchange = choice.exchange
-    if isinstance(exchange, RowsConfig) and shape["shard"] > 1:
-        return exchange.stage
-    return int(isinstance(exchange, ShardedConfig))
+    sync = choice.sync
+    if isinstance(sync, RowsConfig) and shape["shard"] > 1:
+        return sync.stage
+    return int(isinstance(sync, ShardedConfig))
 
 
 def gradient_vectors(

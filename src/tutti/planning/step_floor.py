@@ -84,14 +84,14 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         UsageError: the machine's data lack the cost of a link, a collective, a class of operators or the optimizer; the
             devices do not fit the strategy; or activation checkpointing finds nothing to recompute in this model.
     """
-    choice, shape, parts = config.choice, config.shape, rank_micro_batches(config)
+    choice, shape, parts = config.strategy_choice, config.shape, rank_micro_batches(config)
 
     def opened() -> _Floor:
         computing = typical_computing(config, parts, prices)
         return _Floor(facts, config, costs, prices, slowness(config, costs, computing), computing, shape)
 
-    layout, exchange = pipeline_layout(choice, shape), choice.exchange
-    if layout is not None and isinstance(exchange, AllReduceConfig):
+    layout, sync = pipeline_layout(choice, shape), choice.sync
+    if layout is not None and isinstance(sync, AllReduceConfig):
         stages = facts.stages
         if stages is None:
             return None
@@ -99,13 +99,13 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         drains, counts = layout.schedule != "zero_bubble", Counter(count for worker in parts for count in worker)
         # Schedules of as many virtual stages have one bound, such as gpipe and 1f1b.
         sizes = tuple(counts.items()), config.activation_checkpointing, config.optimizer, tuple(shape.values())
-        key = "pipeline", stages, exchange, drains, *sizes
-        return prices.once(key, lambda: opened().pipeline(exchange, stages, counts, drains))
+        key = "pipeline", stages, sync, drains, *sizes
+        return prices.once(key, lambda: opened().pipeline(sync, stages, counts, drains))
     floor = opened()
-    if isinstance(exchange, RowsConfig) and shape["shard"] > 1:
-        return floor.rows(exchange.stage, parts)
-    if isinstance(exchange, AllReduceConfig):
-        return floor.whole(exchange, parts, config.data_ranks)
+    if isinstance(sync, RowsConfig) and shape["shard"] > 1:
+        return floor.rows(sync.stage, parts)
+    if isinstance(sync, AllReduceConfig):
+        return floor.whole(sync, parts, config.data_ranks)
     return None
 
 
@@ -128,13 +128,13 @@ class _Floor:
     computing: Array
     shape: Mapping[str, int]
 
-    def whole(self, exchange: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepFloor:
+    def whole(self, sync: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepFloor:
         """Return a lower bound of the seconds of a data-parallel step whose replicas all-reduce their gradients.
 
         At least the last all-reduce follows backward; the others may overlap the last micro-batch's backward.
 
         Args:
-            exchange: options of gradient synchronisation.
+            sync: options of gradient synchronisation.
             parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
             ranks: number of data ranks.
         """
@@ -146,9 +146,9 @@ class _Floor:
         computed = computed + self._norm() + self._whole_overhead(sum(samples.values()))
         if ranks < 2:
             return self._of(computed + update, self.computing + update)
-        sums = self._sums(exchange, ranks)
+        sums = self._sums(sync, ranks)
         total = sums.sum(axis=0)
-        if exchange.schedule is not None or sums_in_memory(self.costs, exchange, ranks * self.shape["tensor"]):
+        if sync.schedule is not None or sums_in_memory(self.costs, sync, ranks * self.shape["tensor"]):
             return self._of(computed + total + update, self.computing + update)
         last = [samples for worker in parts for samples in worker][-1]
         hidden = self.prices.total("backward", last, self.config.activation_checkpointing) * self.slow
@@ -167,17 +167,15 @@ class _Floor:
 
         return self.prices.once(("tensor pass", passed, samples, choice, groups), add)
 
-    def _sums(self, exchange: AllReduceConfig, ranks: int) -> Array:
+    def _sums(self, sync: AllReduceConfig, ranks: int) -> Array:
         """Return the seconds of the all-reduces of a replica, in order."""
         apart = self.shape["stage"] * self.shape["tensor"]
 
         def add() -> Array:
-            vectors = gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
-            return np.stack(
-                [all_reduce_seconds(self.costs, exchange, ranks, vector.bytes, apart) for vector in vectors]
-            )
+            vectors = gradient_vectors(self.facts.tensors, sync.wire, sync.bucket_mb)
+            return np.stack([all_reduce_seconds(self.costs, sync, ranks, vector.bytes, apart) for vector in vectors])
 
-        return self.prices.once(("sums", exchange, ranks, apart), add)
+        return self.prices.once(("sums", sync, ranks, apart), add)
 
     def rows(self, stage: int, parts: Sequence[Sequence[int]]) -> StepFloor:
         """Return a lower bound of the seconds of a step with ZeRO sharding, by tutti (stage 1) or FSDP2 (2 and 3).
@@ -269,22 +267,20 @@ class _Floor:
         each = carried(kind, ranks, size, cpu=not self.costs.overlaps, shared=shared)
         return self.prices.once((each, ranks), lambda: collective_seconds(self.costs, each, ranks))
 
-    def pipeline(
-        self, exchange: AllReduceConfig, stages: StageFacts, counts: Mapping[int, int], drains: bool
-    ) -> StepFloor:
+    def pipeline(self, sync: AllReduceConfig, stages: StageFacts, counts: Mapping[int, int], drains: bool) -> StepFloor:
         """Return a lower bound of the seconds of a pipeline's step, the largest over its devices.
 
         Each device waits for its first micro-batch, and earlier stages for their last gradient.
 
         Args:
-            exchange: options of gradient synchronisation.
+            sync: options of gradient synchronisation.
             stages: module groups and parameters of each virtual stage.
             counts: number of micro-batches of a data rank by their samples.
             drains: whether earlier stages compute their last gradient after the later ones.
         """
         devices = self.shape["stage"]
         filled, drain, sent_within, typical = self._stage_work(stages, counts)
-        sums = self._stage_sums(exchange, stages, devices, self.shape["replica"])
+        sums = self._stage_sums(sync, stages, devices, self.shape["replica"])
         after = np.maximum(sums, drain * self.slow * drains + sums[0])
         overhead = self._stage_overhead(stages, sum(counts.values()))
         found = (filled * self.slow + sent_within + overhead + after).max(axis=0) + self._norm()
@@ -329,7 +325,7 @@ class _Floor:
                     found[virtual] += number * self._tensor(passed, samples, stage_groups(stages, virtual))
         return found
 
-    def _stage_sums(self, exchange: AllReduceConfig, stages: StageFacts, devices: int, replicas: int) -> Array:
+    def _stage_sums(self, sync: AllReduceConfig, stages: StageFacts, devices: int, replicas: int) -> Array:
         """Return the seconds of each device's all-reduces and update after its passes."""
         apart = devices * self.shape["tensor"]
 
@@ -337,11 +333,11 @@ class _Floor:
             tensors: list[TensorFacts] = [self.facts.tensors[i] for i in stages.held(device, devices)]
             found = self._update(sum(t.elements for t in tensors), len(tensors))
             if replicas > 1:
-                for vector in gradient_vectors(tensors, exchange.wire, exchange.bucket_mb):
-                    found = found + all_reduce_seconds(self.costs, exchange, replicas, vector.bytes, apart)
+                for vector in gradient_vectors(tensors, sync.wire, sync.bucket_mb):
+                    found = found + all_reduce_seconds(self.costs, sync, replicas, vector.bytes, apart)
             return found
 
-        key = "stage sums", exchange, stages.tensors, devices, replicas, apart
+        key = "stage sums", sync, stages.tensors, devices, replicas, apart
         return self.prices.once(key, lambda: np.stack([add(device) for device in range(devices)]))
 
     def _stage_overhead(self, stages: StageFacts, micro_batches: int) -> Array:
@@ -355,7 +351,7 @@ class _Floor:
         return self.prices.once(("stage overhead", stages.tensors, devices, self.shape["tensor"], micro_batches), add)
 
     def _update(self, parameters: float, tensors: int) -> Array:
-        optimizer = self.config.optimizer
+        optimizer = self.config.optimizer_choice.name
         return self.prices.once(
             ("update", optimizer, parameters, tensors), lambda: self.costs.update(optimizer, parameters, tensors)
         )

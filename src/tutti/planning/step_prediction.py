@@ -14,10 +14,10 @@ from torch import nn
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig, TensorConfig
 from tutti.config.spec import StrategyOptions
+from tutti.config.strategy_choice import Choice
 from tutti.data.adapt import adapt_training
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
-from tutti.parallel.choice import Choice
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition
 from tutti.parallel.pipeline.stage_partition import StagePartition, TracedForward
@@ -210,7 +210,7 @@ class TaskSizes:
         choice = config.activation_checkpointing
         if choice not in self._memory:
             self._memory[choice] = model_facts(self._task, config)
-        policy = config.choice.exchange.wrap_policy
+        policy = config.strategy_choice.sync.wrap_policy
         if policy not in self._wrapped:
             self._wrapped[policy] = wrapped_bytes(self._model, policy)
         unit, rest = self._wrapped[policy]
@@ -242,18 +242,18 @@ class TaskSizes:
     @staticmethod
     def _key(config: PlannedRun) -> tuple[Any, ...]:
         """Return all of a run that the modules and stages of its model depend on."""
-        choice = config.choice
-        policy, shape = choice.exchange.wrap_policy, config.shape
+        choice = config.strategy_choice
+        policy, shape = choice.sync.wrap_policy, config.shape
         split = _split_key(choice.layout, shape["tensor"])
         if not isinstance(choice.layout, PipelineConfig | LayersConfig):
             return policy, 1, split
         return policy, shape["stage"], choice.layout.chunks, choice.layout.begins, split
 
     def _trace(self, config: PlannedRun) -> StepFacts:
-        choice, model = config.choice, self._model
+        choice, model = config.strategy_choice, self._model
         shape, split = config.shape, self._split(choice.layout, config)
         names = {id(module): name for name, module in model.named_modules()}
-        modules = [names[id(module)] for module in wrapped_modules(model, choice.exchange.wrap_policy)]
+        modules = [names[id(module)] for module in wrapped_modules(model, choice.sync.wrap_policy)]
         partition = None
         layout = pipeline_layout(choice, shape)
         if layout is not None:
@@ -418,8 +418,9 @@ def predict_step(
     """
     devices = config.device_count
     compiled = config.compile_choice
-    choice = parallel.check_strategy(
-        config.strategy,
+    choice = config.strategy_choice
+    parallel.check_strategy(
+        choice,
         devices,
         workers=config.workers,
         compiled=compiled is not None,

@@ -59,19 +59,19 @@ def strategy_key(config: PlannedRun, shape: Mapping[str, int]) -> str:
         stage), ``local_sgd``, ``central_storage``, ``parameter_server``, ``tensor`` or ``pipeline``; the last two also
         for hybrids.
     """
-    exchange = config.choice.exchange
+    sync = config.strategy_choice.sync
     if shape["stage"] > 1:
         return "pipeline"
     if shape["tensor"] > 1:
         return "tensor"
-    if stage := zero_stage(config.choice, shape):
+    if stage := zero_stage(config.strategy_choice, shape):
         return f"sharded-{stage}"
-    if isinstance(exchange, LocalSGDConfig):
+    if isinstance(sync, LocalSGDConfig):
         return "local_sgd"
-    if isinstance(exchange, CentralConfig):
+    if isinstance(sync, CentralConfig):
         return "central_storage"
-    if isinstance(exchange, ParameterServerConfig):
+    if isinstance(sync, ParameterServerConfig):
         return "parameter_server"
     if config.data_ranks == 1:
         return "single"
-    return "schedule" if isinstance(exchange, AllReduceConfig) and exchange.schedule is not None else "mirrored"
+    return "schedule" if isinstance(sync, AllReduceConfig) and sync.schedule is not None else "mirrored"

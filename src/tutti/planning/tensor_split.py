@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from tutti.comm.communicator import Communicator
 from tutti.comm.differentiable import TensorRanks
 from tutti.config.layout_config import TensorConfig
 from tutti.parallel.tensor.tp_apply import closed_blocks, find_tp_plan, is_parted, split_layers
@@ -69,6 +68,6 @@ class TensorSplit:
             The model, whose split layers hold the first rank's slices.
         """
         model = self._task.model()
-        ranks = TensorRanks(cast(Communicator, log or MessageLog(self.ranks)))
+        ranks = TensorRanks(log or MessageLog(self.ranks))
         split_layers(model, self._plan, ranks, sequence=self._layout.sequence)
         return model

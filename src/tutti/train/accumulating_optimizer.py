@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.comm.graph_breaks import left_out_of_graphs
+from tutti.config.strategy_choice import Choice
 from tutti.errors import UsageError
 from tutti.optim.absent_state import AbsentState
 from tutti.optim.optimizer_copy import inner_optimizers
 from tutti.optim.several import members_of
-from tutti.parallel import Choice, check_custom_loop
+from tutti.parallel import check_custom_loop
 from tutti.torch_compat import mark_stepped, mark_wrapped_by_scheduler
 from tutti.train.partial_state import PartialState, StateGuard, StatePart
 from tutti.train.prepared_before import keeps_state, own_step, wrap_methods

@@ -17,19 +17,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.comm.stall import TellFailures
+from tutti.config.strategy_choice import Choice
 from tutti.errors import MismatchError, NonFiniteError, TuttiError, UsageError, script_line, script_line_of
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal, is_zeroed
 from tutti.optim.mixing import calls_closure_once, unlike_one_closure
-from tutti.parallel import Choice, check_custom_loop
+from tutti.parallel import check_custom_loop
 from tutti.parallel.ddp.step_agreement import agree_on_settings
 from tutti.parallel.normalisation import finite_by_norm, is_finite
 from tutti.torch_compat import tensor_version
@@ -38,9 +39,8 @@ from tutti.train.script_checks.carried_state import CarriedState
 from tutti.train.script_checks.gradient_origin import GradientOrigin
 from tutti.train.script_checks.skipped_bodies import SkippedBodies
 from tutti.train.void_body import VoidBody
-from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, AloneLoopSync, CustomLoopSync
+from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, AloneLoopSync
 from tutti.types.micro_batch import Batch, LossSums, MicroBatch
-from tutti.types.replica_runner import CustomLoopRunner
 from tutti.types.step_records import PendingStats, StepContext, StepStats, UpdateResult
 
 if TYPE_CHECKING:
@@ -129,8 +129,7 @@ class CustomLoop:
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: Choice) -> None:
         self._run, self._lifecycle, self.optimizers, self._choice = run, run.lifecycle, optimizers, choice
-        self._sync = cast(CustomLoopSync, run.gradient_sync)
-        self._replica = cast(CustomLoopRunner, run.replica)
+        self._sync, self._replica = run.gradient_sync, run.replica
         self._origin, self._bodies = GradientOrigin(run, optimizers), BodyComparison(run)
         self._carried, self._skipped = CarriedState(run), SkippedBodies(run)
         self.stepped = False
@@ -148,7 +147,7 @@ class CustomLoop:
         self._latest: StepStats | None = None
         self._is_pushed = False
         # Where workers make updates of their own: the synchronisation, and the body of a worker without samples.
-        self._local = cast(AloneLoopSync, run.gradient_sync) if choice.row.loops_alone else None
+        self._local = run.gradient_sync if isinstance(run.gradient_sync, AloneLoopSync) else None
         self._void: VoidBody | None = None
         # Their reductions of losses in this body, and in the last one that had any.
         self._reductions = self._usual_reductions = 0
@@ -367,8 +366,8 @@ class CustomLoop:
             trained = self._calls > 0 or bool(self._shown())
             self._skipped.end_body(micro_batch, trained, self._lifecycle.values.size_lines)
         self._bodies.end_body()
-        if self._batch.alone and micro_batch is not None:
-            self._join_losses(micro_batch)
+        if self._batch.alone and self._local is not None and micro_batch is not None:
+            self._join_losses(self._local, micro_batch)
         if not self._bodies.several or self._is_last_body or micro_batch is None:
             return
         if micro_batch.last and self._calls == 1 and self._sync.by_worker:
@@ -579,8 +578,8 @@ class CustomLoop:
             sync.mark_reached(kept.used)
         part = work(kept.loss_sums.get(micro_batch.worker))
         part.whole = micro_batch.whole
-        if self._batch.alone:
-            self._reduce_own(micro_batch, part, step_context)
+        if self._batch.alone and self._local is not None:
+            self._reduce_own(self._local, micro_batch, part, step_context)
             sync.add_gradients(held)
             return
         sync.end_worker(micro_batch.worker, part)
@@ -598,12 +597,14 @@ class CustomLoop:
         self._is_pushed = sync.gradient_at == "servers"
         run.stats = self._latest = stats
 
-    def _reduce_own(self, micro_batch: MicroBatch, part: LossSums, step_context: StepContext) -> None:
+    def _reduce_own(
+        self, local: AloneLoopSync, micro_batch: MicroBatch, part: LossSums, step_context: StepContext
+    ) -> None:
         """Complete the gradient of a worker that makes updates of its own, and reduce the loss over workers.
 
         Collective, but not in a later evaluation of a closure: each worker's optimizer makes as many as it needs.
         """
-        run, local = self._run, cast(AloneLoopSync, self._local)
+        run = self._run
         run.hooks.check_part(part)
         local.end_own(micro_batch.worker, part if micro_batch.samples else None)
         self._lifecycle.enter(Phase.COMPUTE)
@@ -613,7 +614,7 @@ class CustomLoop:
             self._check_counts(self._latest, step_context.samples)
         self._pending.append(self._latest)
 
-    def _join_losses(self, micro_batch: MicroBatch) -> None:
+    def _join_losses(self, local: AloneLoopSync, micro_batch: MicroBatch) -> None:
         """Take part in the reductions of losses of a step whose body this rank has skipped, and others may not have.
 
         A worker that makes updates of its own may leave out a batch by its content. Collective as ``run.backward`` in
@@ -622,7 +623,6 @@ class CustomLoop:
         if self._reductions:
             self._usual_reductions = self._reductions
             return
-        local = cast(AloneLoopSync, self._local)
         for call in range(self._usual_reductions):
             step_context = replace(self._lifecycle.context, call=call)
             self._sync.begin_worker(micro_batch.worker, step_context)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tutti import parallel
 from tutti.config.train_config import TrainConfig
 from tutti.device import describe_products, is_accelerator, replays_graphs
 from tutti.errors import counted
@@ -58,7 +57,7 @@ def derived(
     return {
         "data": task.describe or f"{run.feed.contract.dataset or 'a stream of'} training samples",
         "model": f"{config.model or 'default'}, {counted(size, 'parameter')}",
-        "strategy": f"{config.strategy}: {parallel.parse_strategy(config.strategy).row.summary}",
+        "strategy": f"{config.strategy}: {config.strategy_choice.row.summary}",
         "devices": f"{grid.size} ({split}; {kind})",
         **run.replica.summary,
         **run.feed.describe(),

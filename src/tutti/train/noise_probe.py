@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.config.strategy_choice import Choice
 from tutti.optim.noise_scale import NoiseAverage, NoiseEstimate, noise_estimate
 from tutti.optim.several import members_of
-from tutti.parallel import Choice
 from tutti.parallel.ddp.gradient_arithmetic import squares_of
 from tutti.parallel.normalisation import divisor_of_backward, mean_factor
 from tutti.types.gradient_sync import GradientSync, OwnGradients

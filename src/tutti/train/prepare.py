@@ -39,6 +39,7 @@ from tutti.launcher import context
 from tutti.nn.ac_policy import UNCACHED, turn_off_caches
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.optim.adascale import AdaScale
+from tutti.parallel.parameter_average import make_average
 from tutti.process_context import read_identity
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.argument_words import argument_words, unread_variables
@@ -278,12 +279,12 @@ def prepare_run(
     run_context = _with_trials(run_context, checked, place, loss, o.seed)
 
     # Layout: tensor slices, stages, activation checkpointing, compilation.
-    layout, sync = choice.counted(checked.epochs.steps).make(_as_one(run_context, checked.together))
+    layout, sync = parallel.make_strategy(choice.counted(checked.epochs.steps), _as_one(run_context, checked.together))
     # Hooks, reads of parameters and other optimizers of the script, found before objects are replaced.
     sharded = grid.shard > 1 and bool(checked.optimizers)
     others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
     hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
-    replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
+    replica = slow_down(layout.build(converted), o.slowness, world, contract.workers)
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
     grad_hook = sync.attach(replica, factory(checked.trainer, checked.rule, contract.batch, checked.sparse))
@@ -294,7 +295,7 @@ def prepare_run(
     feed = _feed(checked, run_context.comms, place, o)
 
     # The run, and the script's objects, which act on it from now on.
-    average = parallel.average(replica, sync, run_context)
+    average = make_average(replica, sync, run_context)
     noise_probe = None if o.noise_every is None else NoiseProbe(sync, run_context, choice, o.noise_every)
     rates = None if lr_schedule is None else lr_schedule(checked.epochs)
     settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, uncached, warn)
@@ -332,7 +333,7 @@ def _mesh_context(checked: CheckedRun, o: RunOptions) -> RunContext:
         activation_checkpointing=o.checkpointing,
         compile=o.compile_choice,
         gradient_variance=o.lr_rule.adaptive,
-        rows=choice.exchange.shards_parameters(choice.shape(grid.size)),
+        rows=choice.sync.shards_parameters(choice.shape(grid.size)),
     )
 
 

@@ -17,6 +17,7 @@ from tutti.config.lr_rule import NoRule
 from tutti.config.module_config import BatchNormConfig, Blocks, Checkpointing
 from tutti.config.module_config import Sync as SyncConfig
 from tutti.config.optimizer_config import OptimizerChoice
+from tutti.config.strategy_choice import Choice
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.sampling import Sampling
@@ -30,7 +31,6 @@ from tutti.nn.sparse_layers import sparse_parameters
 from tutti.optim.factory import check_fresh
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.several import check_apart
-from tutti.parallel import Choice
 from tutti.train.batch_size_schedule import batch_size_schedule
 from tutti.train.callbacks import Callbacks
 from tutti.train.model_conversion import make_loss_scale
@@ -39,7 +39,7 @@ from tutti.train.prepared_before import check_earlier
 from tutti.train.resume_changes import optimizer_settings
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, Models, Optimizers, RunOptions
 from tutti.train.schedulers import Schedulers
-from tutti.train.strategy_spec import strategy_text
+from tutti.train.strategy_spec import choose_strategy
 from tutti.train.training_data import choose_sampling, samples_per_epoch, wrap_training_data
 from tutti.types.micro_batch import LossFn
 
@@ -105,7 +105,7 @@ class CheckedRun:
         collate = "default" if sampling.collate is None else "own"
         processes = max(sampling.processes, 1) if isinstance(self.data, Stream) else "any"
         return [
-            f"strategy {self.choice.name} {self.choice.layout} {self.choice.exchange}",
+            f"strategy {self.choice.name} {self.choice.layout} {self.choice.sync}",
             f"{contract.workers} workers",
             f"a global batch of {contract.batch}, micro-batches of {contract.micro}, identical {contract.identical}",
             f"batch growth {self.epochs.growth}",
@@ -177,7 +177,8 @@ def check_run(
     check_earlier(whole, optimizers)
     world = context.init()
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
-    choice = _check_strategy(strategy_text(o.strategy, whole), o, world, bool(sparse))
+    choice = choose_strategy(o.strategy, whole)
+    _check_strategy(choice, o, world, bool(sparse))
     grid = Grid(**choice.shape(world.identity.size), rank=world.identity.rank)
     data = wrap_training_data(sampling, choice, o)
     _check_trainable(whole, trainer, sparse)
@@ -219,10 +220,10 @@ def check_run(
     )
 
 
-def _check_strategy(text: str, o: RunOptions, world: context.World, sparse: bool) -> Choice:
-    """Return the strategy with its options. Raises UsageError where another option excludes it."""
-    return parallel.check_strategy(
-        text,
+def _check_strategy(choice: Choice, o: RunOptions, world: context.World, sparse: bool) -> None:
+    """Raise UsageError where another option excludes the strategy."""
+    parallel.check_strategy(
+        choice,
         world.identity.size,
         workers=o.workers,
         reproducible=o.reproducible,
@@ -348,7 +349,7 @@ def _check_not_on_meta(model: nn.Module) -> None:
 def _contract(choice: Choice, ranks: int, count: int | None, batch: int, o: RunOptions) -> BatchContract:
     """Return the batch contract; the strategy may determine the size of micro-batches."""
     number = o.workers or ranks
-    micro = parallel.micro_batch(choice, o.micro_batch, batch, number)
+    micro = choice.micro_batch(o.micro_batch, batch, number)
     return BatchContract(count, batch, number, ranks, micro, o.identical_batches)
 
 

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.config.strategy_choice import Choice
 from tutti.errors import UsageError
-from tutti.parallel import Choice
 from tutti.torch_compat import is_wrapped_by_scheduler
 from tutti.types.run_context import RunContext
 

@@ -20,6 +20,7 @@ from tutti.comm.stall import TellFailures
 from tutti.config.gradient_noise import Multiplicative
 from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
+from tutti.config.strategy_choice import Choice
 from tutti.data.adapt import Collate
 from tutti.data.batches import shown
 from tutti.data.feed import Feed
@@ -34,7 +35,6 @@ from tutti.optim.factory import is_known
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.mixing import needs_closure
 from tutti.optim.several import SeveralOptimizers, members_of
-from tutti.parallel import Choice
 from tutti.torch_compat import step_hooks
 from tutti.train import run_state
 from tutti.train.argument_words import argument_words
@@ -59,9 +59,9 @@ from tutti.train.step import train_step
 from tutti.train.step_hooks import StepHookGuard
 from tutti.train.step_lifecycle import StepLifecycle
 from tutti.train.step_windows import profiled, traced
-from tutti.types.gradient_sync import GradientSync
+from tutti.types.custom_loop_sync import CustomLoopSync
 from tutti.types.micro_batch import Batch, LossFn
-from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.replica_runner import CustomLoopRunner, GradientReadyHook
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepStats, UpdateResult
 from tutti.types.weight_average import Average
@@ -172,8 +172,8 @@ class Run:
 
     def __init__(
         self,
-        replica: ReplicaRunner,
-        sync: GradientSync,
+        replica: CustomLoopRunner,
+        sync: CustomLoopSync,
         grad_hook: GradientReadyHook,
         feed: Feed,
         loss_fn: LossFn | None,

@@ -28,6 +28,7 @@ from tutti.config.module_config import (
     check_compile,
 )
 from tutti.config.slowness import Slowness
+from tutti.config.strategy_choice import Choice
 from tutti.errors import UsageError
 from tutti.train.schedulers import Given
 from tutti.train.strategy_spec import StrategySpec
@@ -46,7 +47,7 @@ class RunOptions:
     another type.
     """
 
-    strategy: str | StrategySpec = "mirrored"
+    strategy: Choice | str | StrategySpec = "mirrored"
     workers: int | None = None
     batch_size: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
@@ -158,6 +159,18 @@ class RunOptions:
         Raises UsageError if ``init_map`` is malformed, or ``init_from`` is missing.
         """
         return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "init_map")
+
+    @cached_property
+    def slowness(self) -> Sequence[Slowness]:
+        """The simulated delays of ranks or logical workers, from the argument ``slow``; empty without one.
+
+        Each ``Slowness`` has the numbers of the delayed ranks (``rank``) or logical workers (``worker``), ``factor``
+        (how many times as long they compute) and ``ms`` (milliseconds added in each step). Raises UsageError if the
+        text is malformed.
+        """
+        if isinstance(self.slow, str):
+            return Slowness.parse(self.slow, "slow") if self.slow else ()
+        return self.slow
 
     @cached_property
     def growth(self) -> BatchGrowth | None:

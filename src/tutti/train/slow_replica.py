@@ -14,17 +14,15 @@ from tutti.config.slowness import Slowness
 from tutti.device import is_accelerator
 from tutti.launcher.context import World
 from tutti.types.micro_batch import MicroBatch
-from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.replica_runner import CustomLoopRunner
 
 
-def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: World, workers: int) -> ReplicaRunner:
+def slow_down(replica: CustomLoopRunner, slow: Sequence[Slowness], world: World, workers: int) -> CustomLoopRunner:
     """Add delays to this rank's computation, to simulate stragglers, if ``slow`` names this rank or one of its workers.
 
     Args:
         replica: this rank's part of the model; its methods are replaced.
-        slow: which ranks or logical workers are delayed, and by how much: ``rank=1,factor=3`` (forward and backward
-            take 3 times as long) or ``worker=1+2,ms=20`` (20 ms more for each worker and step), several separated by
-            ``;``; or the same as ``Slowness`` objects. An empty text delays nothing.
+        slow: which ranks or logical workers are delayed, and by how much; empty delays nothing.
         world: all ranks.
         workers: number of logical data-parallel workers (fixed shares of the global batch); a rank may compute several
             one after another.
@@ -33,11 +31,9 @@ def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: Wor
         ``replica`` itself.
 
     Raises:
-        UsageError: the text is malformed, a rank or worker does not exist, or ``factor``, which multiplies CPU time, is
+        UsageError: a rank or worker does not exist, or ``factor``, which multiplies CPU time, is
             given for accelerators.
     """
-    if isinstance(slow, str):
-        slow = Slowness.parse(slow, "slow") if slow else ()
     for each in slow:
         each.check(world.identity.size, workers, accelerated=is_accelerator(world.device))
         rank = world.identity.rank

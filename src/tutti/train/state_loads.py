@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tutti.checkpoint.checkpoint_reader import GivenState, catalogue, check_model
 from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.checkpoint.gather import GatheredParts
+from tutti.config.strategy_choice import Choice
 from tutti.errors import UsageError
 from tutti.nn.swap import buffers, parameters
-from tutti.parallel import Choice
 from tutti.parallel.tensor.split_reads import slice_of
 from tutti.train.plain_copies import ModelHook
 from tutti.types.shard_spec import ShardSpec

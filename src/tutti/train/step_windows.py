@@ -202,7 +202,7 @@ def planned_windows(
     """
     found = []
     for name, watch, table in (("profile", profiled, profile.TABLE), ("trace", traced, trace.TABLE)):
-        asked = config.window(name)
+        asked = config.windows.get(name)
         if asked is None or directory is None:
             continue
         first, steps = asked

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from tutti.config.strategy_choice import Choice, parse_strategy
 from tutti.errors import UsageError
 
 
@@ -42,13 +43,27 @@ def strategy(name: str, **options: Any) -> StrategySpec:
     return StrategySpec(name, options)
 
 
-def strategy_text(given: str | StrategySpec, model: nn.Module) -> str:
-    """Return a strategy as text ``name:key=value,…``, in which modules are written as their names in ``model``.
-
-    Text is returned as it is; options that are None are left out.
+def choose_strategy(given: Choice | str | StrategySpec, model: nn.Module) -> Choice:
+    """Return the strategy of a run as the object that all later stages take; text is parsed here and nowhere later.
 
     Args:
-        given: a strategy as text, or as ``tutti.strategy`` makes it.
+        given: a strategy that a configuration has parsed, which is returned as it is; text; or the result of
+            ``tutti.strategy``.
+        model: the script's model, in which the names of modules are looked up.
+
+    Raises:
+        UsageError: ``given`` is of another type, or an unknown strategy, option or value.
+    """
+    return given if isinstance(given, Choice) else parse_strategy(strategy_text(given, model))
+
+
+def strategy_text(given: Choice | str | StrategySpec, model: nn.Module) -> str:
+    """Return a strategy as text ``name:key=value,…``, in which modules are written as their names in ``model``.
+
+    Text is returned as it is, also that of a parsed strategy; options that are None are left out.
+
+    Args:
+        given: a strategy as text, parsed, or as ``tutti.strategy`` makes it.
         model: the script's model, in which the names of modules are looked up.
 
     >>> layers = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -63,6 +78,8 @@ def strategy_text(given: str | StrategySpec, model: nn.Module) -> str:
     """
     if isinstance(given, str):
         return given
+    if isinstance(given, Choice):
+        return given.text
     if not isinstance(given, StrategySpec):
         raise UsageError(
             f"strategy is {given!r}", remedy="give text such as 'mirrored', or tutti.strategy(name, key=value)"

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti import parallel
 from tutti.config.train_config import TrainConfig
 from tutti.device import is_accelerator, usable_cores
 from tutti.host_memory import free_memory
@@ -56,7 +55,7 @@ def build_task_model(task: Task, config: TrainConfig, world: World) -> nn.Module
     Returns:
         The whole model, before the strategy splits it over ranks.
     """
-    if not parallel.parse_strategy(config.strategy).parts(world.identity.size):
+    if not config.strategy_choice.parts(world.identity.size):
         return task.model()
     with spilling(above=free_memory(world.identity.local_size) // 4):
         return task.model()
@@ -93,7 +92,7 @@ def prepare_task(
         MismatchError: models or options differ between ranks.
     """
     options = RunOptions(
-        strategy=config.strategy,
+        strategy=config.strategy_choice,
         workers=config.workers,
         batch_size=config.batch_size,
         batch_growth=config.growth,

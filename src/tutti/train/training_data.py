@@ -12,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from tutti.config.module_config import Sync as SyncConfig
+from tutti.config.strategy_choice import Choice
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import slice_batch
 from tutti.data.contract import BatchContract
@@ -19,7 +20,6 @@ from tutti.data.sampling import Sampling, given_sampling
 from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
-from tutti.parallel import Choice
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, RunOptions
 from tutti.train.script_checks.python_state import python_state
 from tutti.types.micro_batch import LossFn

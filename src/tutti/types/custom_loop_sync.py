@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 from tutti.types.gradient_sync import GradientSync
 from tutti.types.micro_batch import LossSums
@@ -279,6 +279,7 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
 
+@runtime_checkable
 class AloneLoopSync(CustomLoopSync, Protocol):
     """A ``CustomLoopSync`` where each logical worker makes updates of its own (local SGD), with one worker a rank.
 

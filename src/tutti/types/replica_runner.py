@@ -300,7 +300,7 @@ class ModelLayout(Protocol):
     For example it cuts the model into pipeline stages, or splits layers over tensor ranks.
     """
 
-    def build(self, plain: nn.Module) -> ReplicaRunner:
+    def build(self, plain: nn.Module) -> CustomLoopRunner:
         """Split a model over the ranks of a replica, in place, and return this rank's part.
 
         ``tutti.prepare`` calls this once, before ``GradientSync.attach``. A layout without stages and slices moves the

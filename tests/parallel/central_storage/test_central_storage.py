@@ -48,19 +48,19 @@ def once() -> tuple[set[str], set[str], int, list[str]]:
     """Names that this rank owns, that it has optimizer state of, that of the average; and a write that all see."""
     run = prepare(ema="0.9")
     train(run)
-    exchange, average = run.gradient_sync, run.average
-    assert isinstance(exchange, CentralStorageSync) and isinstance(average, CentralAverage)
+    sync, average = run.gradient_sync, run.average
+    assert isinstance(sync, CentralStorageSync) and isinstance(average, CentralAverage)
     named = dict(run.replica.parts[0].named_parameters())
     of = {id(p): name for name, p in named.items()}
-    kept = {of[id(p)] for optimizer in exchange.optimizers for p in optimizer.state}
+    kept = {of[id(p)] for optimizer in sync.optimizers for p in optimizer.state}
     assert set(average.state()["ema"]) == kept
-    for number, (_, parameter) in enumerate(exchange._owned):
+    for number, (_, parameter) in enumerate(sync._owned):
         parameter.data.fill_(number + 10 * tutti.rank())
-    exchange._segment.barrier("all have written")
+    sync._segment.barrier("all have written")
     return (
-        {name for name, _ in exchange._owned},
+        {name for name, _ in sync._owned},
         kept,
-        sum(p.numel() for name, p in exchange._owned if p.requires_grad),
+        sum(p.numel() for name, p in sync._owned if p.requires_grad),
         sorted(f"{name} {float(p.max()):g}" for name, p in named.items()),
     )
 
@@ -173,10 +173,10 @@ def placed() -> dict[str, Any]:
     """Where parameters, optimizer state and average are, and the model after training, saving and loading."""
     run = prepare(ema="0.9", clip=0.5)
     train(run)
-    exchange, average = run.gradient_sync, run.average
-    assert isinstance(exchange, CentralStorageSync) and isinstance(average, CentralAverage)
+    sync, average = run.gradient_sync, run.average
+    assert isinstance(sync, CentralStorageSync) and isinstance(average, CentralAverage)
     states = [
-        tensor for optimizer in exchange.optimizers for state in optimizer.state.values() for tensor in state.values()
+        tensor for optimizer in sync.optimizers for state in optimizer.state.values() for tensor in state.values()
     ]
     weights = {name: tensor.clone() for name, tensor in run.state().items()}
     run.model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in weights.items()})

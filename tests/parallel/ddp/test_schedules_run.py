@@ -16,6 +16,7 @@ from tutti.comm.collective_schedules import Algorithm, Schedule, schedule_of
 from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
+from tutti.config.strategy_choice import parse_strategy
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.parallel import check_strategy
@@ -140,7 +141,7 @@ def trained_by(strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("option", ["reproducible", "adaptive"])
 def test_bits_are_not_promised(algorithm: Algorithm, option: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check_strategy(f"mirrored:algorithm={algorithm}", 2, **{option: True})
+        check_strategy(parse_strategy(f"mirrored:algorithm={algorithm}"), 2, **{option: True})
     assert "addition is not associative" in str(caught.value)
 
 

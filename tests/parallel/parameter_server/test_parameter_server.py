@@ -20,6 +20,7 @@ from tests.contract.table import OPTIMIZERS, largest_difference
 from tests.contract.test_state import saver
 from tests.parallel.mixers import Counted
 from tutti import parallel
+from tutti.config.strategy_choice import parse_strategy
 from tutti.errors import CheckpointError, UsageError
 from tutti.parallel.parameter_server import server_session
 from tutti.parallel.parameter_server.server_session import ServerSession
@@ -133,7 +134,7 @@ def test_where_the_steps_of_all_count_ranks_cannot_be_in_step() -> None:
     with pytest.raises(worlds.RankError, match="steps=all cannot be combined with a stream"):
         worlds.run(1, streamed)
     with pytest.raises(UsageError, match=r"needs run\.step"):
-        parallel.check_strategy("parameter_server:mode=async,steps=all", 2, custom_loop=True)
+        parallel.check_strategy(parse_strategy("parameter_server:mode=async,steps=all"), 2, custom_loop=True)
 
 
 def test_one_device_plays_equally_fast_workers_to_the_bit() -> None:
@@ -442,7 +443,7 @@ def test_servers_end_with_the_run() -> None:
 )
 def test_options_that_do_nothing_are_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parallel.parse_strategy(text)
+        parse_strategy(text)
     assert words in str(caught.value)
 
 
@@ -458,14 +459,14 @@ def test_options_that_do_nothing_are_refused(text: str, words: str) -> None:
 )
 def test_promises_that_a_mode_cannot_keep_are_refused(text: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parallel.check_strategy(f"parameter_server:{text}", 2, **options)
+        parallel.check_strategy(parse_strategy(f"parameter_server:{text}"), 2, **options)
     assert words in str(caught.value)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
-        parallel.check_strategy("parameter_server", 2)
+        parallel.check_strategy(parse_strategy("parameter_server"), 2)
     assert "needs the package pyzmq" in str(caught.value) and "tutti-train[server]" in str(caught.value)
 
 

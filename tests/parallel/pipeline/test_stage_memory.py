@@ -132,7 +132,7 @@ def test_the_nearest_plan_fits() -> None:
         assert other is not None
         again = pipeline_memory.observe_stages("text", other, {})
         assert max(plan.total for plan in pipeline_memory.plan_stage_memory(found, again, other)) <= 1.02 * room
-        parallel.check_strategy(other.strategy, int(other.devices))
+        parallel.check_strategy(other.strategy_choice, int(other.devices))
     assert int(other.devices) > 2, "smaller micro-batches cannot make the state smaller"
     assert pipeline_memory.nearest_stage_plan(found, ahead, asked, 1000) is None
 

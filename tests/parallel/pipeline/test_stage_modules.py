@@ -13,6 +13,7 @@ from tests import worlds
 from tests.parallel.shapes import build, data, loss
 from tests.parallel.splitting import TOLERANCE, check, outcome, train
 from tutti import parallel
+from tutti.config.strategy_choice import parse_strategy
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.stage_partition import find_stage_partition
 
@@ -64,13 +65,13 @@ def test_from_python() -> None:
 )
 def test_malformed_lists_are_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parallel.parse_strategy(f"pipeline:{text}")
+        parse_strategy(f"pipeline:{text}")
     assert words in str(caught.value)
 
 
 def test_other_numbers_of_devices_are_refused() -> None:
     with pytest.raises(UsageError, match="3 devices cannot hold 2 stages"):
-        parallel.check_strategy("pipeline:stages=a/b", 3)
+        parallel.check_strategy(parse_strategy("pipeline:stages=a/b"), 3)
 
 
 @pytest.mark.parametrize(

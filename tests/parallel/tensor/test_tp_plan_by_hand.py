@@ -11,6 +11,7 @@ import tutti
 from tests import worlds
 from tests.parallel.shapes import Gated, Separate, build, data, loss
 from tests.parallel.splitting import TOLERANCE, check, outcome, train
+from tutti.config.strategy_choice import parse_strategy
 from tutti.errors import UsageError
 from tutti.parallel.tensor.tp_plan import PlanFinder
 from tutti.parallel.tensor.tp_plan_by_hand import check_asked, roles_asked
@@ -127,5 +128,5 @@ def test_a_split_that_computes_another_result_is_refused() -> None:
 )
 def test_malformed_plans_are_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        tutti.parallel.parse_strategy(f"tensor:{text}")
+        parse_strategy(f"tensor:{text}")
     assert words in str(caught.value)

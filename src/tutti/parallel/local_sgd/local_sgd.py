@@ -75,7 +75,7 @@ class LocalSGDSync(LocalGradients):
 
     def __init__(self, config: LocalSGDConfig, run_context: RunContext) -> None:
         self._period, self._run_context = config.period, run_context
-        self._joint_steps = int(config.together().value)
+        self._joint_steps = int(config.together.value)
         self._counting = LossCounter()
         self._culprits: dict[str, None] = {}
         self._equal, self._has_differed = True, False

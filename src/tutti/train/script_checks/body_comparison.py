@@ -7,7 +7,7 @@ the same backward and optimizer calls in the same order, see the same parameters
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -17,7 +17,6 @@ from tutti.nn.swap import parameters
 from tutti.python_compat import LiveObjects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
 from tutti.train.plain_copies import ModelHook
-from tutti.types.custom_loop_sync import CustomLoopSync
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -44,7 +43,7 @@ class BodyComparison:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._sync = run, cast(CustomLoopSync, run.gradient_sync)
+        self._run, self._sync = run, run.gradient_sync
         self.several = self._final = False
         self._batches = 0
         self._events: list[tuple[str, int]] = []

@@ -26,7 +26,7 @@ from tutti.nn.partial_gradient import PartGradient
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
 from tutti.torch_compat import local_tensor, tensor_version
-from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, CustomLoopSync
+from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class GradientOrigin:
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
         self._run, self._optimizers = run, optimizers
-        self._sync = cast(CustomLoopSync, run.gradient_sync)
+        self._sync = run.gradient_sync
         self.alone = self.exchanged = False
         # Complete gradients: tensor and version. Weak, since a tensor that the script keeps is copied in a reduction.
         self._complete: dict[nn.Parameter, tuple[ReferenceType[Tensor], int]] = {}

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.plain_numbers import plain_digest
 from tutti.train.script_checks.python_state import PythonState, trial_call
 from tutti.types.micro_batch import LossFn, MicroBatch
-from tutti.types.replica_runner import CustomLoopRunner
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -207,7 +206,7 @@ class WorkerTrials:
         """
         run = self._run
         now = PythonState(run.replica.parts, loss)
-        replica = cast(CustomLoopRunner, run.replica)
+        replica = run.replica
         by_worker = run.gradient_sync.loss_normalisation == "worker"
         compiled = has_compiled_code([run.model], run.context)
 

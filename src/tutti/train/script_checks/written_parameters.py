@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.torch_compat import FunctionModesDisabled, tensor_version
 from tutti.train.replicas import differing_copies
-from tutti.types.custom_loop_sync import CustomLoopSync
 from tutti.types.micro_batch import LossFn, MicroBatch
 from tutti.types.optimizer_protocols import NamedParameters
 
@@ -51,7 +50,7 @@ class WrittenParameters:
         self._guards, self._stages, self._in_flight = False, set[int](), False
         sync = run.gradient_sync
         together = run.context.comms.replica.size > 1 and sync.loss_normalisation == "step"
-        place = cast(CustomLoopSync, sync).gradient_at if together else None
+        place = sync.gradient_at if together else None
         self._watched, self._served = place in ("rank", "rows", "stages", "servers"), place == "servers"
         self.watch()
 
