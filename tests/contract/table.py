@@ -375,7 +375,10 @@ def train(
     losses: list[float] = []
     epoch = 0
     while len(losses) < steps:
-        losses += [run.step(batch) for batch in run.epoch(epoch)]
+        for batch in run.epoch(epoch):
+            losses.append(run.step(batch))
+            if len(losses) == steps:
+                break
         epoch += 1
     for averaged in (True, False):
         evaluation = run.evaluate(run.feed.source, batch=24, averaged=averaged)

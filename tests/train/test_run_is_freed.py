@@ -50,6 +50,25 @@ def test_a_run_that_is_no_longer_used_is_freed(size: int, strategy: str, custom:
     assert worlds.run(size, left_over, strategy=strategy, custom=custom) == [(False, False, 0)] * size
 
 
+def replaced(strategy: str) -> tuple[bool, int]:
+    """Whether the next ``tutti.prepare`` leaves a run that is no longer used, and its function modes."""
+    gc.collect()
+    modes = function_mode_depth()
+    gc.disable()
+    try:
+        run, _ = train(strategy, custom=False, whole=True)
+        prepared("mirrored", "adamw")
+        return run() is not None, function_mode_depth() - modes
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", ["sharded:units=Linear", "tensor:least=1"])
+def test_the_next_run_does_not_wait_for_the_garbage_collector(strategy: str) -> None:
+    """A script that tries rates one after another would pay for the function modes of all its runs."""
+    assert worlds.run(2, replaced, strategy=strategy) == [(False, 0)] * 2
+
+
 @pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded", "tensor:least=1", "central_storage"])
 def test_a_loop_that_the_script_leaves_early_leaves_no_function_mode(strategy: str) -> None:
     assert worlds.run(2, left_over, strategy=strategy, custom=True, whole=False) == [(False, False, 0)] * 2

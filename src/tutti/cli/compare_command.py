@@ -18,7 +18,7 @@ from tutti.compare import convergence_table, figure, ladder, runs, verdict
 from tutti.compare.like_with_like import baselines, recipes
 from tutti.compare.live import Board
 from tutti.config.bounds import check_least
-from tutti.config.metric_direction import Metric, higher_is_better
+from tutti.config.metric_direction import Metric, higher_is_better, split_metric
 from tutti.config.settings import WholeNumber, flag_table
 from tutti.errors import DiskError, ExitCode, UsageError, counted
 from tutti.launcher.encoding import json_text, strict_json
@@ -149,8 +149,8 @@ def _measure(task: str, asked: str, trials: list[runs.Trial]) -> Metric | None:
     Raises UsageError if neither name, option nor task gives the direction.
     """
     declared = runs.directions(trials)
-    name, colon, _ = asked.partition(":")
-    if declared is None and user.is_own(task) and not colon and higher_is_better(name) is None:
+    name, higher = split_metric(asked, "--metric")
+    if declared is None and user.is_own(task) and higher is None and higher_is_better(name) is None:
         return None
     return Metric.parse(asked, "--metric", declared)
 

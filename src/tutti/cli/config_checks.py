@@ -14,6 +14,7 @@ from tutti import parallel, process_context
 from tutti.checkpoint.weights_source import check_source
 from tutti.config.engine_config import EngineConfig
 from tutti.config.gradient_noise import per_worker_option
+from tutti.config.metric_direction import split_metric
 from tutti.config.module_config import Sync, WorkerBatchNorm, check_compiler, check_float8
 from tutti.config.optimizer_config import ImportedOptimizerConfig
 from tutti.config.settings import read_file
@@ -111,8 +112,8 @@ def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
     averaged = config.averaging is not None
     if config.target_text is not None:
         check_metric(split_target(config.target_text)[0], "--until", reported, averaged)
-    if config.keep_best not in (None, "none"):
-        check_metric(str(config.keep_best).partition(":")[0].strip(), "--keep-best", reported, averaged)
+    if config.keep_best is not None and config.keep_best != "none":
+        check_metric(split_metric(config.keep_best, "--keep-best")[0], "--keep-best", reported, averaged)
     config.best()
     config.target()
 

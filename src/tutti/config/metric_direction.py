@@ -68,14 +68,8 @@ class Metric:
         >>> Metric.parse("distance", "--metric", {"distance": "lower"}).higher
         False
         """
-        name, colon, word = text.strip().partition(":")
-        if not name or (colon and word not in _WORDS):
-            raise UsageError(
-                f"cannot read '{text}'",
-                where=option,
-                remedy="write NAME, NAME:min or NAME:max (:lower, :higher)",
-            )
-        higher = _WORDS[word] if colon else higher_is_better(name, declared)
+        name, stated = split_metric(text, option)
+        higher = higher_is_better(name, declared) if stated is None else stated
         if higher is None:
             raise UsageError(
                 f"it is not declared whether a lower or a higher '{name}' is better",
@@ -101,6 +95,32 @@ class Metric:
         0.2
         """
         return after - before if self.higher else before - after
+
+
+def split_metric(text: str, option: str) -> tuple[str, bool | None]:
+    """Split the text of a metric into its name and whether it states that a higher value is better.
+
+    Args:
+        text: ``NAME``, ``NAME:min`` or ``NAME:max``, or with the synonyms ``lower`` and ``higher``.
+        option: name of the option, which a UsageError states.
+
+    Returns:
+        The name; and True or False, or None where the text has no direction.
+
+    Raises:
+        UsageError: the text is malformed.
+
+    >>> split_metric("distance:lower", "--metric"), split_metric("accuracy", "--metric")
+    (('distance', False), ('accuracy', None))
+    """
+    name, colon, word = text.strip().partition(":")
+    if not name or (colon and word not in _WORDS):
+        raise UsageError(
+            f"cannot read '{text}'",
+            where=option,
+            remedy="write NAME, NAME:min or NAME:max (:lower, :higher)",
+        )
+    return name, _WORDS[word] if colon else None
 
 
 def higher_is_better(name: str, declared: Mapping[str, Direction] | None = None) -> bool | None:

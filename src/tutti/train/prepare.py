@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -38,6 +39,7 @@ from tutti.errors import counted
 from tutti.launcher import context
 from tutti.nn.ac_policy import UNCACHED, turn_off_caches
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
+from tutti.nn.script_mode import modes_entered
 from tutti.optim.adascale import AdaScale
 from tutti.parallel.parameter_average import make_average
 from tutti.process_context import read_identity
@@ -266,6 +268,10 @@ def prepare_run(
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     remedy = "call tutti.prepare with the same arguments on every rank"
     everybody(world).agree(checked.settings(o), "the configuration", remedy)
+    if modes_entered():
+        # The function mode of an earlier run that the script has dropped would see each call of PyTorch until the run,
+        # which refers to itself, is collected. No rank is in a step of it any more.
+        gc.collect()
 
     # The device mesh.
     run_context = _mesh_context(checked, o)
