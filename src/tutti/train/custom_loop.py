@@ -958,7 +958,7 @@ class CustomLoop:
             norm = sync.norm_of(members, self._lifecycle.context)
             unedited = latest.finite and not edited
             latest = replace(latest.known(), grad_norm=norm, finite=finite_by_norm(norm, lambda: unedited))
-        run.stats = self._latest = latest
+        run.stats = self._latest = latest = latest.known()
         return latest
 
     def _count_update(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:

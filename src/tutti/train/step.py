@@ -75,4 +75,4 @@ def train_step(
         noise.finish(stats, step_context)
     updated = sync.optimizer_step(stats, step_context if adapt is None else adapt(stats, step_context))
     sync.clear()
-    return stats, updated
+    return stats.known(), updated
