@@ -46,9 +46,9 @@ class GatheredModel(Mapping[str, Tensor], ABC):
         """Gather tensors of a model that is distributed over ranks, and yield each with its name.
 
         Collective over the ranks that together hold one copy of the model, which must ask for the same names. Tensors
-        travel together until they have 64 MiB: an all-gather of their rows of each dtype, or a broadcast of their
-        slices of each rank and dtype. The memory that a rank needs beyond its own part is that of one message, if the
-        caller drops each tensor before the next.
+        of together up to 64 MiB travel together, a larger one alone: an all-gather of their rows of each dtype, or a
+        broadcast of their slices of each rank and dtype. The memory that a rank needs beyond its own part is that of
+        one such message and its tensors, if the caller drops each tensor before the next.
 
         Args:
             names: names of tensors, in the order to yield them.
@@ -65,6 +65,7 @@ class GatheredModel(Mapping[str, Tensor], ABC):
             wholes = dict(zip(first, self._wholes(first), strict=True))
             for name in message:
                 yield name, wholes[self._owners[name]]
+            del wholes  # before the next message is made
 
     def all(self) -> dict[str, Tensor]:
         """Gather every tensor of a model that is distributed over ranks, and return the whole tensors.

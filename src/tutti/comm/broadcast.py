@@ -23,7 +23,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
     Collective over the ranks of ``comm``: several broadcasts, each after a comparison of the ranks' calls; blocks until
     all tensors are there. With one rank nothing is done.
 
-    Consecutive tensors of equal dtype travel together; a message is closed as soon as it has 64 MiB. Tensors may be on
+    Consecutive tensors of equal dtype travel together, up to 64 MiB; a larger one travels alone. Tensors may be on
     several devices, as with FSDP2, which moves parameters to the accelerator later than buffers are moved there.
 
     Args:
@@ -49,7 +49,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
 def in_messages(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
     """Divide tensors, or what stands for them, into lists that travel as one message each, in their order.
 
-    A message is closed as soon as it has 64 MiB, so that a larger tensor is the last of its message.
+    A message has at most 64 MiB, or a single tensor that is larger.
 
     Args:
         items: what is to be sent.
@@ -58,17 +58,17 @@ def in_messages(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T
     Yields:
         Lists of at least one item.
 
-    >>> [len(message) for message in in_messages([40 << 20, 30 << 20, 1, 2], lambda size: size)]
-    [2, 2]
+    >>> [len(message) for message in in_messages([40 << 20, 1, 30 << 20, 2, 70 << 20, 3], lambda size: size)]
+    [2, 2, 1, 1]
     """
     message: list[T] = []
     full = 0
     for item in items:
-        message.append(item)
-        full += size(item)
-        if full >= _MESSAGE_BYTES:
+        if message and full + size(item) > _MESSAGE_BYTES:
             yield message
             message, full = [], 0
+        message.append(item)
+        full += size(item)
     if message:
         yield message
 
