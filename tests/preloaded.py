@@ -20,6 +20,13 @@ MODULES = (
     *("matplotlib.figure", "matplotlib.backends.backend_svg"),
 )
 
+COMPILING = (
+    *("torch._dynamo.backends." + name for name in ("cudagraphs", "debugging", "distributed", "inductor", "onnxrt")),
+    *("torch._dynamo.backends." + name for name in ("tensorrt", "torchxla", "tvm")),
+    *("torch._dynamo.repro.after_dynamo", "torch._dynamo.testing"),
+)
+"""Most of what the first ``torch.compile`` of a process imports: 380 modules with those that these import."""
+
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
 

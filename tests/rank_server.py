@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.preloaded import MODULES, preload
+from tests.preloaded import COMPILING, MODULES, preload
 
 # pytest and the contract table, too: what the modules import whose functions ranks are sent, 0.4 s of each rank's time.
-preload([*MODULES, "pytest", "tests.contract.test_accelerator"])
+preload([*MODULES, *COMPILING, "pytest", "tests.contract.test_accelerator"])
