@@ -31,7 +31,7 @@ class Largest:
 def evaluated(strategy: str, workers: int) -> Any:
     torch.manual_seed(0)
     inputs = torch.randn(40, 3, dtype=torch.float64)
-    model, metric = nn.Linear(3, 1).double(), Largest()
+    model, metric = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), Largest()
 
     def loss(model: Any, batch: Any) -> Tensor:
         scores = model(batch)
@@ -59,6 +59,13 @@ def test_an_object_counts_each_sample_once() -> None:
     found = worlds.run(2, evaluated, strategy="mirrored", workers=2)
     assert seen == sum(each[0] for each in found) == 40
     assert max(each[1] for each in found) == largest
+
+
+def test_an_object_counts_each_sample_on_each_rank_of_a_split_model() -> None:
+    [want] = worlds.run(1, evaluated, strategy="mirrored", workers=1)
+    for strategy in ("pipeline", "tensor:least=1", "model_parallel"):
+        for seen, largest in worlds.run(2, evaluated, strategy=strategy, workers=1):
+            assert seen == 40 and abs(largest - want[1]) < 1e-12
 
 
 def test_an_object_is_refused_where_forwards_are_repeated() -> None:

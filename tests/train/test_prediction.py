@@ -47,15 +47,14 @@ def test_outputs_are_those_of_the_model_in_the_samples_order(count: int) -> None
                 assert (positive == (want > 0)).all()
 
 
-def refused(kind: str, strategy: str = "mirrored") -> str:
+def refused(kind: str) -> str:
     functions: dict[str, Any] = {
         "mean": lambda model, batch: model(batch[0]).mean(),
         "text": lambda model, batch: "text",
         "shapes": lambda model, batch: torch.zeros(len(batch[0]), len(batch[0])),
-        "split": outputs,
     }
     data = TensorDataset(INPUTS)
-    run = tutti.prepare(built(), "sgd", data, lambda m, b: m(b[0]).sum(), batch_size=6, strategy=strategy, workers=1)
+    run = tutti.prepare(built(), "sgd", data, lambda m, b: m(b[0]).sum(), batch_size=6, workers=1)
     try:
         run.predict(DataLoader(data, 5), functions[kind])
     except TuttiError as error:
@@ -71,9 +70,62 @@ def test_what_is_no_prediction_is_refused(kind: str, words: str) -> None:
     assert words in worlds.run(1, refused, kind=kind)[0]
 
 
-def test_a_split_model_is_refused() -> None:
-    for text in worlds.run(2, refused, kind="split", strategy="pipeline"):
-        assert text.startswith("run.predict cannot be combined with a model that is split"), text
+class Classifier(nn.Module):
+    """Scores of classes, which tensor ranks keep apart for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner = nn.Linear(2, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)))
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = self.norm(self.blocks(self.inner(x)))
+        return {"scores": self.head(hidden), "hidden": [hidden]}
+
+
+def of_classes(model: Any, batch: Any) -> Any:
+    found = model(batch[0])
+    return found["scores"].softmax(-1).argmax(-1), found["scores"], found["hidden"][0], batch[1]
+
+
+def trained_and_predicted(strategy: str, workers: int) -> Any:
+    data = TensorDataset(INPUTS, torch.arange(22) % 12)
+    run = tutti.prepare(
+        Classifier().double(),
+        "sgd:lr=0.1",
+        data,
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0])["scores"], batch[1]),
+        batch_size=6,
+        workers=workers,
+        strategy=strategy,
+    )
+    run.step(next(iter(run.epoch(0))))
+    found = [each.numpy() for each in run.predict(data, of_classes, batch=4)]
+    run.step(next(iter(run.epoch(1))))
+    return found, run.predict(DataLoader(data, 5), of_classes)[1].numpy()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "workers"),
+    [
+        ("tensor:least=1", 2, 1),
+        ("tensor:least=1,sequence=true", 2, 1),
+        ("pipeline", 2, 1),
+        ("pipeline:schedule=interleaved,virtual=2", 2, 1),
+        ("model_parallel", 3, 1),
+        ("hybrid:stages=2,tensor=2,least=1", 4, 1),
+        ("hybrid:stages=2", 4, 2),
+        ("hybrid:tensor=2,shards=2,stage=3,least=1", 4, 2),
+    ],
+)
+def test_a_split_model_predicts_as_a_whole_one(strategy: str, devices: int, workers: int) -> None:
+    want, later = worlds.alone(trained_and_predicted, strategy="single", workers=workers)
+    for found, then in worlds.run(devices, trained_and_predicted, strategy=strategy, workers=workers):
+        assert (found[0] == want[0]).all() and (found[3] == want[3]).all()
+        assert all(abs(a - b).max() < 1e-10 for a, b in zip(found, want, strict=True))
+        assert abs(then - later).max() < 1e-10
 
 
 def one_by_the_average() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from tutti.data.stream import Stream
 from tutti.errors import UsageError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
+from tutti.parallel.ddp.loss_output import read_loss
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
+from tutti.types.replica_runner import CustomLoopRunner
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -152,6 +154,23 @@ def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Resul
                 return result
 
 
+def call_whole(run: Run, function: Callable[[Any, Any], Any], micro_batch: MicroBatch) -> Any:
+    """Call a function with the whole model and one micro-batch of held-out samples, and return its result.
+
+    Collective over the ranks of a replica, which all get the model's whole outputs: all pipeline stages compute one
+    after the other, and the outputs are broadcast from the last one; tensor slices of outputs are all-gathered.
+
+    Args:
+        run: the run, within ``on_ranks_alive``.
+        function: ``function(model, batch)``.
+        micro_batch: the samples, on the device.
+    """
+    replica = cast(CustomLoopRunner, run.replica)
+    replica.begin(micro_batch)
+    with replica.script_code():
+        return function(replica.plain, micro_batch.batch)
+
+
 def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank: int = 0) -> Blocks:
     """Divide held-out samples into blocks, each of which one rank evaluates as one batch.
 
@@ -246,9 +265,14 @@ def _totals(run: Run, held_out: Blocks, loss: LossFn, ranks: int, rank: int) -> 
     comms = run.context.comms
     blocks = micro_batches(run, held_out, ranks, rank, even=bool(run.replica.sharded))
     parts: dict[int, LossSums] = {}
+    # Otherwise the last stage alone runs the loss function to its end, and other ranks' objects see no sample.
+    by_all = run.context.grid.stage > 1 and bool(metric_objects(loss))
     for number, micro_batch in blocks:
         heartbeat.training.beat()
-        part = run.replica.run([micro_batch], loss, None)
+        if by_all:
+            part = read_loss(call_whole(run, loss, micro_batch), micro_batch)[2]
+        else:
+            part = run.replica.run([micro_batch], loss, None)
         if micro_batch.samples:
             parts[number] = part
     names = comms.world.broadcast_json(parts[0].names if rank == 0 else (), 0, "names of the metrics")

@@ -12,7 +12,7 @@ from tutti.data.adapt import Collate
 from tutti.data.batches import map_tensors
 from tutti.errors import DataError, UsageError, counted
 from tutti.launcher import heartbeat
-from tutti.train.evaluation import Blocks, described, in_blocks, micro_batches, on_ranks_alive
+from tutti.train.evaluation import Blocks, call_whole, described, in_blocks, micro_batches, on_ranks_alive
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -25,8 +25,9 @@ def predict_samples(
 
     Where replicas of the model differ between synchronisations, their merged weights are used. Collective over all
     ranks, which first compare the call and later the shapes (all-gathers of digests). Each data rank computes a part of
-    the samples; an all-gather of each tensor over the data ranks joins the results. If a rank is killed meanwhile and
-    the run goes on without it, the ranks alive compute all samples again.
+    the samples; where stages or tensor slices of the model are on several ranks, all of these call ``function`` and get
+    the whole model's outputs. An all-gather of each tensor over the data ranks joins the results. If a rank is killed
+    meanwhile and the run goes on without it, the ranks alive compute all samples again.
 
     Args:
         run: the training run, whose model is used in eval mode without autograd.
@@ -42,33 +43,22 @@ def predict_samples(
         returns.
 
     Raises:
-        UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a result holds
-            something else than tensors, or a tensor without one row for each sample of its batch.
+        UsageError: ``averaged`` without an average; a result holds something else than tensors, or a tensor without one
+            row for each sample of its batch; or ``function`` calls a model in pipeline stages otherwise than the stages
+            can compute it.
         DataError: results of two batches of a rank have rows of different shapes.
         MismatchError: ranks make different calls, have taken different numbers of steps, or have results of different
             shapes.
     """
-    grid = run.context.grid
-    if grid.stage > 1 or grid.tensor > 1:
-        raise UsageError(
-            "run.predict cannot be combined with a model that is split into stages or tensor slices",
-            why="no device has the whole model's output",
-            remedy="save the run, and predict with strategy='mirrored' or 'sharded' after run.restore",
-        )
     held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
     run.together(f"predictions for {described(held_out)}" + " on the average" * averaged)
-    found = list[Any]()
-
-    def keep(model: Any, samples: Any) -> Any:
-        found.append(function(model, samples))
-        return torch.zeros(()), 1
 
     def predict(ranks: int, rank: int) -> Any:
         parts = []
         for _, micro_batch in micro_batches(run, held_out, ranks, rank, even=True):
             heartbeat.training.beat()
-            run.replica.run([micro_batch], keep, None)
-            parts.append(map_tensors(found.pop(), _rows(micro_batch.samples), other=_refuse))
+            found = call_whole(run, function, micro_batch)
+            parts.append(map_tensors(found, _rows(micro_batch.samples), other=_refuse))
         return _gathered(parts, held_out, run, ranks)
 
     return on_ranks_alive(run, averaged, predict)

@@ -720,8 +720,9 @@ class Run:
             The structure that ``function`` returns, with tensors that have a row for each sample of ``source``.
 
         Raises:
-            UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a
-                prediction holds something else than tensors, or a tensor without one row for each sample.
+            UsageError: ``averaged`` without an average; a prediction holds something else than tensors, or a tensor
+                without one row for each sample; or ``function`` calls a model in pipeline stages otherwise than the
+                stages can compute it.
             DataError: predictions of two batches of a rank have rows of different shapes.
             MismatchError: ranks make different calls, have taken different numbers of steps, or have predictions of
                 different shapes.
