@@ -9,16 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests import worlds
+from tutti.checkpoint.dtypes import tensor_from_bytes
 from tutti.checkpoint.export_folder import export_dcp_folder, export_hf_folder
 from tutti.checkpoint.plain import PlainFile
 from tutti.checkpoint.plain_folder import PlainFolder
 from tutti.checkpoint.weights import weights_hash
-from tutti.checkpoint.weights_source import check_source, verified
+from tutti.checkpoint.weights_source import check_source, open_weights, verified
 from tutti.errors import CheckpointError, UsageError
+from tutti.launcher import context
 
 INDEX = "model.safetensors.index.json"
 STATE = {"b.weight": torch.arange(6.0).view(2, 3), "a": torch.ones(4, dtype=torch.bfloat16), "n": torch.tensor(3)}
@@ -106,3 +112,38 @@ def test_damage_is_found_by_the_hash_of_a_file(weights: PlainFile, tmp_path: Pat
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="do not have the weights_sha256"):
         verified(tmp_path / "hf")
+
+
+def saved_by_ranks(folder: str) -> None:
+    """Save rows and columns of DTensors, of which a rank has none, a replicated tensor and a number."""
+    context.init()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        "rows": distribute_tensor(torch.arange(20.0).view(5, 4), mesh, [Shard(0)]),
+        "columns": distribute_tensor(torch.arange(12).view(2, 6).bfloat16(), mesh, [Shard(1)]),
+        "few": distribute_tensor(torch.arange(2.0).view(2, 1), mesh, [Shard(0)]),
+        "whole": torch.ones(3, dtype=torch.float64),
+    }
+    writer = dcp.HuggingFaceStorageWriter(f"{folder}/sharded", save_distributed=True)
+    dcp.save(state, storage_writer=writer)
+
+
+def test_slices_that_dcp_has_written_in_safetensors_are_put_together(tmp_path: Path) -> None:
+    worlds.run(3, saved_by_ranks, folder=str(tmp_path))
+    folder = tmp_path / "sharded"
+    assert len(list(folder.glob("*.safetensors"))) == 3
+    check_source(folder)
+    assert verified(folder) == folder
+    weights = open_weights(folder)
+    assert {name: (r.dtype, r.shape) for name, r in weights.records.items()} == {
+        "rows": ("F32", (5, 4)), "columns": ("BF16", (2, 6)), "few": ("F32", (2, 1)), "whole": ("F64", (3,)),
+    }  # fmt: skip
+    assert tensor_from_bytes(weights.numbers("rows"), "F32").tolist() == torch.arange(20.0).view(5, 4).tolist()
+    assert tensor_from_bytes(weights.numbers("columns"), "BF16").tolist() == torch.arange(12.0).view(2, 6).tolist()
+    assert weights.region("rows", (1, 1), (3, 2)).view("<f4").tolist() == [[5, 6], [9, 10], [13, 14]]
+    assert weights.numbers("few").view("<f4").tolist() == [[0], [1]]
+    with pytest.raises(CheckpointError, match="does not lie within"):
+        weights.region("rows", (3, 0), (3, 4))
+    next(folder.glob("shard-00002*")).unlink()
+    with pytest.raises(CheckpointError, match=r"hold .* of its .* elements"):
+        check_source(folder)

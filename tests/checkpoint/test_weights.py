@@ -269,3 +269,25 @@ print(len(tracked))
     assert (done.returncode, done.stdout.strip()) == (0, "24"), done.stderr
     read: dict[str, Tensor] = load_file(tmp_path / "x")
     assert all(bool((read[f"w{number}"] == number).all()) for number in range(24))
+
+
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408])
+def test_a_header_whose_length_looks_like_a_pickle_is_read(length: int, tmp_path: Path) -> None:
+    """The first two bytes of the file are then those of a pickle of protocol 2 to 5."""
+    header = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'.ljust(length)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + header + b"\x03\x04")
+    assert load_file(path)["a"].tolist() == PlainFile(path).numbers("a").tolist() == [3, 4]
+
+
+def test_regions_are_views_of_the_file(tmp_path: Path) -> None:
+    state = {"w": torch.arange(24.0).view(4, 6), "n": torch.tensor(3), "e": torch.zeros(0, 3)}
+    save_file(state, tmp_path / "x.safetensors")
+    file = PlainFile(tmp_path / "x.safetensors")
+    region = file.region("w", (1, 2), (2, 3))
+    assert not region.flags.writeable and not region.flags.owndata
+    assert region.view("<f4").tolist() == state["w"][1:3, 2:5].tolist()
+    assert file.region("n", (), ()).tolist() == 3 and file.region("e", (0, 0), (0, 3)).shape == (0, 3)
+    assert file.numbers("w").flags.writeable
+    with pytest.raises(CheckpointError, match="does not lie within"):
+        file.region("w", (3, 0), (2, 6))

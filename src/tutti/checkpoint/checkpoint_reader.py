@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from tutti.checkpoint.dtypes import tensor_from_bytes
@@ -162,7 +163,7 @@ class WeightsReader:
         raise CheckpointError(f"the weights have no tensor {name!r}", remedy=did_you_mean(name, self._weights.records))
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read one whole tensor, as ``get`` does, and return a region of it.
+        """Read a region of one tensor, and no other part of a plain file.
 
         Args:
             group: ``model``; not used here, because weights have no other group.
@@ -171,13 +172,17 @@ class WeightsReader:
             shape: shape of the region, one number a dimension.
 
         Returns:
-            A view of the region, in the dtype and on the device of the tensor.
+            From the file a new tensor on the CPU, in the file's dtype; of ``kept`` a view, on the tensor's device.
 
         Raises:
             CheckpointError: neither the constructor's ``kept`` nor the file has the tensor, the tensor cannot be read,
                 or the region does not lie within the tensor.
         """
-        return _region(self.get(group, name), name, offset, shape)
+        if name in self._kept:
+            return _region(self._kept[name], name, offset, shape)
+        found = self._found(name)
+        numbers = np.array(self._weights.region(found, offset, shape))
+        return tensor_from_bytes(numbers, self._weights.records[found].dtype)
 
 
 class GivenState:

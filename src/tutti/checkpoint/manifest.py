@@ -241,16 +241,26 @@ def _tensors(files: Sequence[FileRecord]) -> dict[str, dict[str, TensorRecord]]:
 
 def _tensor(what: str, slices: list[tuple[FileRecord, int]]) -> TensorRecord:
     records = [file.slices[index] for file, index in slices]
+    check_partition(what, records)
+    return TensorRecord(records[0].dtype, records[0].shape, tuple(slices))
+
+
+def check_partition(what: str, records: Sequence[SliceRecord]) -> None:
+    """Raise ValueError unless slices make one whole tensor: each element once, and all of one dtype and whole shape.
+
+    Args:
+        what: name of the tensor, for the message.
+        records: all slices of the tensor.
+    """
     kinds = {(record.dtype, record.shape) for record in records}
     if len(kinds) > 1:
         kind = " and ".join(f"{dtype}{list(shape)}" for dtype, shape in sorted(kinds))
         raise ValueError(f"files disagree about {what}: {kind}")
-    if overlapping(records):
+    if records and overlapping(records):
         raise ValueError(f"slices of {what} overlap")
-    held, whole = sum(math.prod(record.part) for record in records), math.prod(records[0].shape)
+    held, whole = sum(math.prod(record.part) for record in records), math.prod(records[0].shape) if records else 1
     if held != whole:
         raise ValueError(f"slices of {what} hold {held} of its {whole} elements")
-    return TensorRecord(records[0].dtype, records[0].shape, tuple(slices))
 
 
 def overlapping(slices: Sequence[SliceRecord]) -> bool:

@@ -6,10 +6,11 @@ Format: github.com/huggingface/safetensors. Eight bytes of little-endian length,
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from tutti.checkpoint.manifest import MOST_METADATA
 from tutti.checkpoint.read import unsigned
-from tutti.checkpoint.tensorfile import SliceRecord, checked_size
+from tutti.checkpoint.tensorfile import SliceRecord, check_within, checked_size
 from tutti.checkpoint.weights import weights_hash
 from tutti.errors import CheckpointError
 
@@ -55,11 +56,12 @@ class PlainFile:
                 if not stat.S_ISREG(status.st_mode):
                     raise self._broken("it is no regular file")
                 self._size = status.st_size
-                head = file.read(8)
-                length = int.from_bytes(head, "little")
-                if head.startswith(_PICKLES) or len(head) < 8 or length > min(self._size - 8, MOST_METADATA):
+                head = file.read(9)
+                length = int.from_bytes(head[:8], "little")
+                if _is_pickle(head) or len(head) < 8 or length > min(self._size - 8, MOST_METADATA):
                     raise self._no_tensors(head)
                 self._start = 8 + length
+                file.seek(8)
                 text = file.read(length)
                 self._bytes = mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -78,10 +80,36 @@ class PlainFile:
         Args:
             name: name of the tensor, a key of ``records``.
         """
+        shape = self.records[name].shape
+        return np.array(self.region(name, (0,) * len(shape), shape))
+
+    def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
+        """Return a region of one tensor of the file as a read-only view; the kernel reads pages that are accessed.
+
+        Args:
+            name: name of the tensor, a key of ``records``.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: shape of the region.
+
+        Returns:
+            Unsigned integers as wide as the tensor's elements, in the region's shape; an empty region is a new array.
+
+        Raises:
+            CheckpointError: the region does not lie within the tensor.
+        """
         record = self.records[name]
-        count = record.nbytes // record.itemsize
-        numbers = np.frombuffer(self._bytes, unsigned(record.dtype), count, self._begins[name]) if count else ()
-        return np.array(numbers, unsigned(record.dtype)).reshape(record.shape)
+        try:
+            check_within(name, record.shape, offset, shape)
+        except ValueError as error:
+            raise self._broken(str(error)) from error
+        count, dtype = record.nbytes // record.itemsize, unsigned(record.dtype)
+        if not math.prod(shape):
+            return np.empty(tuple(shape), dtype)
+        whole = np.frombuffer(self._bytes, dtype, count, self._begins[name]).reshape(record.shape)
+        # With the ellipsis a 0-d tensor stays an array.
+        index: tuple[Any, ...] = (*(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), ...)
+        found: NDArray[Any] = whole[index]
+        return found
 
     def verify(self) -> None:
         """Hash all weights of the safetensors file and compare with the hash in its metadata, if there is one.
@@ -115,7 +143,7 @@ class PlainFile:
             raise ValueError(f"the file has {self._size} bytes and not {self._start + last}")
 
     def _no_tensors(self, head: bytes) -> CheckpointError:
-        if head.startswith(_PICKLES):
+        if _is_pickle(head):
             return CheckpointError(
                 "the weights are a pickle, which is never loaded because it can run code",
                 where=str(self.path),
@@ -126,6 +154,14 @@ class PlainFile:
     def _broken(self, why: str) -> CheckpointError:
         remedy = "give a .safetensors file, a checkpoint directory or a run directory"
         return CheckpointError("the weights cannot be read", where=str(self.path), why=why, remedy=remedy)
+
+
+def _is_pickle(head: bytes) -> bool:
+    """Return whether a file is a pickle, by its first 9 bytes.
+
+    The length of a safetensors header may begin with the same bytes: 640 is ``80 02``. The header then opens with "{".
+    """
+    return head.startswith(_PICKLES) and head[8:] != b"{"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,19 @@ class PlainFolder:
         """
         return self._of[name].numbers(name)
 
+    def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
+        """Return a region of one tensor as a read-only view of its file, which is mapped into memory.
+
+        Args:
+            name: name of the tensor, a key of ``records``.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: shape of the region.
+
+        Raises:
+            CheckpointError: the region does not lie within the tensor.
+        """
+        return self._of[name].region(name, offset, shape)
+
     def verify(self) -> None:
         """Hash the weights of each safetensors file in the folder and compare with the hash in its metadata, if any.
 
@@ -94,7 +107,8 @@ class PlainFolder:
             " because it can run code",
             where=str(self.path),
             remedy="convert it: torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, 'x.pt'), then"
-            " safetensors.torch.save_file of its tensors",
+            " safetensors.torch.save_file of its tensors; or save it by HuggingFaceStorageWriter of"
+            " torch.distributed.checkpoint, which writes safetensors files",
         )
 
     def _indexed(self, index: Path) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -41,6 +41,24 @@ class Weights(Protocol):
 
         Raises:
             CheckpointError: the tensor is unreadable.
+        """
+
+    def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
+        """Return a rectangular region of one tensor's elements, as ``numbers`` returns all of them.
+
+        Warm starts call it for the slice of a rank, so that no rank reads tensors of which it keeps only a part.
+
+        Args:
+            name: name of the tensor, a key of ``records``.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: shape of the region.
+
+        Returns:
+            A read-only view of a file that is mapped into memory, or, where the region has no such file of its own, a
+            new array.
+
+        Raises:
+            CheckpointError: the region does not lie within the tensor, or is unreadable.
         """
 
 
@@ -93,7 +111,23 @@ class SavedWeights:
             CheckpointError: a file differs from the manifest.
         """
         shape = self.records[name].shape
-        return self._reader.numbers(*self._from[name], (0,) * len(shape), shape)
+        return self.region(name, (0,) * len(shape), shape)
+
+    def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
+        """Read a region of one tensor, or of its EMA, from the files of the checkpoint that hold a part of it.
+
+        Args:
+            name: name of the tensor, a key of ``records``; tied tensors are found under each of their names.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: shape of the region.
+
+        Returns:
+            A new array of unsigned integers as wide as the tensor's elements, in the region's shape.
+
+        Raises:
+            CheckpointError: the region does not lie within the tensor, or a file differs from the manifest.
+        """
+        return self._reader.numbers(*self._from[name], offset, shape)
 
 
 class SomeWeights:
@@ -126,6 +160,19 @@ class SomeWeights:
             CheckpointError: the tensor is unreadable.
         """
         return self._weights.numbers(name)
+
+    def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
+        """Read a region of one tensor of this selection, as the checkpoint or file gives it (``Weights.region``).
+
+        Args:
+            name: name of a selected tensor, a key of ``records``.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: shape of the region.
+
+        Raises:
+            CheckpointError: the region does not lie within the tensor, or is unreadable.
+        """
+        return self._weights.region(name, offset, shape)
 
 
 def matching_weights(weights: Weights, patterns: str) -> SomeWeights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tutti.checkpoint.dcp_folder import DcpFolder, is_dcp_folder
 from tutti.checkpoint.folder import FOLDER, newest_checkpoint, scan
 from tutti.checkpoint.manifest import MANIFEST
 from tutti.checkpoint.plain import PlainFile
@@ -34,7 +35,7 @@ def check_source(path: Path) -> None:
         if not scan(path / FOLDER):
             raise _nothing(path, [])
     elif is_plain_folder(path):
-        PlainFolder(path)
+        _folder(path)
     else:
         raise UsageError("there are no weights to start from", where=str(path), remedy=_REMEDY)
 
@@ -59,7 +60,7 @@ def verified(path: Path) -> Path:
     if (path / MANIFEST).exists():
         return verify(path).path
     if not (path / FOLDER).is_dir():
-        PlainFolder(path).verify()
+        _folder(path).verify()
         return path
     manifest, broken = newest_checkpoint(path / FOLDER)
     if manifest is None:
@@ -84,7 +85,11 @@ def open_weights(path: Path) -> Weights:
     """
     if not path.is_dir():
         return PlainFile(path)
-    return SavedWeights(load_manifest(path)) if (path / MANIFEST).exists() else PlainFolder(path)
+    return SavedWeights(load_manifest(path)) if (path / MANIFEST).exists() else _folder(path)
+
+
+def _folder(path: Path) -> PlainFolder | DcpFolder:
+    return DcpFolder(path) if is_dcp_folder(path) else PlainFolder(path)
 
 
 def _nothing(path: Path, broken: list[str]) -> CheckpointError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from tutti.checkpoint.gather import gathered_model
 from tutti.checkpoint.weights import Weights
 from tutti.checkpoint.weights_source import open_weights, verified
 from tutti.comm.broadcast import broadcast_result
+from tutti.comm.communicator import Communicator
 from tutti.config.init_map import FittedWeights, InitMap
 from tutti.errors import CheckpointError, UsageError
 from tutti.train.run import Run
@@ -49,8 +50,52 @@ class _RenamedWeights:
     def numbers(self, name: str) -> NDArray[Any]:
         return self._weights.numbers(self._names[name])
 
+    def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
+        return self._weights.region(self._names[name], offset, shape)
 
-def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None) -> WarmStart:
+
+def find_warm_start(
+    comm: Communicator, path: Path, own: Mapping[str, ShardSpec], init_map: InitMap | None = None
+) -> WarmStart:
+    """Verify the weights at ``path`` and compare their names and shapes with a model's, on one rank for all.
+
+    Collective: the first rank of ``comm`` reads every byte, and broadcasts the outcome.
+
+    Args:
+        comm: all ranks of the job.
+        path: a run directory (its newest intact checkpoint), a checkpoint directory, a safetensors file, or a folder of
+            such files.
+        own: shape and tied names of each tensor of the whole model, by its first name.
+        init_map: renames of the saved tensors, and differences that are allowed; default: none.
+
+    Returns:
+        A ``WarmStart``: ``path``, the text of the path to read, and ``fitted``, the differences that ``init_map``
+        allowed.
+
+    Raises:
+        UsageError: ``path`` holds no weights, or ``init_map`` names tensors that do not exist.
+        CheckpointError: the weights are damaged or of another model; the error names the tensors that differ.
+    """
+    found = broadcast_result(comm, 0, partial(_find, path, own, init_map or InitMap()), "initial weights")
+    return WarmStart(found["path"], FittedWeights(**found["fitted"]))
+
+
+def open_warm_start(begun: WarmStart, init_map: InitMap | None = None) -> Weights:
+    """Open weights that ``find_warm_start`` has found, as named tensors that are read on demand.
+
+    Args:
+        begun: the weights.
+        init_map: the same as in ``find_warm_start``; the tensors have the names that it gives them.
+
+    Raises:
+        CheckpointError: this rank cannot read the weights.
+    """
+    return _renamed(open_weights(Path(begun.path)), init_map or InitMap())
+
+
+def load_warm_start(
+    run: Run, path: str | Path, init_map: InitMap | None = None, begun: WarmStart | None = None
+) -> WarmStart:
     """Load the weights and buffers at ``path`` into a run before its first step; no optimizer state is read.
 
     Collective over all ranks. Rank 0 verifies every byte, compares names and shapes, and broadcasts the outcome; then
@@ -62,6 +107,7 @@ def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None)
         path: a run directory (its newest intact checkpoint), a checkpoint directory, a safetensors file, or a folder of
             such files.
         init_map: renames of the saved tensors, and differences that are allowed; default: none.
+        begun: what ``find_warm_start`` has found at ``path`` for the whole model; None to look now.
 
     Returns:
         A ``WarmStart``: ``path``, the text of the path that was read, and ``fitted``, the differences between the
@@ -73,13 +119,10 @@ def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None)
     """
     if run.clock:
         raise UsageError("a run that has already made steps cannot load initial weights", where=f"step {run.clock}")
-    own = catalogue(run.replica, run.context.comms.model)
-    chosen = init_map or InitMap()
-    find = partial(_find, Path(path), own, chosen)
-    found = broadcast_result(run.context.comms.world, 0, find, "initial weights")
-    begun = WarmStart(found["path"], FittedWeights(**found["fitted"]))
-    weights = _renamed(open_weights(Path(begun.path)), chosen)
-    saved = WeightsReader(weights, run.replica.specs, _initial(run, begun.fitted.kept))
+    if begun is None:
+        own = catalogue(run.replica, run.context.comms.model)
+        begun = find_warm_start(run.context.comms.world, Path(path), own, init_map)
+    saved = WeightsReader(open_warm_start(begun, init_map), run.replica.specs, _initial(run, begun.fitted.kept))
     run.gradient_sync.load(saved)
     if run.average is not None:
         run.average.load(saved, 0)
