@@ -39,6 +39,7 @@ from tutti.torch_compat import (
     IS_VIEW,
     MODULE_ATTRIBUTES,
     MODULE_HOOK_TABLES,
+    RESET_METHODS,
     VERSION_ATTRIBUTE,
     BatchNormBase,
     ConvBase,
@@ -606,6 +607,16 @@ def options_of_layers_are_known() -> None:
     assert getattr(nn.TransformerEncoderLayer(4, 2, activation="gelu"), FUSED_ACTIVATION) == 2
 
 
+def layers_are_initialised_by_a_method() -> None:
+    for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2), nn.MultiheadAttention(2, 1)):
+        [reset] = [getattr(layer, name) for name in RESET_METHODS if hasattr(layer, name)]
+        for parameter in layer.parameters():
+            parameter.data.fill_(7)
+        reset()
+        own = [*layer.parameters(recurse=False)]
+        assert own and not any(bool((p == 7).any()) for p in own)
+
+
 def a_modules_own_attributes_are_known() -> None:
     module = nn.ReLU()
     module.register_full_backward_hook(print)
@@ -927,6 +938,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     tables_of_hooks_hold_each_hook: "MODULE_HOOK_TABLES",
     hooks_of_fsdp_are_told_from_others: "is_hook_of_fsdp",
     options_of_layers_are_known: "draws_samples has_packed_projection FUSED_ACTIVATION",
+    layers_are_initialised_by_a_method: "RESET_METHODS",
     a_modules_own_attributes_are_known: "MODULE_ATTRIBUTES FX_CONSTANT",
     optimizers_and_schedulers_keep_their_books: """
         optimizer_attributes is_wrapped_by_scheduler mark_stepped mark_wrapped_by_scheduler

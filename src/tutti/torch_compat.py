@@ -62,6 +62,7 @@ __all__ = [
     "IS_VIEW",
     "MODULE_ATTRIBUTES",
     "MODULE_HOOK_TABLES",
+    "RESET_METHODS",
     "VERSION_ATTRIBUTE",
     "BatchNormBase",
     "ConvBase",
@@ -825,6 +826,12 @@ FX_CONSTANT = "_tensor_constant"
 FUSED_ACTIVATION = "activation_relu_or_gelu"
 """Attribute of ``nn.TransformerEncoderLayer``; False turns off its fused kernel, which reads the weights of submodules
 without calling their forwards. The public ``torch.backends.mha.set_fastpath_enabled`` turns it off process-wide."""
+
+
+RESET_METHODS = ("reset_parameters", "_reset_parameters")
+"""Names of the method that gives a module's parameters their initial values, as its constructor does;
+``nn.MultiheadAttention`` and ``nn.Transformer`` have only the private one. A public replacement would be
+``reset_parameters`` of all modules."""
 
 
 def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

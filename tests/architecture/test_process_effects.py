@@ -75,6 +75,7 @@ OWN_PROCESS = """
 WITHIN_A_CALL = {
     "tutti.checkpoint.export_folder",
     "tutti.launcher.held_signals",
+    "tutti.nn.init_on_disk",
     "tutti.nn.recompute",
     "tutti.python_compat",
     "tutti.report.report_charts",

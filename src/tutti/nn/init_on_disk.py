@@ -2,19 +2,22 @@
 
 A process that builds a whole model and then keeps a part of it needs, for a moment, memory for all of it. Here tensors
 are backed by mapped files, whose pages the kernel evicts whenever it needs room. Values are unchanged: every operation
-runs as usual.
+runs as usual. The files are temporary ones (``spilling``), or hold the weights with which a run begins (``mapped``).
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, nn
 
 from tutti.errors import DiskError
@@ -24,6 +27,8 @@ from tutti.torch_compat import TorchDispatchMode, is_dtensor, storage_key, tree_
 
 _LARGE = 1 << 20
 _EMPTY = torch.ops.aten.empty.memory_format
+_mapped: set[int] = set()
+"""Addresses of the storages that are views of mapped files of weights."""
 
 
 @contextmanager
@@ -59,14 +64,41 @@ def as_built(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def spilled(tensor: Tensor) -> bool:
-    """Return whether a tensor's storage is backed by a file, as that of a large CPU tensor made in ``spilling`` is.
+    """Return whether a tensor's storage is backed by a file: made in ``spilling``, or by ``map_weights``.
 
     False for a tensor in memory, and for a ``DTensor``.
 
     Args:
         tensor: any dense tensor.
     """
-    return not is_dtensor(tensor) and tensor.untyped_storage().filename is not None
+    return not is_dtensor(tensor) and (tensor.untyped_storage().filename is not None or mapped(tensor))
+
+
+def map_weights(numbers: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return a tensor on a read-only view of a file of weights. A write into the tensor ends the process.
+
+    For parameters until this rank's part of them is copied into memory, which is done before any code of the script may
+    write them. The kernel reads the pages that are accessed, and evicts them whenever it needs room.
+
+    Args:
+        numbers: the view: unsigned integers as wide as ``dtype``, contiguous and aligned, at least one.
+        dtype: dtype of the tensor.
+    """
+    address = numbers.ctypes.data
+    _mapped.add(address)
+    weakref.finalize(numbers, _mapped.discard, address).atexit = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(numbers).view(dtype)
+
+
+def mapped(tensor: Tensor) -> bool:
+    """Return whether a tensor is a read-only view of a file of weights, as ``map_weights`` makes it.
+
+    Args:
+        tensor: any dense tensor.
+    """
+    return tensor.untyped_storage().data_ptr() in _mapped
 
 
 def load_spilled(parts: Sequence[nn.Module], trained: bool = True) -> None:

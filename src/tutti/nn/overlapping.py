@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.errors import UsageError
-from tutti.torch_compat import is_dtensor
+from tutti.torch_compat import is_dtensor, storage_key
 
 
 def check_memory(model: nn.Module) -> None:
@@ -34,9 +34,7 @@ def check_memory(model: nn.Module) -> None:
             )
     by_storage: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, parameter in trained:
-        storage = parameter.untyped_storage().data_ptr()
-        if storage:
-            by_storage.setdefault(storage, []).append((*_span(parameter), name, parameter))
+        by_storage.setdefault(storage_key(parameter), []).append((*_span(parameter), name, parameter))
     for members in by_storage.values():
         seen: list[tuple[int, int, str, nn.Parameter]] = []
         for member in sorted(members, key=lambda member: member[:2]):

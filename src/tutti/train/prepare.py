@@ -46,6 +46,7 @@ from tutti.process_context import read_identity
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.argument_words import argument_words, unread_variables
 from tutti.train.conversions import ModelConversions
+from tutti.train.meta_model import materialise_model
 from tutti.train.model_conversion import cast_loss, convert_model
 from tutti.train.noise_probe import NoiseProbe
 from tutti.train.optimizers import factory
@@ -238,8 +239,9 @@ def prepare_run(
 
     Collective over all ranks, which call it with equal arguments; the model is changed in place.
 
-    The order: checks → device mesh → model surgery (batch norm, dtype) → layout (tensor slices, stages, activation
-    checkpointing, compilation) → gradient synchronisation and optimizer (shards) → data → run.
+    The order: checks → device mesh → values of a model on the meta device → model surgery (batch norm, dtype) → layout
+    (tensor slices, stages, activation checkpointing, compilation) → gradient synchronisation and optimizer (shards) →
+    data → run.
 
     Args:
         model: a module, or several in a list or dict.
@@ -277,6 +279,9 @@ def prepare_run(
     run_context = _mesh_context(checked, o)
     grid = run_context.grid
 
+    # Values of a model on the meta device.
+    begun = materialise_model(checked.model, run_context.comms.world, o.init_from, o.initial_map)
+
     # Model surgery.
     in_bf16 = layers_left_in_bf16(checked.model) if o.precision == "fp8" else {}
     converted, dtype = convert_model(checked.model, o.batch_norm_options, run_context, o.precision, o.channels_last)
@@ -313,7 +318,7 @@ def prepare_run(
     reads.begin(run)
     refuse_steps(others)
     if o.init_from is not None:
-        load_warm_start(run, o.init_from, o.initial_map)
+        load_warm_start(run, o.init_from, o.initial_map, begun)
     if settings.fault_tolerant:
         run.context.comms.tolerate_loss()
     if log.isEnabledFor(logging.INFO):

@@ -33,6 +33,7 @@ from tutti.optim.loss_scale import LossScale
 from tutti.optim.several import check_apart
 from tutti.train.batch_size_schedule import batch_size_schedule
 from tutti.train.callbacks import Callbacks
+from tutti.train.meta_model import check_state_on_meta, on_meta
 from tutti.train.model_conversion import make_loss_scale
 from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, imported_optimizer
 from tutti.train.prepared_before import check_earlier
@@ -118,7 +119,8 @@ class CheckedRun:
             f" gradient noise {self.noise}, noise scale every {o.noise_every}",
             f"callbacks {self.callbacks.names()}",
             f"compile {o.compile_choice}, activation_checkpointing {_named(o.checkpointing)}",
-            f"ema {o.averaging}, {'given' if o.init_from is not None else 'own'} initial weights, {o.initial_map}",
+            f"ema {o.averaging}, {'given' if o.init_from is not None else 'own'} initial weights, {o.initial_map},"
+            f" model {'on the meta device' if on_meta(self.model) else 'with values'}",
             *describe_optimizers(self.trainer, o.lr_scale),
         ]
 
@@ -311,7 +313,7 @@ def _script_optimizers(trainer: Sequence[Optimizer] | OptimizerChoice) -> Sequen
 
 def _check_trainable(model: nn.Module, optimizer: Sequence[Optimizer] | OptimizerChoice, sparse: Sequence[str]) -> None:
     """Raise UsageError if no parameter is trainable, or the optimizer cannot train the model."""
-    _check_not_on_meta(model)
+    check_state_on_meta(_script_optimizers(optimizer))
     check_memory(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model is trainable", remedy="set requires_grad on some")
@@ -331,19 +333,6 @@ def _check_tables(model: nn.Module) -> None:
                 remedy="leave max_norm out and divide the looked-up vectors in the forward, take strategy='tensor' or"
                 " 'pipeline', or take one device",
             )
-
-
-def _check_not_on_meta(model: nn.Module) -> None:
-    """Raise UsageError if parameters or buffers are on the meta device."""
-    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if empty:
-        raise UsageError(
-            f"{len(empty)} parameters or buffers of the model have no numbers",
-            where=", ".join(empty[:3]),
-            why="they are on the meta device, which stores only shapes",
-            remedy="build the model without torch.device('meta'), inside tutti.spilling() if it is too large; or "
-            "call model.to_empty(device='cpu') and initialise it before tutti.prepare",
-        )
 
 
 def _contract(choice: Choice, ranks: int, count: int | None, batch: int, o: RunOptions) -> BatchContract:

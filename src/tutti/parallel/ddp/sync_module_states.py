@@ -8,6 +8,7 @@ from torch import nn
 
 from tutti.comm.broadcast import broadcast_tensors
 from tutti.comm.communicator import Communicator
+from tutti.nn.init_on_disk import mapped
 from tutti.nn.swap import buffers, describe_tensors, parameters
 
 
@@ -33,8 +34,9 @@ def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
 def broadcast_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
     """Broadcast all parameters and persistent buffers of the modules from the first rank of ``comm``, in place.
 
-    All ranks must hold the same names, shapes and dtypes; ``agree_on_state`` checks this. Collective over the ranks of
-    ``comm``: a broadcast for each 64 MiB or so of tensors of one dtype; blocks.
+    Parameters that are views of a file of weights (``mapped``) are left out: each rank reads the same file. All ranks
+    must hold the same names, shapes and dtypes; ``agree_on_state`` checks this. Collective over the ranks of ``comm``:
+    a broadcast for each 64 MiB or so of tensors of one dtype; blocks.
 
     Args:
         comm: the ranks; the first one sends.
@@ -44,6 +46,5 @@ def broadcast_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
         MismatchError: the ranks' tensors differ in number, shape or dtype.
         PeerError: a rank has ended, or did not make the call in time.
     """
-    broadcast_tensors(
-        comm, [p.data for _, p in parameters(parts)] + [slot.get() for slot in buffers(parts)], "initial state"
-    )
+    sent = [p.data for _, p in parameters(parts) if not mapped(p)] + [slot.get() for slot in buffers(parts)]
+    broadcast_tensors(comm, sent, "initial state")

@@ -7,16 +7,17 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tutti.comm.broadcast import broadcast_result, broadcast_tensors
+from tutti.comm.broadcast import broadcast_result
 from tutti.comm.differentiable import TensorRanks
 from tutti.config.layout_config import TensorConfig
 from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import restore_forwards
 from tutti.nn.script_mode import ScriptMode
-from tutti.nn.swap import buffers, describe_tensors, other_names, parameters
+from tutti.nn.swap import describe_tensors, other_names, parameters
 from tutti.parallel.ddp.replica_part import ReplicaPart
+from tutti.parallel.ddp.sync_module_states import broadcast_state
 from tutti.parallel.tensor.block_call import record_calls
 from tutti.parallel.tensor.head_parallel import HeadParallelAttention
 from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
@@ -139,7 +140,7 @@ class TensorParallelizer:
         """
         if self._comm.size == 1:
             return
-        broadcast_tensors(self._comm, _tensors(self._plain), "initial state")
+        broadcast_state(self._comm, [self._plain])
         self._comm.share_memory()
         ranks = TensorRanks(self._comm)
         self._specs = split_layers(self._plain, self.plan, ranks, sequence=self._config.sequence)
@@ -354,10 +355,6 @@ def _become(layer: nn.Module, entry: PlanEntry, ranks: TensorRanks, sequence: bo
     divide(layer, _KINDS[entry.role], LayerSlice(entry.name, ranks, entry.units, sequence))
     if entry.role == "within":
         run_within(layer, *entry.local)
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [p.data for _, p in parameters([module])] + [slot.get() for slot in buffers([module])]
 
 
 def _check_sequence(plain: nn.Module) -> None:
