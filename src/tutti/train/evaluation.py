@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from tutti.launcher.heartbeat import Phase
 from tutti.parallel.ddp.loss_output import read_loss
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
-from tutti.types.replica_runner import CustomLoopRunner
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -165,7 +164,7 @@ def call_whole(run: Run, function: Callable[[Any, Any], Any], micro_batch: Micro
         function: ``function(model, batch)``.
         micro_batch: the samples, on the device.
     """
-    replica = cast(CustomLoopRunner, run.replica)
+    replica = run.replica
     replica.begin(micro_batch)
     with replica.script_code():
         return function(replica.plain, micro_batch.batch)
