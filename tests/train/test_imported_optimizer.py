@@ -10,8 +10,10 @@ from torch import nn
 
 import tutti
 from tests import worlds
-from tutti.config.optimizer_config import check_optimizer
+from tutti.config.optimizer_config import OptimizerChoice, check_optimizer
 from tutti.errors import UsageError
+from tutti.train.prepare import prepare_run
+from tutti.train.run_options import RunOptions
 
 INPUTS = torch.arange(40.0).view(20, 2) / 40
 OPTIONS = "lr=0.1,momentum=0.9,nesterov=true"
@@ -45,6 +47,31 @@ def test_it_trains_as_the_same_optimizer_by_name() -> None:
                 **more,
             )
             assert got == [want] * devices
+
+
+def scheduled(optimizer: str, strategy: str) -> list[float]:
+    """Weights of four steps whose rate halves each time, with the schedule of the command line."""
+    torch.manual_seed(0)
+    data = INPUTS, INPUTS.sum(dim=1, keepdim=True)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    options = RunOptions(strategy=strategy, batch_size=6, workers=1 if strategy == "pipeline" else 4)
+    run = prepare_run(
+        model, OptimizerChoice.parse(optimizer), data, loss, options, lambda epochs: lambda step: 0.5**step
+    )
+    for batch in run.epoch(0):
+        run.step(batch)
+    return [value for tensor in run.state().values() for value in tensor.flatten().tolist()]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["mirrored", "sharded", "sharded:stage=1", "pipeline", "local_sgd:period=2", "parameter_server"]
+)
+def test_the_schedule_acts_on_it_under_every_strategy(strategy: str) -> None:
+    """Strategies rebuild it over other parameters, and each copy takes the original's settings before it steps."""
+    want = worlds.run(2, scheduled, optimizer="sgd:lr=0.1,momentum=0.9", strategy=strategy)
+    got = worlds.run(2, scheduled, optimizer="torch.optim:SGD:lr=0.1,momentum=0.9", strategy=strategy)
+    for one, other in zip(want, got, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
 
 
 def test_its_options_are_numbers_truth_values_tuples_and_texts() -> None:

@@ -199,13 +199,112 @@ def test_what_is_no_scheduler_of_the_optimizer_is_refused() -> None:
     for given, every, optimizers, words in (
         (StepLR(own, 1), "step", [own], "scheduler_every is 'step'"),
         (StepLR(own, 1), "epoch", [other], "another optimizer"),
-        (ReduceLROnPlateau(own), "epoch", [own], "needs a metric"),
+        (StepLR(own, 1), "evaluation:", [own], "Choices: update, epoch, evaluation, evaluation:METRIC"),
+        (StepLR(own, 1), "epoch:loss", [own], "scheduler_every is 'epoch:loss'"),
         ([object()], "epoch", [own], "the scheduler is a object"),
     ):
         with pytest.raises(UsageError, match=words):
             Schedulers(given, every, optimizers)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="cannot be combined with steps=all"):
         Schedulers(StepLR(own, 1), "epoch", [own], "steps=all")
+
+
+def plain_plateau() -> tuple[list[float], list[float]]:
+    """Rates of three epochs, and the weights, of plain PyTorch."""
+    model, optimizer = built()
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+    found = []
+    for _ in range(4):
+        found.append(optimizer.param_groups[0]["lr"])
+        for start in range(0, len(INPUTS), BATCH):
+            optimizer.zero_grad()
+            loss(model, (INPUTS[start : start + BATCH], TARGETS[start : start + BATCH])).backward()
+            optimizer.step()
+        with torch.no_grad():
+            scheduler.step(loss(model, (INPUTS, TARGETS)))
+    return found, [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def plateaued(by: str, folder: str = "", stop: int = 4, **options: Any) -> tuple[list[float], list[float]]:
+    model, optimizer = built()
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+    options = {"batch_size": BATCH, "precision": "fp64", "shuffle": False, "scheduler": scheduler} | options
+    every = "update" if by == "script" else by
+    run = tutti.prepare(model, optimizer, (INPUTS, TARGETS), mean_and_error, scheduler_every=every, **options)
+    if folder and stop == 4:
+        run.restore(folder)
+    found = []
+    for epoch in run.epochs(stop):
+        found.append(optimizer.param_groups[0]["lr"])
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        seen = run.evaluate((INPUTS, TARGETS))
+        if by == "script":
+            scheduler.step(seen.loss)
+    if stop < 4:
+        run.save(folder)
+    return found, [value for tensor in run.state().values() for value in tensor.flatten().tolist()]
+
+
+def mean_and_error(model: Any, batch: Any) -> Any:
+    value = loss(model, batch)
+    return value * len(batch[0]), len(batch[0]), {"error": value.detach() * len(batch[0])}
+
+
+PLATEAUS = [
+    *((devices, by, "mirrored") for devices, by in ((1, "evaluation"), (2, "script"), (3, "evaluation:error"))),
+    *((2, "script", "sharded"), (2, "evaluation", "parameter_server"), (2, "evaluation", "central_storage")),
+]
+
+
+@pytest.mark.parametrize(("devices", "by", "strategy"), PLATEAUS)
+def test_a_plateau_is_that_of_plain_pytorch(devices: int, by: str, strategy: str) -> None:
+    rates, weights = plain_plateau()
+    assert len(set(rates)) > 2
+    for found, trained in worlds.run(devices, plateaued, by=by, strategy=strategy, workers=devices):
+        assert found == rates
+        assert trained == pytest.approx(weights, abs=1e-12)
+
+
+def test_a_plateau_counts_evaluations_where_replicas_differ() -> None:
+    found = worlds.run(2, plateaued, by="evaluation", strategy="local_sgd:period=2", workers=2)
+    assert found[0] == found[1] and len(set(found[0][0])) > 2
+
+
+@pytest.mark.parametrize("by", ["script", "evaluation"])
+def test_a_plateau_goes_on_after_a_resume(by: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    [(before, _)] = worlds.run(1, plateaued, by=by, folder=folder, stop=2, workers=2)
+    rates, weights = plain_plateau()
+    for after, trained in worlds.run(2, plateaued, by=by, folder=folder, workers=2):
+        assert before + after == rates and trained == pytest.approx(weights, abs=1e-12)
+
+
+def own_metrics(value: float | None, every: str = "update") -> str:
+    model, optimizer = built()
+    scheduler = ReduceLROnPlateau(optimizer)
+    run = tutti.prepare(model, optimizer, (INPUTS, TARGETS), loss, scheduler=scheduler, scheduler_every=every)
+    try:
+        if value is not None:
+            scheduler.step(value * (1 + tutti.rank() * 1e-3))
+        run.evaluate((INPUTS, TARGETS))
+    except TuttiError as error:
+        return str(error)
+    return ""
+
+
+def test_metrics_that_differ_between_ranks_are_refused() -> None:
+    for text in worlds.run(2, own_metrics, value=2.0):
+        assert "ReduceLROnPlateau.step() gets 2 on one rank and 2.002 on another" in text
+        assert "test_schedulers.py:" in text and "run.evaluate(held_out).loss" in text
+    assert worlds.run(2, own_metrics, value=0.0) == [""] * 2
+
+
+def test_a_plateau_that_evaluations_step_is_left_to_them() -> None:
+    [text] = worlds.run(1, own_metrics, value=1.0, every="evaluation")
+    assert text.startswith("the script calls ReduceLROnPlateau.step()") and "once an evaluation" in text
+    [text] = worlds.run(1, own_metrics, value=None, every="evaluation:los")
+    assert text.startswith("the evaluation has no 'los'") and "Did you mean 'loss'" in text
 
 
 def test_an_attribute_in_place_of_step_would_be_saved_with_the_scheduler() -> None:

@@ -16,7 +16,7 @@ from tutti.config.engine_config import EngineConfig
 from tutti.config.gradient_noise import per_worker_option
 from tutti.config.metric_direction import split_metric
 from tutti.config.module_config import Sync, WorkerBatchNorm, check_compiler, check_float8
-from tutti.config.optimizer_config import ImportedOptimizerConfig
+from tutti.config.optimizer_config import ImportedOptimizerConfig, PlateauSchedule
 from tutti.config.settings import read_file
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import check_metric, split_target
@@ -108,8 +108,10 @@ def refuse_config(task: str, config: TrainConfig) -> None:
 
 
 def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
-    """Raise UsageError unless a built-in task reports the metrics of ``--until`` and ``--keep-best``."""
-    averaged = config.averaging is not None
+    """Raise UsageError unless a built-in task reports the metrics that options name, such as ``--until``."""
+    averaged, schedule = config.averaging is not None, config.lr_schedule
+    if isinstance(schedule, PlateauSchedule):
+        check_metric(schedule.measured().name, "--schedule plateau, metric", reported, averaged)
     if config.target_text is not None:
         check_metric(split_target(config.target_text)[0], "--until", reported, averaged)
     if config.keep_best is not None and config.keep_best != "none":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+from tutti.config.metric_direction import Direction, Metric
 from tutti.config.spec import Duration, Spec, read_options
 from tutti.errors import UsageError
 
@@ -453,6 +454,59 @@ class OneCycleSchedule(ConstantSchedule):
             raise ValueError("rise is a fraction of the run: give a number between 0 and 1")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlateauSchedule(ConstantSchedule):
+    """Learning-rate schedule: multiply the rate by ``factor`` once evaluations no longer improve a metric.
+
+    The rule and the defaults of ``torch.optim.lr_scheduler.ReduceLROnPlateau``, stepped by each evaluation during the
+    run. ``min`` is a multiple of the optimizer's rate, so that it holds for every parameter group, and PyTorch's
+    ``eps``, which leaves out reductions of a rate by less than 1e-8, has no counterpart.
+
+    Attributes:
+        metric: ``loss``, or a held-out metric of the task.
+        mode: ``min`` or ``max``, whether lower or higher values are better; ``auto``: as the task declares, else by the
+            metric's name.
+        factor: factor on the rate at each reduction.
+        patience: number of evaluations in a row without a better value that the rate survives; the next one lowers it.
+        threshold: least improvement that counts as a better value.
+        threshold_mode: ``rel``: ``threshold`` is a fraction of the best value; ``abs``: it is a difference.
+        cooldown: number of evaluations after a reduction whose values are not counted.
+        min: least rate, as a multiple of the optimizer's.
+
+    Raises:
+        UsageError: a value is below 0, or an option of the warm-up is invalid.
+        ValueError: ``factor`` is not below 1.
+    """
+
+    metric: str = "loss"
+    mode: Literal["auto", "min", "max"] = "auto"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_mode: Literal["rel", "abs"] = "rel"
+    cooldown: int = 0
+    min: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, at_least_zero=("factor", "patience", "threshold", "cooldown", "min"))
+        if self.factor >= 1:
+            raise ValueError("factor multiplies the rate: give a number below 1")
+
+    def measured(self, declared: Mapping[str, Direction] | None = None) -> Metric:
+        """Return the held-out metric that the plateau schedule follows, and whether higher values of it are better.
+
+        Args:
+            declared: name of a metric → ``lower`` or ``higher``, the better values as the task declares them; None: the
+                task declares nothing.
+
+        Raises:
+            UsageError: none of ``mode``, ``declared`` and the metric's name tells which values are better.
+        """
+        text = self.metric if self.mode == "auto" else f"{self.metric}:{self.mode}"
+        return Metric.parse(text, "--schedule plateau", declared)
+
+
 SCHEDULES: Mapping[str, type[ConstantSchedule]] = {
     "constant": ConstantSchedule,
     "cosine": CosineSchedule,
@@ -462,6 +516,7 @@ SCHEDULES: Mapping[str, type[ConstantSchedule]] = {
     "exponential": ExponentialSchedule,
     "wsd": WSDSchedule,
     "onecycle": OneCycleSchedule,
+    "plateau": PlateauSchedule,
 }
 
 WHOLE_RUN = (CosineSchedule, LinearSchedule, PolynomialSchedule, WSDSchedule, OneCycleSchedule)
@@ -567,8 +622,8 @@ def check_schedule(text: str) -> ConstantSchedule:
     """Parse ``--schedule``, the learning-rate schedule: ``name:key=value,…``, such as ``cosine:warmup=5ep``.
 
     Args:
-        text: ``constant``, ``cosine``, ``linear``, ``step``, ``polynomial``, ``exponential``, ``wsd`` or ``onecycle``,
-            with options.
+        text: ``constant``, ``cosine``, ``linear``, ``step``, ``polynomial``, ``exponential``, ``wsd``, ``onecycle`` or
+            ``plateau``, with options.
 
     Returns:
         The schedule's options, a frozen dataclass such as ``CosineSchedule`` with a field for each key (all have

@@ -220,8 +220,13 @@ class TrainConfig:
         _ = self.changes
         if self.target_text is not None:
             split_target(self.target_text)
-        for name, value in (("until", self.target_text), ("patience", self.patience)):
-            if value is not None and self.eval_interval is None:
+        plateau = self.schedule.partition(":")[0].strip() == "plateau"
+        for name, given in (
+            ("until", self.target_text is not None),
+            ("patience", self.patience is not None),
+            ("schedule plateau", plateau),
+        ):
+            if given and self.eval_interval is None:
                 raise UsageError(
                     f"--{name} needs evaluations during the run, and --eval-every is none",
                     remedy="give --eval-every, such as 1ep or 100st, or leave one of the two out",

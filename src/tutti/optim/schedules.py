@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of the step. No torch.
 
 Every factor multiplies the initial learning rate of each parameter group, and depends only on the number of steps
-taken: resuming needs no state.
+taken: resuming needs no state. Of the schedule ``plateau`` this is the warm-up; evaluations change ``Plateau.factor``.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _sets(
     task: Task, name: str, options: LandscapeOptions, comm: Communicator, place: Callable[[Any], Any]
 ) -> dict[str, SampleBlocks]:
     """Return the samples by set: ``training``, on which all is measured, and ``held-out``, if the task has some."""
-    train = adapt_training(task.train)
+    train = adapt_training(task.train, task.collate)
     if isinstance(train, Stream):
         raise UsageError(
             "the training data are a stream, and a landscape needs the same samples at every point",
@@ -147,7 +147,7 @@ def _sets(
         )
     sources: dict[str, Source] = {"training": train}
     if task.eval is not None:
-        sources["held-out"] = adapt(task.eval)
+        sources["held-out"] = adapt(task.eval, task.collate)
     return {
         of: sample_blocks(source, options.samples, options.block, comm, place, options.seed)
         for of, source in sources.items()

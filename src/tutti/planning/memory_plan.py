@@ -24,6 +24,7 @@ from tutti.launcher import context
 from tutti.nn.ac_and_compile import recompute
 from tutti.parallel.fsdp import fsdp_wrap_policy
 from tutti.planning.planned_run import PlannedRun
+from tutti.planning.script_task import optimizer_text
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode, is_dtensor
@@ -106,7 +107,7 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
         DataError: the task's data are missing or malformed.
     """
     task = resolve_task(name, config)
-    data = adapt_training(task.train)
+    data = adapt_training(task.train, task.collate)
     dataset = None if isinstance(data, Stream) else len(data)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(task, config)
@@ -114,7 +115,7 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
             sum(p.numel() for p in model.parameters()),
             sum(p.nbytes for p in model.parameters()),
             sum(p.nbytes for p in model.parameters() if p.requires_grad),
-            _words(config.optimizer_choice.options),
+            _words(_optimizer_options(task, model, config)),
             sum(b.nbytes for b in model.buffers()),
             *wrapped_bytes(model, config.strategy_choice.sync.wrap_policy),
             _largest(config, dataset),
@@ -227,6 +228,12 @@ def reduction_buffer_bytes(trained: float, shards: int, ranks: int) -> float:
     return trained if ranks > 1 else 0.0
 
 
+def _optimizer_options(task: Task, model: nn.Module, config: PlannedRun) -> options.OptimizerConfig:
+    """Return the options of the optimizer that the task makes of ``model``, or else of the configuration."""
+    made = None if task.optimizer is None else optimizer_text(task.optimizer(model), task.name)
+    return config.optimizer_choice.options if made is None else options.check_optimizer(made)
+
+
 def _words(chosen: options.OptimizerConfig) -> float:
     """Return the number of state elements that an optimizer keeps for each parameter."""
     if isinstance(chosen, options.SGDConfig):
@@ -271,7 +278,7 @@ def first_sample(task: Task) -> Any:
         UsageError: the training data are of a type that tutti does not take, such as an iterator.
         DataError: the sample cannot be read or made a batch.
     """
-    data = adapt_training(task.train)
+    data = adapt_training(task.train, task.collate)
     return None if isinstance(data, Stream) else data.fetch(np.arange(1), None)
 
 

@@ -122,7 +122,7 @@ class TaskSizes:
     def __init__(self, task: str | Task, config: PlannedRun, choices: Sequence[str] = ()) -> None:
         self._task, self._choices = resolve_task(task, config), tuple(dict.fromkeys(("none", *choices)))
         self._name = task if isinstance(task, str) else task.name
-        data = adapt_training(self._task.train)
+        data = adapt_training(self._task.train, self._task.collate)
         if isinstance(data, Stream):
             raise UsageError(
                 "the task reads a stream, whose samples are not known before it is read",

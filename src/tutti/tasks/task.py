@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tutti.config.metric_direction import Direction, check_directions
+from tutti.errors import UsageError
 from tutti.types.micro_batch import LossFn
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,17 @@ class Task:
         directions: ``lower`` or ``higher``, whichever is better, for metrics whose name does not decide it:
             ``{"distance": "lower"}``. ``--keep-best`` and ``tutti compare`` read it.
         callbacks: functions and objects that the run calls at its events, as in ``tutti.prepare``.
+        collate: makes a batch of a list of samples, in training and evaluation; None: as PyTorch's ``DataLoader``.
+        optimizer: function from the model to its optimizer, such as one with parameter groups, or to several; None: the
+            command line's.
+        scheduler: function from the result of ``optimizer`` to a PyTorch scheduler of it, or several; None: the command
+            line's schedule.
+        scheduler_every: when the run steps the schedulers, as in ``tutti.prepare``: ``update``, ``epoch``,
+            ``evaluation`` or ``evaluation:METRIC``.
         describe: description of the data for the header, such as ``"50,000 + 10,000 images 32×32"``.
+
+    Raises:
+        UsageError: a direction is unknown, or ``scheduler`` is given without ``optimizer``.
     """
 
     name: str
@@ -39,7 +52,17 @@ class Task:
     images: bool = False
     directions: Mapping[str, Direction] = field(default_factory=dict)
     callbacks: Sequence[Any] = ()
+    collate: Callable[[list[Any]], Any] | None = None
+    optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer]] | None = None
+    scheduler: Callable[[Any], LRScheduler | Sequence[LRScheduler]] | None = None
+    scheduler_every: str = "update"
     describe: str = ""
 
     def __post_init__(self) -> None:
         check_directions(self.directions)
+        if self.scheduler is not None and self.optimizer is None:
+            raise UsageError(
+                "Task(scheduler=…) needs Task(optimizer=…)",
+                why="a PyTorch scheduler is made of an optimizer object, and --optimizer is text",
+                remedy="let the task make the optimizer, or take --schedule",
+            )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tutti.config.optimizer_config import ImportedOptimizerConfig
 from tutti.config.train_config import TrainConfig
 from tutti.device import describe_products, is_accelerator, replays_graphs
 from tutti.errors import counted
@@ -15,18 +16,35 @@ from tutti.native.native_library import kernels
 from tutti.nn.ac_policy import UNCACHED
 from tutti.nn.float8 import describe_layers
 from tutti.optim.scaling import scaled
+from tutti.optim.several import members_of
 from tutti.tasks.task import Task
 from tutti.train.run import Run
 
 
-def title(task: str, config: TrainConfig) -> str:
+def title(task: str, config: TrainConfig, run: Run) -> str:
     """Return the title of a run as one line: ``{task} · {strategy} · {optimizer}``.
 
     Args:
         task: name of the task.
         config: the configuration, which states strategy and optimizer.
+        run: the prepared run, which has the optimizer that the task makes itself.
     """
-    return f"{task} · {config.strategy} · {config.optimizer}"
+    return f"{task} · {config.strategy} · {optimizer_name(config, run)}"
+
+
+def optimizer_name(config: TrainConfig, run: Run) -> str:
+    """Return the text of ``--optimizer``, or class and number of parameter groups of the optimizer that the task makes.
+
+    Several optimizers are joined by ``+``.
+
+    Args:
+        config: the configuration.
+        run: the prepared run.
+    """
+    if run.optimizer is None or isinstance(config.optimizer_choice.options, ImportedOptimizerConfig):
+        return config.optimizer
+    names = "+".join(type(each).__name__ for each in members_of(run.optimizer))
+    return f"{names} of the task, {counted(len(run.optimizer.param_groups), 'parameter group')}"
 
 
 def derived(
@@ -65,7 +83,7 @@ def derived(
         **({"float32": products} if (products := describe_products(world.device, config.precision)) else {}),
         **({"in bfloat16": describe_layers(run.settings.in_bf16)} if run.settings.in_bf16 else {}),
         **({"config.use_cache": UNCACHED} if run.settings.uncached else {}),
-        "learning rate": _rate(config, run.context.workers),
+        "learning rate": _rate(config, run),
         **_noise(config, run),
         **(
             {}
@@ -124,8 +142,12 @@ def _length(config: TrainConfig, run: Run) -> str:
     return f"{config.length}{counted}"
 
 
-def _rate(config: TrainConfig, workers: int) -> str:
-    given = config.optimizer_choice.options
+def _rate(config: TrainConfig, run: Run) -> str:
+    workers, given = run.context.workers, config.optimizer_choice.options
+    if run.optimizer is not None and not isinstance(given, ImportedOptimizerConfig):
+        rates = dict.fromkeys(f"{float(group['lr']):g}" for group in run.optimizer.param_groups)
+        names = ", ".join(type(each).__name__ for each in run.schedulers.own)
+        return f"{' and '.join(rates)}, {names or config.schedule}"
     rule = config.lr_rule
     rate = f"{scaled(given, rule, config.batch_size).lr:g}"
     if rule.adaptive:
@@ -154,7 +176,7 @@ def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: i
     return {
         "task": task,
         "strategy": config.strategy,
-        "optimizer": config.optimizer,
+        "optimizer": optimizer_name(config, run),
         "schedule": config.schedule,
         "lr_scale": config.lr_scale,
         "clip": config.clip,

@@ -10,6 +10,8 @@ from typing import Any
 from tutti.checkpoint.write import step_name
 from tutti.config.metric_direction import RAW
 from tutti.config.spec import Duration
+from tutti.config.training_target import check_metric
+from tutti.data.adapt import Collate
 from tutti.data.epochs import Epochs
 from tutti.errors import Preempted
 from tutti.launcher import heartbeat
@@ -18,10 +20,12 @@ from tutti.metrics.json_numbers import from_json_number, to_json_number
 from tutti.metrics.listener import Clock, EvalRecord, Listener, RunHeader
 from tutti.metrics.throughput import DeviceThroughput
 from tutti.optim.loss_scale import LossScale
+from tutti.optim.plateau import Plateau
 from tutti.train.evaluation import BLOCK, evaluate_samples
 from tutti.train.loop_meters import Means, Speed
 from tutti.train.run import Run
 from tutti.train.run_checkpoints import Checkpoints
+from tutti.train.run_state import optimizer_facts
 from tutti.train.step_windows import Window
 from tutti.train.target_watch import EvaluatedAt, TargetWatch, wall_seconds
 from tutti.train.train_plan import Due, Length, TrainPlan, ended
@@ -41,6 +45,8 @@ def train_loop(
     clock: Clock | None = None,
     throughput: Callable[[Batch], DeviceThroughput] | None = None,
     watch: TargetWatch | None = None,
+    plateau: Plateau | None = None,
+    collate: Collate | None = None,
 ) -> dict[str, Any]:
     """Train from the position of ``run`` to the end of the plan, or to an evaluation or callback that ends the run.
 
@@ -60,6 +66,8 @@ def train_loop(
         throughput: returns tokens and FLOP of one sample and peak FLOP/s of a device, from this rank's first batch;
             None to report no tokens/s and MFU.
         watch: tells which evaluation ends the run; None: only the plan ends it.
+        plateau: state of the schedule ``plateau``, which follows the evaluations; None for another schedule.
+        collate: makes a batch of a list of held-out samples; None: as PyTorch's ``DataLoader``.
 
     Returns:
         Entries of ``summary.json`` by key: ``epochs``, ``steps``, ``updates``, ``skipped`` (updates), ``loss_scale``,
@@ -70,8 +78,8 @@ def train_loop(
         ``diagnoses`` (findings of the checks for mistakes).
 
     Raises:
-        UsageError: the loss function does not report the metric that ``watch`` follows, or a step or an evaluation
-            cannot be made, such as with a gradient hook of the script that the strategy cannot call.
+        UsageError: the loss function does not report the metric that ``watch`` or ``plateau`` follows, or a step or an
+            evaluation cannot be made, such as with a gradient hook of the script that the strategy cannot call.
         NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         MismatchError, PeerError: ranks differ in copies or calls, or a rank has died.
         DiskError: too many saves in a row have failed.
@@ -79,7 +87,17 @@ def train_loop(
     """
     listener.started(header)
     loop = _LoopState(
-        run, plan, held_out, listener, saver, means or Means(), windows, clock or Clock(time.time()), watch
+        run,
+        plan,
+        held_out,
+        listener,
+        saver,
+        means or Means(),
+        windows,
+        clock or Clock(time.time()),
+        watch,
+        plateau,
+        collate,
     )
     loop.begin()
     while not loop.is_over():
@@ -115,16 +133,18 @@ class _LoopState:
         windows: Sequence[Window],
         clock: Clock,
         watch: TargetWatch | None,
+        plateau: Plateau | None,
+        collate: Collate | None,
     ) -> None:
-        self._run, self._plan, self._held_out = run, plan, held_out
+        self._run, self._plan, self._held_out, self._collate = run, plan, held_out, collate
         self._listener, self._saver, self._means = listener, saver, means
-        self._windows, self._clock, self._watch = windows, clock, watch
+        self._windows, self._clock, self._watch, self._plateau = windows, clock, watch, plateau
         total = math.inf if run.adascale is not None else _samples(plan.total, run.feed.epochs)
         self.speed = Speed(total, run.samples, run.context.compile is not None, clock.spent)
         self._evaluation_due, self._save_due = (Due(every, plan.total, run) for every in (plan.evaluate, plan.save))
         self._evaluated: EvalRecord | None = None
         self._skipped = 0
-        self._unchecked = watch is not None
+        self._unchecked = watch is not None or plateau is not None
         self._stopped_before = run.callbacks.ended()
 
     def begin(self) -> None:
@@ -153,8 +173,8 @@ class _LoopState:
         self._look_at_windows()
         epoch = number if run.taken == run.clock else run.feed.epochs.place(max(run.clock - 1, 0))[0]
         self._report(epoch)
-        if self._unchecked and self._watch is not None and self._held_out is not None:
-            self._check_metric(self._watch)
+        if self._unchecked and self._held_out is not None:
+            self._check_metrics()
             self._unchecked = False
         with self.speed.paused():
             run.callbacks.end_step(run)
@@ -167,6 +187,8 @@ class _LoopState:
             self._evaluated = fresh = self._evaluate(epoch)
             if self._watch is not None:
                 self._judge(self._watch, fresh)
+            if self._plateau is not None:
+                self._lower(self._plateau, fresh)
         due = self._save_due() or self._is_stopped()
         self._save(due and self._plan.save is not None, fresh)
 
@@ -241,28 +263,31 @@ class _LoopState:
             self._listener.warned(f"step {run.clock} skipped: the gradient of {where} is not finite{scales}; {kept}")
         self._listener.stepped(record, self.speed.mark(run.samples))
 
-    def _check_metric(self, watch: TargetWatch) -> None:
-        """Check after the first step that the watched metric exists. Collective: a broadcast, or also an evaluation.
+    def _check_metrics(self) -> None:
+        """Check after the first step that the metrics of ``--until``, ``--patience`` and ``--schedule plateau`` exist.
 
-        A loss function may report metrics in evaluations alone: then the model is evaluated once. Raises UsageError.
+        A loss function may report metrics in evaluations alone: then the model is evaluated once. Collective: a
+        broadcast, or also an evaluation. Raises UsageError.
         """
         run, stats = self._run, self._run.stats
+        wanted = {each.metric.name.removeprefix(RAW) for each in (self._watch, self._plateau) if each is not None}
         averaged = run.average is not None
         # A rank without samples in this step knows no names.
         mine = list(stats.metrics) if stats is not None else []
         reported = ["loss", *run.context.comms.world.broadcast_json(mine, 0, "names of the metrics")]
-        if watch.metric.name.removeprefix(RAW) not in reported:
+        if not wanted <= set(reported):
             with self.speed.paused():
-                reported = list(evaluate_samples(run, self._held_out, BLOCK, None, averaged).values)
-        watch.check(reported, averaged)
+                found = evaluate_samples(run, self._held_out, BLOCK, None, averaged, self._collate)
+                reported = list(found.values)
+        if self._watch is not None:
+            self._watch.check(reported, averaged)
+        if self._plateau is not None:
+            check_metric(self._plateau.metric.name, "--schedule plateau, metric", reported, averaged)
 
     def _judge(self, watch: TargetWatch, record: EvalRecord) -> None:
-        """Let ``watch`` judge an evaluation on every rank, by the values of rank 0. Collective: a broadcast."""
+        """Let ``watch`` judge an evaluation on every rank. Collective: a broadcast."""
         run, dataset = self._run, self._run.feed.contract.dataset
         watch.check(["loss", *record.metrics], record.raw is not None)
-        # Sums in another order may differ in the last bit between ranks of one replica: one rank decides.
-        mine = to_json_number(record.values[watch.metric.name])
-        value = run.context.comms.world.broadcast_json(mine, 0, "value of the target")
         watch.evaluated(
             EvaluatedAt(
                 step=run.clock,
@@ -271,9 +296,20 @@ class _LoopState:
                 epochs=run.samples / dataset if dataset is not None else float(run.at.epoch),
                 seconds=record.seconds or 0.0,
                 wall_seconds=wall_seconds(self._clock.started),
-                value=from_json_number(value),
+                value=self._value(record, watch.metric.name),
             )
         )
+
+    def _lower(self, plateau: Plateau, record: EvalRecord) -> None:
+        """Lower the learning rate on every rank if the evaluation is due for it. Collective: a broadcast."""
+        name = plateau.metric.name
+        check_metric(name, "--schedule plateau, metric", ["loss", *record.metrics], record.raw is not None)
+        plateau.evaluated(self._value(record, name))
+
+    def _value(self, record: EvalRecord, name: str) -> float:
+        """Return rank 0's value of a metric: other ranks of a replica may differ in the last bit. Collective."""
+        mine = to_json_number(record.values[name])
+        return from_json_number(self._run.context.comms.world.broadcast_json(mine, 0, "held-out value"))
 
     def _evaluate(self, epoch: int) -> EvalRecord:
         """Evaluate the average of the weights, if any, and the model; report and return the record. Collective."""
@@ -282,9 +318,11 @@ class _LoopState:
         run.together("an evaluation")
         with self.speed.paused():
             seconds = self.speed.elapsed()
-            first = run.evaluate(self._held_out)
-            # Callbacks see one evaluation of a step.
-            raw = evaluate_samples(run, self._held_out, BLOCK, None, False).values if first.averaged else None
+            first = run.evaluate(self._held_out, collate=self._collate)
+            raw = None
+            if first.averaged:
+                # Callbacks see one evaluation of a step.
+                raw = evaluate_samples(run, self._held_out, BLOCK, None, False, self._collate).values
             record = EvalRecord(run.clock, epoch + 1, first.loss, first.metrics, first.samples, raw, seconds)
             self._listener.evaluated(record)
         return record
@@ -306,7 +344,11 @@ class _LoopState:
                 facts: dict[str, Any] = {"started": self._clock.started, "seconds": self.speed.elapsed()}
                 if self._watch is not None:
                     facts["target"] = self._watch.state()
+                if self._plateau is not None:
+                    facts["plateau"] = self._plateau.state()
                 facts |= run.callbacks.saved()
+                if run.optimizer is not None:
+                    facts |= {**optimizer_facts(run), "epoch_under_way": run.within}
                 values = None if evaluated is None else evaluated.values
                 saver.save({"means": self._means.facts(), **facts}, values)
                 _tell_checkpoint(run, saver)

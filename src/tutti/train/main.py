@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from tutti.checkpoint.folder import FOLDER
+from tutti.checkpoint.manifest import REMEDY
 from tutti.comm.stall import TellFailures
+from tutti.config.optimizer_config import PlateauSchedule
 from tutti.config.train_config import TrainConfig
+from tutti.data.adapt import Collate
 from tutti.data.epochs import Epochs
 from tutti.device import peak_memory
-from tutti.errors import ExitCode, Preempted, UsageError
+from tutti.errors import CheckpointError, ExitCode, Preempted, UsageError
 from tutti.host_memory import peak_resident
 from tutti.launcher import context, heartbeat
 from tutti.launcher.context import World
@@ -27,6 +31,7 @@ from tutti.metrics.events import TensorBoard
 from tutti.metrics.listener import Clock, EarlyWarnings, Listener, Listeners, RunHeader
 from tutti.metrics.progress import terminal_listener
 from tutti.metrics.records import RunDirectory, config_sha256
+from tutti.optim.plateau import Plateau
 from tutti.process_context import launch_time
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
@@ -39,10 +44,11 @@ from tutti.train.metric_loggers import MetricLogger
 from tutti.train.preemption import stop_on_signals
 from tutti.train.run import Run
 from tutti.train.run_checkpoints import Checkpoints
+from tutti.train.run_state import restore_optimizers
 from tutti.train.step_windows import Window, planned_windows
 from tutti.train.target_watch import TargetWatch
 from tutti.train.task_run import build_task_model, prepare_process, prepare_task
-from tutti.train.train_plan import make_lr_schedule, make_train_plan
+from tutti.train.train_plan import check_evaluations, followed_by, make_lr_schedule, make_train_plan
 from tutti.train.utilisation import measured_throughput
 from tutti.train.warm_start import load_warm_start
 
@@ -69,10 +75,13 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     threads = prepare_process(config, world)
     chosen = task_registry.load_task(task, data=config.data, model=config.model, augment=config.augment)
     config = _with_direction(config, chosen)
+    _check_own(chosen, task, config)
     model = build_task_model(chosen, config, world)
     size = sum(p.numel() for p in model.parameters())
     warnings = EarlyWarnings()
-    run = prepare_task(chosen, model, config, warnings, callbacks=chosen.callbacks)
+    schedule = config.lr_schedule
+    plateau = Plateau(schedule, schedule.measured(chosen.directions)) if isinstance(schedule, PlateauSchedule) else None
+    run = prepare_task(chosen, model, config, warnings, callbacks=chosen.callbacks, plateau=plateau)
     plan, total = make_train_plan(config, run.feed.epochs)
     held_out = _held_out(chosen, task, config)
     facts = run_identity(task, config, run, world, size, threads)
@@ -83,6 +92,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     for text in (
         *model_warnings(run.feed.epochs, model, config.batch_norm_options),
         *plan_warnings(run.feed.epochs, config, total),
+        *filter(None, [check_evaluations(chosen, config, plan, run.feed.epochs)]),
     ):
         warnings(text)
     try:
@@ -90,11 +100,13 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             saver = _saver(run, directory, world, config, facts, warnings)
             restored = saver.restore(config.changes) if saver is not None and resumes else None
             if restored is not None:
+                _restore_optimizers(run, restored, config)
                 run.callbacks.load_run(restored)
             if run.feed.epochs.earlier:
                 # The epochs until now had other batches: the plan and the schedule count them as they were.
                 plan, total = make_train_plan(config, run.feed.epochs)
-                run.lr_schedule = make_lr_schedule(config, run.feed.epochs)
+            if run.feed.epochs.earlier and run.lr_schedule is not None:
+                run.lr_schedule = make_lr_schedule(config, run.feed.epochs, plateau)
             initial_weights = _warm_start(run, config, restored, facts)
             clock = Clock.saved(restored or {}) if resumes else Clock(time.time())
             if world.identity.rank == 0:
@@ -105,14 +117,28 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
                 run.checks.planned(steps)
             windows = planned_windows(config, run, steps, directory, resumes, listeners)
             lines = {**derived(chosen, config, run, world, total, facts), **initial_weights}
-            header = RunHeader(title(task, config), lines, steps, _steps_per_epoch(run.feed.epochs))
+            header = RunHeader(title(task, config, run), lines, steps, _steps_per_epoch(run.feed.epochs))
             means = Means.saved(restored) if restored else None
             watch = _watch(config, chosen, restored, warnings)
+            if plateau is not None:
+                _load_plateau(plateau, (restored or {}).get("plateau"), warnings)
             throughput = partial(measured_throughput, chosen, config, world, run, listeners.warned)
             measured = throughput if world.identity.rank == 0 else None
             with _marking_failure(run):
                 result = train_loop(
-                    run, plan, held_out, header, listeners, saver, means, windows, clock, measured, watch
+                    run,
+                    plan,
+                    held_out,
+                    header,
+                    listeners,
+                    saver,
+                    means,
+                    windows,
+                    clock,
+                    measured,
+                    watch,
+                    plateau,
+                    _eval_collate(chosen),
                 )
             peaks = _peak_memory(run, world)
         listeners.finished(_summary(chosen, run, facts, clock, {**result, "peak_memory": peaks}))
@@ -220,21 +246,42 @@ def _with_direction(config: TrainConfig, chosen: Task) -> TrainConfig:
     return dataclasses.replace(config, keep_best=f"{best.metric}:{'higher' if best.more else 'lower'}")
 
 
+def _check_own(chosen: Task, task: str, config: TrainConfig) -> None:
+    """Raise UsageError for an option that names what the task makes itself: its optimizer or scheduler."""
+    for option, made, given in (
+        ("optimizer", chosen.optimizer, config.optimizer != TrainConfig.optimizer),
+        ("lr_scale", chosen.optimizer, config.lr_scale != TrainConfig.lr_scale),
+        ("schedule", chosen.scheduler, config.schedule != TrainConfig.schedule),
+    ):
+        if made is not None and given:
+            kind, flag = "scheduler" if option == "schedule" else "optimizer", option.replace("_", "-")
+            raise UsageError(
+                f"the task '{task}' makes its own {kind}, and --{flag} is {getattr(config, option)}",
+                remedy=f"leave the option out, or {kind} out of the Task",
+            )
+
+
 def _held_out(chosen: Task, task: str, config: TrainConfig) -> Any:
     """Return the task's held-out samples, or None. Raises UsageError if ``--keep-best`` needs them."""
     if chosen.eval is not None:
-        in_blocks(chosen.eval, BLOCK, None, config.seed)
+        in_blocks(chosen.eval, BLOCK, _eval_collate(chosen), config.seed)
         return chosen.eval
     for option, needed in (
         ("--keep-best", config.best() is not None),
         ("--until", config.target_text is not None),
         ("--patience", config.patience is not None),
+        (str(followed_by(chosen, config)), followed_by(chosen, config) is not None),
     ):
         if needed:
             raise UsageError(
                 f"the task '{task}' has no held-out samples, which {option} needs", remedy=f"leave {option} out"
             )
     return None
+
+
+def _eval_collate(chosen: Task) -> Collate | None:
+    """Return the function that makes a batch of held-out samples; None for a ``DataLoader``, which has its own."""
+    return None if isinstance(chosen.eval, DataLoader) else chosen.collate
 
 
 def _watch(
@@ -260,6 +307,33 @@ def _watch(
     if saved is not None and not watch.load(saved):
         warn(f"evaluations before the checkpoint are not counted: the run did not watch {metric.name} until now")
     return watch
+
+
+def _restore_optimizers(run: Run, restored: Mapping[str, Any], config: TrainConfig) -> None:
+    """Restore the task's own optimizers and schedulers from a checkpoint.
+
+    A checkpoint of an epoch's last step is saved before schedulers that step after epochs have stepped.
+    """
+    run.schedulers.refuse_change(config.changes)
+    restore_optimizers(run, restored, config.changes)
+    under_way = restored.get("epoch_under_way")
+    if under_way is not None and run.at.epoch > under_way:
+        run.schedulers.after_epoch()
+
+
+def _load_plateau(plateau: Plateau, saved: Any, warn: Callable[[str], None]) -> None:
+    """Continue the schedule ``plateau`` from a checkpoint, which may have none; ``warn`` is told of another metric.
+
+    Raises CheckpointError if the saved state is invalid.
+    """
+    if saved is None:
+        return
+    try:
+        loaded = plateau.load(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("the checkpoint's 'plateau' is invalid", why=repr(error), remedy=REMEDY) from error
+    if not loaded:
+        warn(f"the schedule plateau begins anew: the run did not follow {plateau.metric.name} until now")
 
 
 def _exit_code(result: Mapping[str, Any]) -> ExitCode:

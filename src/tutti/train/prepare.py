@@ -170,9 +170,11 @@ def prepare(
         data_workers: loader processes of each rank; the result does not depend on their number, except for a stream
             that divides its samples over them. Default: those of the ``DataLoader``, or none.
         slow: ranks or workers with a delay, to simulate stragglers: ``rank=1,factor=3`` or ``worker=2,ms=20``.
-        scheduler: a PyTorch scheduler of ``optimizer``, or several; the run steps, saves and restores it.
+        scheduler: a PyTorch scheduler of ``optimizer``, or several; the run steps, saves and restores it. The script
+            itself steps a ``ReduceLROnPlateau``, with the same metric on all ranks, unless evaluations do.
         scheduler_every: ``update``: step the schedulers after every update that is not skipped; ``epoch``: after each
-            epoch.
+            epoch; ``evaluation`` or ``evaluation:accuracy``: after each ``run.evaluate``, a ``ReduceLROnPlateau`` with
+            the held-out loss or metric.
         callbacks: functions ``function(run)``, called after each step, and objects with methods such as
             ``on_evaluation(run, evaluation)``; see ``docs/python.md``.
 

@@ -195,6 +195,7 @@ class Run:
         self.noise_probe = settings.noise_probe
         self.lr_schedule = settings.lr_schedule
         self.schedulers, self.callbacks, self.settings = settings.schedulers, settings.callbacks, settings
+        self.schedulers.begin(run_context.comms.world)
         self.changes: list[dict[str, Any]] = []
         self.clock = self.taken = self.compared = self.updates = self.samples = 0
         self.at = Position()
@@ -664,8 +665,8 @@ class Run:
         """Return mean loss and metrics of the model over all samples of ``source``, each counted once.
 
         Collective over all ranks: each data rank evaluates its part of the samples in eval mode, and an all-reduce sums
-        the results. Where replicas of the model differ (local SGD), their mean is evaluated. Calls the callbacks'
-        ``on_evaluation``.
+        the results. Where replicas of the model differ (local SGD), their mean is evaluated. Steps the schedulers of
+        ``scheduler_every="evaluation"``, and calls the callbacks' ``on_evaluation``.
 
         Args:
             source: held-out samples or a stream of them, the same on every rank; or a ``DataLoader``, whose batches are
@@ -682,8 +683,9 @@ class Run:
             ranks of one replica. Means are NaN if the loss function counts nothing.
 
         Raises:
-            UsageError: no loss function; ``averaged`` without an average; the weights are sharded, and the loss
-                function updates a metric object (with ``update``, ``compute`` and ``reset``); or ``source`` is a
+            UsageError: no loss function; ``averaged`` without an average; a scheduler follows a metric that is not
+                reported; the weights are sharded, and the loss function updates a metric object (with ``update``,
+                ``compute`` and ``reset``); or ``source`` is a
                 ``DataLoader`` that cannot be reproduced on several ranks, such as one with a ``DistributedSampler``, or
                 a stream that shards itself.
             MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
@@ -691,6 +693,8 @@ class Run:
         """
         averaged = self.average is not None if averaged is None else averaged
         found = evaluate_samples(self, source, batch, loss, averaged, collate)
+        # Before the callbacks, which may save a checkpoint.
+        self.schedulers.after_evaluation(found.values)
         self.callbacks.evaluated(self, found)
         return found
 
@@ -1014,12 +1018,7 @@ class Run:
         self.callbacks.end_left(self)
         named = NamedChanges.parse(change)
         named.check({key for group in self.settings.optimizer_settings for key in group}, "change")
-        if "lr" in named.names and self.schedulers.facts():
-            raise UsageError(
-                "lr cannot be changed while tutti.prepare has a scheduler",
-                why="the scheduler's saved state sets the rate",
-                remedy="leave scheduler out of tutti.prepare and step your own in the loop, where run.stepped",
-            )
+        self.schedulers.refuse_change(named)
         with argument_words():
             facts = run_state.saver(self, Path(folder)).restore(named)
         return None if facts is None else run_state.restore_run(self, facts, named)

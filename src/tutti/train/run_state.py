@@ -93,19 +93,58 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {
         "within": run.within,
-        "settings": [] if run.optimizer is None else [_settings(group) for group in run.optimizer.param_groups],
-        "schedulers": run.schedulers.facts(),
+        **optimizer_facts(run),
         "callbacks": run.callbacks.facts(),
         "callback_names": run.callbacks.names(),
         "extra": encode_json(dict(extra), "extra"),
     }
 
 
+def optimizer_facts(run: Run) -> dict[str, Any]:
+    """Return the settings of a run's own optimizers and the states of its schedulers, for a checkpoint.
+
+    Args:
+        run: the run to save.
+
+    Returns:
+        JSON values: ``settings`` (a dict of options for each parameter group, without the learning rate where a
+        schedule of the run sets it; empty for an optimizer that was given as options) and ``schedulers`` (a list of
+        their states).
+
+    Raises:
+        UsageError: the state of a scheduler holds a value that JSON cannot hold.
+    """
+    groups = [] if run.optimizer is None else [_settings(group) for group in run.optimizer.param_groups]
+    for group in groups if run.lr_schedule is not None else ():
+        for key in ("lr", "initial_lr"):
+            group.pop(key, None)
+    return {"settings": groups, "schedulers": run.schedulers.facts()}
+
+
+def restore_optimizers(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> None:
+    """Restore the settings of a run's own optimizers, and its schedulers, from the facts of a checkpoint.
+
+    Args:
+        run: the run to restore.
+        saved: the checkpoint's facts; nothing is restored where it has no ``settings``.
+        named: names of optimizer settings, such as ``lr``, that keep the script's values.
+
+    Raises:
+        CheckpointError: the number of parameter groups or schedulers differs.
+    """
+    if "settings" not in saved:
+        return
+    run.schedulers.load(saved)
+    if run.optimizer is not None:
+        _set(run.optimizer, decode_json(saved["settings"]), named)
+
+
 def restore_run(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> dict[str, Any]:
     """Restore a run's epoch, optimizer settings, schedulers and callbacks from the facts of a checkpoint.
 
     ``Run.restore`` calls this after ``Checkpoints.restore``, which has restored tensors and the position in the data. A
-    checkpoint of ``tutti train`` has no such facts: the optimizer's settings then stay as they are.
+    checkpoint of ``tutti train`` has such facts only of a task's own optimizer; otherwise the optimizer's settings stay
+    as they are.
 
     Args:
         run: the run to restore.
@@ -119,11 +158,9 @@ def restore_run(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> dict
         CheckpointError: the number of parameter groups or schedulers, or the callbacks, differ.
     """
     run.within = saved.get("within")
+    restore_optimizers(run, saved, named)
     if "settings" in saved:
-        run.schedulers.load(saved)
         run.callbacks.load(saved)
-    if run.optimizer is not None and "settings" in saved:
-        _set(run.optimizer, decode_json(saved["settings"]), named)
     extra: dict[str, Any] = decode_json(saved.get("extra", {}))
     return extra
 

@@ -17,7 +17,7 @@ from tutti.data.reader import RankBatch
 from tutti.errors import NonFiniteError, UsageError, counted, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
+from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates, set_learning_rates
 from tutti.train.script_checks.carried_state import CarriedValues
 from tutti.train.script_checks.kept_values import KeptValues
 from tutti.train.script_checks.loader_watch import LoaderWatch
@@ -312,14 +312,17 @@ class StepLifecycle:
 
         Outside of it the wrapped ``step`` of these optimizers is the script's call in a custom training loop. If the
         run has no schedule of its own (``Run.lr_schedule`` is None), the optimizers' learning rates are multiplied
-        within the context by the attribute ``rate``, the factor of the epoch's phase, and restored at its end. Not
-        collective.
+        within the context by the attribute ``rate``, the factor of the epoch's phase, and restored at its end. If it
+        has one, the script's optimizers get its learning rates. Not collective.
         """
         run = self._run
         self.in_update = True
         StepLifecycle.in_any_update += 1
         optimizers = run.gradient_sync.optimizers if run.optimizer is None else (run.optimizer,)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if run.optimizer is not None:
+            # Rebuilt copies of the script's optimizers take its settings before each step.
+            set_learning_rates(groups, self.context.lr_factor)
         rates = multiply_learning_rates(groups, self.rate if run.lr_schedule is None else 1)
         try:
             yield

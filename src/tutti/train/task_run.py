@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tutti.config.train_config import TrainConfig
 from tutti.device import is_accelerator, usable_cores
+from tutti.errors import UsageError
 from tutti.host_memory import free_memory
 from tutti.launcher.context import World
 from tutti.nn.init_on_disk import spilling
+from tutti.optim.plateau import Plateau
 from tutti.tasks.task import Task
 from tutti.train.batch_size_schedule import without_growth_warnings
 from tutti.train.prepare import prepare_run
@@ -68,21 +71,23 @@ def prepare_task(
     config: TrainConfig,
     warn: Callable[[str], None] | None = None,
     callbacks: Sequence[Any] = (),
+    plateau: Plateau | None = None,
 ) -> Run:
     """Place a task's model on this rank's device and return a run that is ready for its first step.
 
     Collective over all ranks.
 
     As ``tutti.prepare`` does for a script: broadcasts the initial weights, splits the model as the strategy says, and
-    makes optimizer and data, all with the options of the configuration.
+    makes optimizer and data, with the options of the configuration or those of the task.
 
     Args:
-        task: the task, for its data and loss function.
+        task: the task, for its data and loss function, and its optimizers and schedulers, if it makes some.
         model: the task's model, changed in place where the strategy splits it.
         config: the resolved configuration.
         warn: receives the text of warnings about mistakes of the run and about killed ranks; None for Python's
             ``warnings`` and stderr.
         callbacks: the task's callbacks; none where a run is prepared only to be measured.
+        plateau: state of the schedule ``plateau``; None for other schedules, and where the run is not evaluated.
 
     Returns:
         The run, which holds model, optimizer, data and strategy.
@@ -91,10 +96,16 @@ def prepare_task(
         UsageError, DataError: options that do not go together, or a model or data that cannot be trained with them.
         MismatchError: models or options differ between ranks.
     """
+    chosen = config.optimizer_choice if task.optimizer is None else task.optimizer(model)
+    if isinstance(chosen, str):
+        raise UsageError(f"Task(optimizer=…) returned the text '{chosen}'", remedy="return an optimizer of the model")
+    scheduler = None if task.scheduler is None else task.scheduler(chosen)
+    _check_plateaus(scheduler, task.scheduler_every)
     options = RunOptions(
         strategy=config.strategy_choice,
         workers=config.workers,
         batch_size=config.batch_size,
+        collate=task.collate,
         batch_growth=config.growth,
         micro_batch=config.micro_batch,
         precision=config.precision,
@@ -114,7 +125,29 @@ def prepare_task(
         max_nonfinite=config.max_nonfinite,
         data_workers=config.data_workers,
         slow=config.slowness,
+        scheduler=scheduler,
+        scheduler_every=task.scheduler_every,
         callbacks=callbacks,
     )
-    schedule = partial(make_lr_schedule, config)
-    return prepare_run(model, config.optimizer_choice, task.train, task.loss, options, schedule, warn)
+    schedule = None if keeps_rates(task, config) else partial(make_lr_schedule, config, plateau=plateau)
+    return prepare_run(model, chosen, task.train, task.loss, options, schedule, warn)
+
+
+def keeps_rates(task: Task, config: TrainConfig) -> bool:
+    """Return whether the task alone sets the learning rates of its own optimizer, and no schedule of the options does.
+
+    Args:
+        task: the task.
+        config: the resolved configuration.
+    """
+    return task.optimizer is not None and config.schedule == TrainConfig.schedule
+
+
+def _check_plateaus(scheduler: Any, every: str) -> None:
+    """Raise UsageError for a plateau scheduler that nothing would step: ``tutti train`` has no loop of the user's."""
+    given = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+    if any(isinstance(each, ReduceLROnPlateau) for each in given) and not every.startswith("evaluation"):
+        raise UsageError(
+            f"the task's ReduceLROnPlateau needs a metric, and its scheduler_every is '{every}'",
+            remedy="write Task(scheduler_every='evaluation'), or 'evaluation:accuracy'",
+        )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import TypeAlias
 
+from tutti.config.optimizer_config import PlateauSchedule
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
 from tutti.data.epochs import Epochs
 from tutti.errors import UsageError
+from tutti.optim.plateau import Plateau
 from tutti.optim.schedules import Schedule, make_schedule
+from tutti.tasks.task import Task
 from tutti.train.run import Run
 
 Length: TypeAlias = int | Duration
@@ -131,12 +135,77 @@ def make_train_plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int
     return TrainPlan(count(length, "how long"), evaluate, save), steps
 
 
-def make_lr_schedule(config: TrainConfig, epochs: Epochs) -> Schedule:
+def followed_by(task: Task, config: TrainConfig) -> str | None:
+    """Return the option by which evaluations change the learning rate, for messages; None if none does.
+
+    Args:
+        task: the task, which may make schedulers that evaluations step.
+        config: the configuration.
+    """
+    if isinstance(config.lr_schedule, PlateauSchedule):
+        return "--schedule plateau"
+    if task.scheduler is not None and task.scheduler_every.startswith("evaluation"):
+        return f"Task(scheduler_every='{task.scheduler_every}')"
+    return None
+
+
+def check_evaluations(task: Task, config: TrainConfig, plan: TrainPlan, epochs: Epochs) -> str | None:
+    """Check that evaluations can change the learning rate where it follows them, and return a warning if too few do.
+
+    Args:
+        task: the task, which may make schedulers that evaluations step.
+        config: the configuration.
+        plan: length of training and interval of evaluations.
+        epochs: global batches of all epochs.
+
+    Returns:
+        The warning's text; None for no warning, a rate that does not follow evaluations, or intervals that cannot be
+        compared.
+
+    Raises:
+        UsageError: no evaluation comes before the end of the run.
+    """
+    option, schedule = followed_by(task, config), config.lr_schedule
+    if option is None:
+        return None
+    late = UsageError(
+        f"{option} follows evaluations, and the run ends before or at its first one",
+        where=f"--eval-every {config.eval_every}",
+        remedy="evaluate more often, such as --eval-every 100st, or take another schedule",
+    )
+    if plan.evaluate is None:
+        raise late
+    lengths = [_comparable(length, epochs) for length in (plan.total, plan.evaluate)]
+    if lengths[0][1] != lengths[1][1]:
+        return None
+    # An evaluation at the end of the run comes too late to change a rate.
+    before_end = math.ceil(lengths[0][0] / lengths[1][0]) - 1
+    if not before_end:
+        raise late
+    if isinstance(schedule, PlateauSchedule) and before_end <= schedule.patience + 1:
+        return (
+            f"--schedule plateau cannot lower the rate: it waits for {schedule.patience + 1} evaluations without a"
+            f" better {schedule.metric} after the first, and the run has {before_end} before its end"
+        )
+    return None
+
+
+def _comparable(length: Length, epochs: Epochs) -> tuple[float, str]:
+    """Return a length in steps, with its unit; in epochs if it is of a stream of unknown length."""
+    if isinstance(length, int):
+        return length, "st"
+    unknown = epochs.first.dataset is None and length.unit == "ep"
+    return (length.value, "ep") if unknown else (epochs.steps(length), "st")
+
+
+def make_lr_schedule(config: TrainConfig, epochs: Epochs, plateau: Plateau | None = None) -> Schedule:
     """Return the function from a step to the factor on the initial learning rate, for the whole run.
 
     Args:
         config: the configuration, which names the schedule and the length of the run.
         epochs: global batches of all epochs.
+        plateau: state of the schedule ``plateau``, whose factor multiplies that of the warm-up; None for other
+            schedules, and for a run without evaluations.
 
     Returns:
         A function from the number of steps so far (an int from 0) to the factor (a float).
@@ -147,7 +216,8 @@ def make_lr_schedule(config: TrainConfig, epochs: Epochs) -> Schedule:
     """
     total = make_train_plan(config, epochs)[1]
     scaled = config.lr_rule.factor(epochs.first.batch)
-    return make_schedule(config.lr_schedule, total, _steps(config, epochs), scaled)
+    schedule = make_schedule(config.lr_schedule, total, _steps(config, epochs), scaled)
+    return schedule if plateau is None else lambda step: schedule(step) * plateau.factor
 
 
 def _steps(config: TrainConfig, epochs: Epochs) -> Callable[[Duration], int]:

@@ -46,13 +46,14 @@ def measured_throughput(
     Returns:
         A ``DeviceThroughput`` of numbers: ``devices``, ``tokens`` of a sample, ``model_flop`` and ``hardware_flop``
         (FLOP of its forward and backward, without and with recomputed activations), and ``peak`` FLOP/s of a device;
-        None for what is unknown, all but ``devices`` if ``batch`` is empty.
+        None for what is unknown, all but ``devices`` if ``batch`` is empty, or the task has a ``collate``.
 
     Raises:
         UsageError: the machine file of the configuration cannot be read.
     """
     devices = world.identity.size
-    if not length(batch):
+    # Batches that the task collates may hold samples of any length, so that one does not tell the others' tokens.
+    if task.collate is not None or not length(batch):
         return DeviceThroughput(devices)
     sample = map_tensors(slice_batch(batch, 0, 1), lambda tensor: tensor.detach().cpu())
     peak = device_peak(config, world.device, torch.get_num_threads(), warn)
