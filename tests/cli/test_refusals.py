@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tests.forkserver import run
 from tutti.cli.app import main
+from tutti.config.settings import USUAL
+from tutti.config.train_config import TrainConfig
 
 NO_TORCH = Path(__file__).with_name("no_torch.py")
 
@@ -252,7 +256,7 @@ def test_joined_job_has_its_own_number_of_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "most"),
     [
-        *[("--help", 40), ("train --help", 80), ("run --help", 40), ("export --help", 40)],
+        *[("--help", 40), ("train --help", 40), ("train --help-all", 81), ("run --help", 40), ("export --help", 40)],
         *[
             ("chaos --help", 40),
             ("chaos fill --help", 40),
@@ -273,6 +277,17 @@ def test_help_is_short(words: str, most: int, tmp_path: Path) -> None:
     assert lines[3].startswith("Example: tutti ")
     # An option whose description is not found would be an empty line.
     assert "\n\n\n" not in done.stdout
+
+
+def test_all_options_of_train_are_one_word_away(tmp_path: Path) -> None:
+    def flags(word: str) -> set[str]:
+        return set(re.findall(r"--[a-z-]+", tutti("train", word, cwd=tmp_path).stdout))
+
+    options = {f"--{field.name.replace('_', '-')}" for field in fields(TrainConfig)}
+    assert options | {"--config", "--print-config", "--json", "--dry-run", "--memory", "--set"} <= flags("--help-all")
+    usual = {f"--{name.replace('_', '-')}" for name in USUAL}
+    assert usual | {"--help-all"} == flags("--help")
+    assert len(tutti("run", "--help-all", cwd=tmp_path).stdout) == len(tutti("run", "--help", cwd=tmp_path).stdout)
 
 
 def test_help_lists_the_verbs(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tutti.cli.simulate_command import simulate_step
 from tutti.cli.submit_command import submit, submitted
 from tutti.cli.train_command import bare_options, train
 from tutti.cli.workload_command import workload
+from tutti.config.settings import USUAL
 from tutti.config.variables import check_variables
 from tutti.config.verbosity import EPILOGUE, configure_logging, take_verbosity
 from tutti.distribution import VERSION
@@ -38,6 +39,7 @@ from tutti.horovod.run_flags import translate_flags
 from tutti.launcher.encoding import replace_unencodable
 from tutti.launcher.failure import failure_exit_code
 
+ALL_OPTIONS = "tutti train --help-all lists all options."
 _NEGATIVE = re.compile(r"-\d+(\.\d+)?[a-zA-Z]+")
 
 
@@ -50,8 +52,12 @@ def version() -> str:
     return f"tutti {VERSION}\ntorch {_installed('torch')}"
 
 
-def build_app() -> App:
-    """Build the ``cyclopts`` application of the command ``tutti``, with subcommands such as ``train`` and ``run``."""
+def build_app(whole_help: bool = False) -> App:
+    """Build the ``cyclopts`` application of the command ``tutti``, with subcommands such as ``train`` and ``run``.
+
+    Args:
+        whole_help: whether ``train --help`` lists all options, and not only the usual ones.
+    """
     app = App(
         name="tutti",
         help="One PyTorch model, trained by many devices as if by one.\n\n"
@@ -62,7 +68,12 @@ def build_app() -> App:
         help_format="plaintext",
         help_epilogue=EPILOGUE,
     )
-    app.command(train, usage="Usage: tutti train TASK [OPTIONS]")
+    app.command(
+        train,
+        usage="Usage: tutti train TASK [OPTIONS]",
+        help_formatter=OneScreen(None if whole_help else {f"--{name.replace('_', '-')}" for name in USUAL}),
+        help_epilogue=EPILOGUE if whole_help else f"{ALL_OPTIONS}\n{EPILOGUE}",
+    )
     app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
     app.command(submit, usage="Usage: tutti submit slurm|kubeflow|skypilot[:OPTIONS] -- train|run …")
     app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
@@ -117,12 +128,12 @@ def main(tokens: Sequence[str] | None = None) -> int:
 def _run(tokens: Sequence[str] | None) -> int:
     try:
         given = translate_flags(list(sys.argv[1:] if tokens is None else tokens), os.environ, run_options())
-        loud = take_verbosity(end_options(given), os.environ)
+        asked, whole_help = take_help_all(take_verbosity(end_options(given), os.environ))
         configure_logging(os.environ)
-        words = submitted(hosts_as_engine(bare_options(_negative_values(loud))), os.environ)
+        words = submitted(hosts_as_engine(bare_options(_negative_values(asked))), os.environ)
         if (part := node_of_job(words, os.environ)) is not None:
             return start_node(*part)
-        app = build_app()
+        app = build_app(whole_help)
         command, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
         # Help, --version and doctor must work in spite of a mistyped variable.
         if command not in (doctor, app.help_print, app.version_print):
@@ -146,6 +157,22 @@ def _run(tokens: Sequence[str] | None) -> int:
         code = failure_exit_code(error)
         ask = " Please report it." * (code == ExitCode.UNEXPECTED)
         return _refuse(f"unexpected {type(error).__name__}: {error}.{ask}", code)
+
+
+def take_help_all(words: Sequence[str]) -> tuple[list[str], bool]:
+    """Replace ``--help-all`` by ``--help``, and return the words and whether it was among them.
+
+    Words behind ``--`` belong to another command.
+
+    Args:
+        words: the command line without ``tutti``.
+
+    >>> take_help_all(["train", "--help-all"])
+    (['train', '--help'], True)
+    """
+    end = words.index("--") if "--" in words else len(words)
+    found = "--help-all" in words[:end]
+    return [*("--help" if word == "--help-all" else word for word in words[:end]), *words[end:]], found
 
 
 def _malformed(error: CycloptsError) -> str:

@@ -23,7 +23,7 @@ USAGE = "Usage: tutti config show [TASK] [OPTIONS OF tutti train]"
 SUMMARY = (
     "Show every option of a run with its value, and where it comes from.\n\n"
     "Example: tutti config show digits --config mine.toml --batch-size 128 --origin\n\n"
-    "It takes the options of tutti train (tutti train --help)."
+    "It takes the options of tutti train (tutti train --help-all)."
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Set
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +15,30 @@ COLUMN = 19
 
 
 class OneScreen:
-    """Formatter of a help page; ``cyclopts`` calls it for the usage line, the description and each group of options."""
+    """Formatter of a help page; ``cyclopts`` calls it for the usage line, the description and each group of options.
+
+    Args:
+        usual: names of the options to show, such as ``--devices``; None: all.
+    """
+
+    def __init__(self, usual: Set[str] | None = None) -> None:
+        self._usual = usual
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         """Print a group of options of a help page, its title first; options with the same description share a line.
 
-        ``cyclopts`` calls it for each group. Nothing is printed for a group without options.
+        ``cyclopts`` calls it for each group. Nothing is printed for a group without options to show.
 
         Args:
             console: console to print to.
             options: not used.
             panel: title of the group, and its options with names, description and default.
         """
-        if not panel.entries:
+        shown = [entry for entry in panel.entries if self._usual is None or self._usual & {*entry.positive_names}]
+        if not shown:
             return
         _print(console, f"{panel.title}:", style="bold")
-        for _, group in groupby(panel.entries, key=lambda entry: _text(entry.description) or id(entry)):
+        for _, group in groupby(shown, key=lambda entry: _text(entry.description) or id(entry)):
             _print(console, _lines(list(group), console.width))
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:

@@ -41,6 +41,14 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 """Groups of the help page; every field of TrainConfig belongs to one."""
 
+USUAL = frozenset(
+    {"data", "model", "strategy", "workers", "devices", "on", "reproducible"}
+    | {"optimizer", "schedule", "batch_size", "precision", "compile", "seed"}
+    | {"epochs", "steps", "samples", "until", "eval_every", "checkpoint_every", "keep_best", "resume"}
+    | {"out", "tensorboard", "config", "print_config", "dry_run"}
+)
+"""Options of ``tutti train --help``, one screen; ``--help-all`` has all."""
+
 HEADINGS = {title: Group(title, sort_key=place) for place, title in enumerate(GROUPS)}
 
 
