@@ -63,6 +63,8 @@ _HOME = {
     "EarlyStopping": "tutti.train.callbacks",
     "BestModel": "tutti.train.callbacks",
     "JsonLinesLogger": "tutti.train.metric_loggers",
+    "TensorBoardLogger": "tutti.train.metric_loggers",
+    "TrackioLogger": "tutti.train.metric_loggers",
     "WandbLogger": "tutti.train.metric_loggers",
     "MLflowLogger": "tutti.train.metric_loggers",
     "Run": "tutti.train.run",
@@ -116,6 +118,8 @@ if TYPE_CHECKING:
     from tutti.train.callbacks import EarlyStopping as EarlyStopping
     from tutti.train.metric_loggers import JsonLinesLogger as JsonLinesLogger
     from tutti.train.metric_loggers import MLflowLogger as MLflowLogger
+    from tutti.train.metric_loggers import TensorBoardLogger as TensorBoardLogger
+    from tutti.train.metric_loggers import TrackioLogger as TrackioLogger
     from tutti.train.metric_loggers import WandbLogger as WandbLogger
     from tutti.train.prepare import prepare as prepare
     from tutti.train.run import Run as Run

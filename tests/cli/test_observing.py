@@ -30,3 +30,26 @@ def test_a_stream_that_is_watched(tmp_path: Path) -> None:
     profile = tmp_path / "out" / "profile"
     assert {path.name for path in profile.iterdir()} == {"rank0.json", "rank1.json", "rank2.json", "operations.txt"}
     assert len(list((tmp_path / "out").glob("tensorboard/events.*"))) == len(watched)
+
+
+def test_a_resumed_run_goes_on_in_its_own_log(tmp_path: Path) -> None:
+    words = (
+        "train",
+        "linear",
+        "--devices",
+        "2",
+        "--logger",
+        "jsonl:path=log.jsonl",
+        "--batch-size",
+        "64",
+        "--out",
+        "out",
+    )
+    steps = []
+    for more in (("--epochs", "1"), ("--epochs", "2", "--resume", "out")):
+        done = tutti(tmp_path, *words, *more)
+        assert done.code == 0, done.err
+        steps.append(json.loads((tmp_path / "out" / "summary.json").read_text())["steps"])
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [*range(1, steps[1] + 1)]
+    assert [line["step"] for line in lines if "eval/loss" in line] == steps and steps[0] < steps[1]

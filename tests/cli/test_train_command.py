@@ -65,17 +65,42 @@ def test_json_alone_on_stdout(install: Install, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out) == SUMMARY
 
 
-def test_tensorboard_that_is_not_there_is_refused(
-    install: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "words", "option"),
+    [
+        ("tensorboard", ("--tensorboard",), "--tensorboard"),
+        ("trackio", ("--logger", "jsonl:path=log+trackio:project=mine"), "--logger"),
+    ],
+)
+def test_a_logger_whose_package_is_not_there_is_refused(
+    package: str,
+    words: tuple[str, ...],
+    option: str,
+    install: Install,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     install(succeed)
-    assert main(["train", "digits", "--devices", "1", "--out", "here", "--tensorboard"]) == 2
-    remedy = "Run pip install 'tutti-train[tensorboard]', or leave it out."
-    said = f"tutti: --tensorboard needs the package tensorboard. {remedy}\n"
+    assert main(["train", "digits", "--devices", "1", "--out", "here", *words]) == 2
+    remedy = f"Run pip install 'tutti-train[{package}]', or leave it out."
+    said = f"tutti: {option} needs the package {package}. {remedy}\n"
     assert capsys.readouterr() == ("", said)
     assert not Path("here").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("wandbb", "unknown logger 'wandbb'. Did you mean 'wandb'"),
+        ("wandb:projekt=mine", "Did you mean 'project'"),
+        ("jsonl", "path"),
+    ],
+)
+def test_a_malformed_logger_is_refused(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", "--devices", "1", "--logger", text]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_config_reruns_elsewhere(install: Install, tmp_path: Path) -> None:

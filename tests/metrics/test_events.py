@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tutti.metrics.events import TensorBoard
 from tutti.metrics.listener import EvalRecord, Pace, RunHeader
 from tutti.types.step_records import StepRecord
 
-pytest.importorskip("tensorboard")
+pytestmark = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 
 
 def step(number: int, **changes: Any) -> StepRecord:
@@ -43,18 +44,19 @@ def test_every_scalar_of_every_step(tmp_path: Path) -> None:
     write(tmp_path, [step(1), step(2), step(3)])
     found = read(tmp_path)
     assert found.keys() == {
-        *(f"train/{name}" for name in ("loss", "accuracy", "grad_norm", "lr", "samples_per_second")),
+        *(f"train/{name}" for name in ("loss", "accuracy", "grad_norm", "lr")),
         *(f"eval/{name}" for name in ("loss", "accuracy")),
+        *("throughput/samples_per_sec", "time/train_sec"),
     }
     assert found["train/loss"] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
-    assert found["train/samples_per_second"] == [(n, 100.0) for n in (1, 2, 3)]
+    assert found["throughput/samples_per_sec"] == [(n, 100.0) for n in (1, 2, 3)]
     assert found["eval/accuracy"] == [(2, 0.75)]
 
 
 def test_what_there_is_not_is_left_out_and_what_is_not_finite_is_kept(tmp_path: Path) -> None:
     write(tmp_path, [step(1, grad_norm=math.nan, lr=None, metrics={})])
     found = read(tmp_path)
-    assert found.keys() == {"train/loss", "train/grad_norm", "train/samples_per_second"}
+    assert found.keys() == {"train/loss", "train/grad_norm", "throughput/samples_per_sec", "time/train_sec"}
     assert math.isnan(found["train/grad_norm"][0][1])
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,12 @@ import pytest
 
 import tutti
 from tests import worlds
+from tests.metrics.test_events import read
 from tests.train.test_callbacks import INPUTS, TARGETS, prepared
 from tutti.errors import UsageError
+from tutti.metrics.metric_names import LOGGED
+
+ROOT = Path(__file__).parents[2]
 
 
 def trained(logger: Any, epochs: int = 1, folder: str | None = None) -> tuple[Any, str | None]:
@@ -42,7 +48,13 @@ def test_rank_0_alone_writes_json_lines(tmp_path: Path) -> None:
     assert {"step", "train/loss", "train/lr"} <= lines[0].keys() and list(lines[4]) == ["step", "eval/loss"]
 
 
-@pytest.mark.parametrize(("kind", "package"), [(tutti.WandbLogger, "wandb"), (tutti.MLflowLogger, "mlflow")])
+@pytest.mark.parametrize(
+    ("kind", "package"),
+    [
+        *((tutti.WandbLogger, "wandb"), (tutti.MLflowLogger, "mlflow")),
+        *((tutti.TrackioLogger, "trackio"), (tutti.TensorBoardLogger, "tensorboard")),
+    ],
+)
 def test_a_missing_package_is_named(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=rf"tutti-train\[{package}\]"):
@@ -67,6 +79,50 @@ def test_wandb_writes_without_a_network(tmp_path: Path) -> None:
     files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 1 and identity is not None and identity in files[0].name
     assert b"train/loss" in files[0].read_bytes() and b"eval/loss" in files[0].read_bytes()
+
+
+def test_tensorboard_has_each_step_of_a_restored_run_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    events = tmp_path / "events"
+    trained(tutti.TensorBoardLogger(events), 1, str(tmp_path / "kept"))
+    # A run that was killed after its checkpoint, in the sixth step.
+    run = prepared([tutti.TensorBoardLogger(events)])
+    run.restore(str(tmp_path / "kept"))
+    for batch, _ in zip(run.epoch(1), range(2), strict=False):
+        run.step(batch)
+    trained(tutti.TensorBoardLogger(events), 2, str(tmp_path / "kept"))
+    found = read(events)
+    assert [step for step, _ in found["train/loss"]] == [*range(1, 9)] == [step for step, _ in found["train/lr"]]
+    assert [step for step, _ in found["eval/loss"]] == [4, 8]
+
+
+TRACKED = """
+import sys
+from trackio.sqlite_storage import SQLiteStorage
+import tutti
+from tests.train.test_metric_loggers import trained
+first, again = (trained(tutti.TrackioLogger("digits"), epochs, sys.argv[1])[1] for epochs in (1, 2))
+assert first == again, (first, again)
+logs = SQLiteStorage.get_logs("digits", first)
+print(*([log["step"] for log in logs if name in log] for name in ("train/loss", "eval/loss")))
+"""
+
+
+def test_trackio_continues_a_restored_run_on_this_machine(tmp_path: Path) -> None:
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is not installed")
+    # Its folder is a constant of the module.
+    environ = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-c", TRACKED, str(tmp_path / "kept")]
+    done = subprocess.run(words, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[*range(1, 9)]} [4, 8]\n", "what trackio prints goes to stderr"
+
+
+def test_the_page_has_the_table_of_names() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    for key, (name, meaning) in LOGGED.items():
+        assert f"| `{key}` | `{name}` | {meaning} |" in page
 
 
 class Ends(tutti.JsonLinesLogger):

@@ -14,6 +14,7 @@ from tutti import parallel, process_context
 from tutti.checkpoint.weights_source import check_source
 from tutti.config.engine_config import EngineConfig
 from tutti.config.gradient_noise import per_worker_option
+from tutti.config.logger_config import check_packages
 from tutti.config.metric_direction import split_metric
 from tutti.config.module_config import Sync, WorkerBatchNorm, check_compiler, check_float8
 from tutti.config.optimizer_config import ImportedOptimizerConfig, PlateauSchedule
@@ -97,6 +98,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
             "--tensorboard needs the package tensorboard",
             remedy=f"run {pip_install('tensorboard')}, or leave it out",
         )
+    check_packages(config.loggers)
     other = not isinstance(norm, WorkerBatchNorm)
     task_registry.check_task(task, data=config.data, model=config.model, augment=config.augment, batch_norm=other)
     if not user.is_own(task):

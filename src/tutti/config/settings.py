@@ -37,7 +37,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("checkpoint_every", "keep", "keep_best", "init_from", "init_map", "resume", "change", "max_restarts"),
         *("start_timeout", "step_timeout", "save_timeout"),
     ),
-    FILES: ("runs", "out", "overwrite", "log_every", "tensorboard", "profile", "trace", "machine"),
+    FILES: ("runs", "out", "overwrite", "log_every", "tensorboard", "logger", "profile", "trace", "machine"),
 }
 """Groups of the help page; every field of TrainConfig belongs to one."""
 

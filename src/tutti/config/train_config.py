@@ -22,6 +22,7 @@ from tutti.config.engine_config import (
 from tutti.config.gradient_noise import Multiplicative, check_noise
 from tutti.config.growth import BatchGrowth
 from tutti.config.init_map import InitMap
+from tutti.config.logger_config import LoggerOptions, parse_loggers
 from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
 from tutti.config.lr_rule import NoRule, check_growth, check_rule
 from tutti.config.metric_direction import Direction, Metric
@@ -106,6 +107,7 @@ class TrainConfig:
         overwrite: allow ``out`` to hold an older run, which it replaces.
         log_every: steps between lines without a terminal.
         tensorboard: write TensorBoard events into the run directory.
+        logger: also log to wandb, mlflow, trackio: wandb:project=NAME.
         profile: time STEPS steps from FIRST on, FIRST:STEPS; alone: 10:5.
         trace: draw a timeline of all devices, FIRST:STEPS; alone: 10:3.
         machine: file of tutti bench, for MFU.
@@ -168,6 +170,7 @@ class TrainConfig:
     overwrite: bool = False
     log_every: int = 50
     tensorboard: bool = False
+    logger: str | None = None
     profile: str | None = None
     trace: str | None = None
     machine: str | None = None
@@ -214,6 +217,7 @@ class TrainConfig:
         self._check_windows()
         for option in ("limits", "length", "eval_interval", "checkpoint_interval", "averaging", "growth", "slowness"):
             getattr(self, option)
+        _ = self.loggers
         _ = self.initial_map
         if self.change is not None and self.resume is None:
             raise UsageError("--change needs --resume", remedy="add --resume, or leave --change out")
@@ -511,6 +515,14 @@ class TrainConfig:
         (milliseconds added in each step). Raises UsageError if the text is malformed.
         """
         return () if self.slow is None or self.slow == "none" else Slowness.parse(self.slow)
+
+    @cached_property
+    def loggers(self) -> tuple[LoggerOptions, ...]:
+        """The services and files that get the run's metrics besides the run directory, from ``--logger``.
+
+        Options such as a ``WandbOptions``; empty without the option. Raises UsageError if the text is malformed.
+        """
+        return () if self.logger is None or self.logger == "none" else parse_loggers(self.logger)
 
     def best(self, declared: Mapping[str, Direction] | None = None) -> Best | None:
         """Return the metric that selects the best checkpoint, and its direction; None without ``--keep-best``.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.metrics.listener import EvalRecord, Pace, RunHeader
+from tutti.metrics.metric_names import eval_names, train_names
 from tutti.torch_compat import write_event
 from tutti.types.step_records import StepRecord
 
@@ -40,19 +41,20 @@ class TensorBoard:
         self._writer.add_text("run", "\n".join([header.title, *(f"- {k}: {v}" for k, v in header.derived.items())]))
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Write a step's loss, metrics, gradient norm and learning rate as TensorBoard scalars ``train/NAME``.
+        """Write a step's loss, metrics, gradient norm and learning rate as TensorBoard scalars.
 
-        Figures of AdaScale and of the gradient noise, the run's samples a second, and throughput figures of one device
-        are written too, all at the horizontal position ``record.step``. Numbers that are None are left out.
+        Figures of AdaScale and of the gradient noise, times, the run's samples a second, and throughput figures of one
+        device are written too, all at the horizontal position ``record.step``. Names are those of ``metric_names``;
+        numbers that are None are left out.
 
         Args:
             record: numbers of one optimizer step, and the number of steps so far.
             pace: speed of the run.
         """
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
-        values |= {**record.adascale, **record.noise}
-        named = {f"train/{name}": value for name, value in values.items()}
-        self._add({**named, "train/samples_per_second": pace.samples_per_second, **pace.device}, record.step)
+        values |= {**record.adascale, **record.noise, "loss_scale": record.loss_scale, "bubble": record.bubble}
+        values |= {"seconds": pace.elapsed, "data_seconds": pace.data, "samples_per_second": pace.samples_per_second}
+        self.write(train_names({**values, **pace.device}), record.step)
 
     def evaluated(self, record: EvalRecord) -> None:
         """Write the means of one evaluation on held-out samples as TensorBoard scalars ``eval/NAME``.
@@ -63,7 +65,7 @@ class TensorBoard:
         Args:
             record: loss and metrics, and the step after which they were evaluated, which is the horizontal position.
         """
-        self._add({f"eval/{name}": value for name, value in record.values.items()}, record.step)
+        self.write(eval_names(record.values), record.step)
 
     def warned(self, text: str) -> None:
         """Do nothing with the text of a warning: warnings are in ``metrics.jsonl``, and not in TensorBoard."""
@@ -75,8 +77,12 @@ class TensorBoard:
         """Write the scalars that are still buffered to the run's TensorBoard event file, and close the file."""
         self._writer.close()
 
-    def _add(self, values: Mapping[str, float | None], step: int) -> None:
-        """Write all scalars in one event: an event for each scalar would cost a step four times as much."""
-        shown = {name: value for name, value in values.items() if value is not None}
-        scalars = [self._summary.Value(tag=name, simple_value=shown[name]) for name in shown]
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write scalars to TensorBoard in one event: an event for each would cost a step four times as much.
+
+        Args:
+            values: values by name, such as ``train/loss``.
+            step: horizontal position.
+        """
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         write_event(self._writer, self._summary(value=scalars), step)

@@ -40,7 +40,7 @@ MOST_WAITING = 1000
 
 BESIDE_THE_RESULT = frozenset(
     {"out", "runs", "overwrite", "log_every", "resume", "change", "devices", "device", "threads", "timeout", "keep"}
-    | {"data_workers", "tensorboard", "profile", "keep_best", "machine", "noise_every"}
+    | {"data_workers", "tensorboard", "logger", "profile", "keep_best", "machine", "noise_every"}
     | {"start_timeout", "step_timeout", "save_timeout", "max_restarts", "on", "wait"}
 )
 """Options that do not affect a run's result, such as output folders, number of devices, logging and timeouts."""

@@ -40,7 +40,7 @@ from tutti.train.evaluation import BLOCK, in_blocks
 from tutti.train.header import derived, run_identity, title
 from tutti.train.loop import train_loop
 from tutti.train.loop_meters import Means
-from tutti.train.metric_loggers import MetricLogger
+from tutti.train.metric_loggers import MetricLogger, make_loggers
 from tutti.train.preemption import stop_on_signals
 from tutti.train.run import Run
 from tutti.train.run_checkpoints import Checkpoints
@@ -81,7 +81,8 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     warnings = EarlyWarnings()
     schedule = config.lr_schedule
     plateau = Plateau(schedule, schedule.measured(chosen.directions)) if isinstance(schedule, PlateauSchedule) else None
-    run = prepare_task(chosen, model, config, warnings, callbacks=chosen.callbacks, plateau=plateau)
+    callbacks = [*chosen.callbacks, *make_loggers(config.loggers)]
+    run = prepare_task(chosen, model, config, warnings, callbacks=callbacks, plateau=plateau)
     plan, total = make_train_plan(config, run.feed.epochs)
     held_out = _held_out(chosen, task, config)
     facts = run_identity(task, config, run, world, size, threads)

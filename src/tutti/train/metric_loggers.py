@@ -1,4 +1,4 @@
-"""Callbacks that write a run's metrics to Weights & Biases, MLflow, or a file of JSON lines."""
+"""Callbacks that write a run's metrics to TensorBoard, Weights & Biases, MLflow, trackio, or a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import importlib.util
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tutti.config import logger_config as options
+from tutti.distribution import pip_install
 from tutti.errors import DiskError, UsageError
 from tutti.launcher.encoding import strict_json
+from tutti.metrics.events import TensorBoard
+from tutti.metrics.metric_names import eval_names, train_names
 from tutti.train.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -112,7 +117,7 @@ class MetricLogger(ABC):
         values |= {"lr": float(groups[0]["lr"])} if groups else {}
         self._begin()
         self._ended = False
-        self.write({f"train/{n}": float(v) for n, v in values.items() if v is not None}, run.clock)
+        self.write(train_names(values), run.clock)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """Write the means of an evaluation as ``eval/loss`` and ``eval/{metric}``, at the run's present step.
@@ -124,7 +129,7 @@ class MetricLogger(ABC):
             evaluation: loss and metrics of the evaluation on held-out samples.
         """
         self._begin()
-        self.write({f"eval/{name}": value for name, value in evaluation.values.items()}, run.clock)
+        self.write(eval_names(evaluation.values), run.clock)
         if self._ended:
             self._close(False)
 
@@ -207,6 +212,53 @@ class JsonLinesLogger(MetricLogger):
             failed: no effect, because every line has been flushed.
         """
         self._file.close()
+
+
+class TensorBoardLogger(MetricLogger):
+    """Callback that writes losses and metrics of steps and evaluations to event files of TensorBoard.
+
+    Steps that a resumed run repeats replace those of the files before.
+
+    Args:
+        folder: folder of the event files.
+
+    Raises:
+        UsageError: ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        _require("tensorboard", "TensorBoardLogger")
+        self.folder = Path(folder)
+        self._board: TensorBoard | None = None
+        self._done: int | None = None
+
+    def open(self) -> None:
+        """Do nothing: the first values tell from which step on the files of a run before are replaced. Return None."""
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write values to TensorBoard in one event, and open a new event file for the first ones.
+
+        Args:
+            values: values of a training step or evaluation by name, such as ``train/loss``.
+            step: steps of the run so far.
+        """
+        if self._board is None:
+            # After ``close`` nothing is repeated; an evaluation stands beside its step.
+            before = step if self._done is not None or "train/loss" not in values else step - 1
+            self._board = TensorBoard(self.folder, before)
+        self._board.write(values, step)
+        self._done = step
+
+    def close(self, failed: bool) -> None:
+        """Write values that are still buffered to the event file of TensorBoard, and close it.
+
+        Args:
+            failed: no effect: event files do not tell how a run ended.
+        """
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
 
 class WandbLogger(MetricLogger):
@@ -325,11 +377,89 @@ class MLflowLogger(MetricLogger):
         self._client.set_terminated(self.identity, status="FAILED" if failed else "FINISHED")
 
 
+class TrackioLogger(MetricLogger):
+    """Callback that writes losses and metrics of steps and evaluations to trackio, on this machine or in a Space.
+
+    Files of this machine are in ``TRACKIO_DIR``, by default in the cache of Hugging Face; ``trackio show`` shows them.
+
+    Args:
+        project: the project.
+        name: the run's name; None for one that trackio makes.
+        space: a Space of Hugging Face, ``user/name``, that gets the metrics; None for none, without a network.
+
+    Raises:
+        UsageError: ``trackio`` is not installed.
+    """
+
+    def __init__(self, project: str, name: str | None = None, space: str | None = None) -> None:
+        super().__init__()
+        _require("trackio", "TrackioLogger")
+        self.project, self.name, self.space = project, name, space
+        self._run: Any = None
+
+    def open(self) -> str:
+        """Start a run of trackio, or continue the run with the name ``self.identity`` of a checkpoint.
+
+        Returns:
+            The run's name at trackio, which the next checkpoint saves.
+        """
+        # Standard output may be the JSON of a command.
+        with redirect_stdout(sys.stderr):
+            self._run = importlib.import_module("trackio").init(
+                project=self.project,
+                name=self.identity or self.name,
+                space_id=self.space,
+                resume="never" if self.identity is None else "allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        return str(self._run.name)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Log values to trackio, with their step.
+
+        Args:
+            values: values of a training step or evaluation by name, such as ``train/loss``.
+            step: steps of the run so far.
+        """
+        self._run.log(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        """Finish the run of trackio, at the end of training or when the process exits.
+
+        Args:
+            failed: no effect: trackio does not keep how a run ended.
+        """
+        with redirect_stdout(sys.stderr):
+            # Not the run's own method, after which trackio would finish it once more at exit.
+            importlib.import_module("trackio").finish()
+
+
+def make_loggers(chosen: Sequence[options.LoggerOptions]) -> list[MetricLogger]:
+    """Return the loggers of ``--logger``.
+
+    Args:
+        chosen: their options.
+
+    Raises:
+        UsageError: the package of a logger is not installed.
+    """
+    kinds: Mapping[type, type[MetricLogger]] = {
+        options.JsonLinesOptions: JsonLinesLogger,
+        options.TensorBoardOptions: TensorBoardLogger,
+        options.WandbOptions: WandbLogger,
+        options.MLflowOptions: MLflowLogger,
+        options.TrackioOptions: TrackioLogger,
+    }
+    return [kinds[type(each)](**vars(each)) for each in chosen]
+
+
 def _require(package: str, logger: str) -> None:
     """Raise UsageError if the package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise UsageError(
             f"{logger} needs the package {package}",
             why="it is not installed",
-            remedy=f'pip install "tutti-train[{package}]"',
+            remedy=pip_install(package),
         )
