@@ -161,8 +161,9 @@ def named() -> dict[str, Any]:
     rank = tutti.rank()
     local = {f"{rank}.weight": torch.full((rank + 1, 2), float(rank)), f"{rank}.count": torch.tensor(rank)}
     specs = {name: ShardSpec(tuple(t.shape), (0,) * t.dim()) for name, t in local.items()}
+    places = ((rank, rank + 1), (3 + rank, 4 + rank))
     local |= {"lent": torch.ones(1), "split": torch.full((2, 3), float(rank))}
-    specs |= {"lent": ShardSpec((1,), (0,), ("other",)), "split": ShardSpec((6, 3), (rank, 0), blocks=2)}
+    specs |= {"lent": ShardSpec((1,), (0,), ("other",)), "split": ShardSpec((6, 3), (rank, 0), ranges=places)}
     state, sent = GatheredParts(local, specs, () if rank == 1 else ("lent",), line()), []
     with patch.object(Communicator, "broadcast", lambda *args, send=Communicator.broadcast: sent.append(send(*args))):
         whole = state.all()

@@ -48,6 +48,101 @@ class Nano(nn.Module):
         return self.resid_dropout(self.c_proj(y))  # type: ignore[no-any-return]
 
 
+class Transposed(nn.Module):
+    """A linear layer whose weight is (inputs, outputs), as in transformers' GPT-2."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 5), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.outputs)
+
+
+class Packed(Nano):
+    """Attention as GPT-2's, of matrices (inputs, outputs); the bias is frozen, because that of keys has no gradient."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__(width, dropout=dropout)
+        self.c_attn, self.c_proj = Transposed(3 * width, width), Transposed(width, width)  # type: ignore[assignment]
+        self.c_attn.bias.requires_grad_(False)
+
+
+class GroupedPacked(nn.Module):
+    """Queries and fewer keys and values in one matrix, as in Phi-3, and norms within heads, as in Qwen3."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 6, kv: int = 3) -> None:
+        super().__init__()
+        self.head, self.width = width // heads, width
+        self.qkv, self.o = nn.Linear(width, width + 2 * kv * self.head, bias=False), nn.Linear(width, width)
+        self.q_norm, self.k_norm = nn.RMSNorm(self.head), nn.RMSNorm(self.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x) * 0.9
+        keys = self.width + (self.qkv.out_features - self.width) // 2
+        parts = qkv[..., : self.width], qkv[..., self.width : keys], qkv[..., keys:]
+        q, k, v = (part.view(*x.shape[:-1], -1, self.head).transpose(1, 2) for part in parts)
+        out = functional.scaled_dot_product_attention(
+            self.q_norm(q), self.k_norm(k), v, is_causal=True, enable_gqa=True
+        )
+        result: Tensor = self.o(out.transpose(1, 2).flatten(2))
+        return result
+
+
+class Counted(nn.Module):
+    """Attention as in x-transformers: only the number of heads is named, and the features of a head follow from it."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (width // heads) ** -0.5
+        self.to_qkv, self.to_out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.to_qkv(x).chunk(3, dim=-1)
+        q, k, v = (part.reshape(*x.shape[:-1], self.heads, -1).transpose(1, 2) for part in parts)
+        out = (q @ k.mT * self.scale).softmax(-1) @ v
+        result: Tensor = self.to_out(out.transpose(1, 2).flatten(-2))
+        return result
+
+
+class Relative(nn.Module):
+    """Attention that adds a bias for each head and distance to the scores, as T5's, and returns bias and weights."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4, *, table: bool) -> None:
+        super().__init__()
+        self.head, self.table = width // heads, nn.Embedding(2 * BLOCK, heads) if table else None
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (m(x).view(*x.shape[:-1], -1, self.head).transpose(1, 2) for m in (self.q, self.k, self.v))
+        if bias is None and self.table is not None:
+            places = torch.arange(x.shape[1])
+            bias = self.table(places - places.unsqueeze(1) + BLOCK).permute(2, 0, 1).unsqueeze(0)
+        scores = q @ k.mT
+        scores += bias
+        weights = functional.softmax(scores, -1)
+        return self.o((weights @ v).transpose(1, 2).reshape(x.shape)), bias, weights  # type: ignore[return-value]
+
+
+class Related(nn.Module):
+    """Blocks that share one bias between positions, and attention weights that are read outside of their block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Relative(table=number == 0) for number in range(2))
+
+    def forward(self, texts: Tensor) -> Tensor:
+        x, bias, weights = self.embed(texts), None, None
+        for block in self.blocks:
+            out, bias, weights = block(x, bias)
+            x = x + out
+        seen = weights.mean(1).diagonal(dim1=-2, dim2=-1)  # type: ignore[union-attr]
+        result: Tensor = self.head(x * (1 + seen.unsqueeze(-1)))
+        return result
+
+
 class Separate(nn.Module):
     """Queries, keys and values by a matrix each; ``kv`` heads of keys and values."""
 
@@ -204,6 +299,8 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "nano": lambda: decoder(Nano(dropout=0.2), Gated(dropout=0.2)),
     "separate": lambda: decoder(Separate(), Normed()),
     "few keys": lambda: decoder(Separate(kv=2), Leaking()),
+    "packed": lambda: decoder(Packed(dropout=0.2), GroupedPacked(), Counted()),
+    "related": Related,
     "inline": lambda: decoder(Inline(dropout=0.2), Around(dropout=0.2)),
     "translating": lambda: Translating(0.2),
     "encoder": lambda: encoder(0.2),

@@ -132,10 +132,11 @@ class GatheredParts(GatheredModel):
             if name not in borrowed
         ]
         for source in comm.alive_ranks:
-            for name, dtype, part, shape, offset, tied, blocks, rows in comm.broadcast_json(
+            for name, dtype, part, shape, offset, tied, dim, ranges in comm.broadcast_json(
                 own, source, "names of the state"
             ):
-                spec = ShardSpec(tuple(shape), tuple(offset), tuple(tied), blocks, rows and tuple(rows))
+                places = tuple((begin, end) for begin, end in ranges)
+                spec = ShardSpec(tuple(shape), tuple(offset), tuple(tied), dim, places)
                 self._parts.setdefault(name, []).append(_Part(source, getattr(torch, dtype), tuple(part), spec))
         super().__init__({name: parts[0].spec.tied for name, parts in self._parts.items()})
 
@@ -172,7 +173,7 @@ class GatheredParts(GatheredModel):
 
 
 def _place(spec: ShardSpec) -> tuple[object, ...]:
-    return list(spec.shape), list(spec.offset), list(spec.tied), spec.blocks, spec.rows
+    return list(spec.shape), list(spec.offset), list(spec.tied), spec.dim, list(spec.ranges)
 
 
 def _put(whole: Tensor | None, part: Tensor, spec: ShardSpec) -> Tensor:
@@ -180,8 +181,9 @@ def _put(whole: Tensor | None, part: Tensor, spec: ShardSpec) -> Tensor:
     if whole is None:
         whole = part.new_empty(spec.shape)
     regions = spec.regions(part.shape)
-    for piece, (offset, shape) in zip(part.split([shape[0] for _, shape in regions]), regions, strict=True):
-        whole[region_index(offset, shape)] = piece
+    pieces = part.split([shape[spec.dim] for _, shape in regions], spec.dim) if len(regions) > 1 else (part,)
+    for piece, region in zip(pieces, regions, strict=True):
+        whole[region_index(*region)] = piece
     return whole
 
 

@@ -53,9 +53,9 @@ def _slices(name: str, value: Tensor | TensorSlice, copy: bool) -> list[Writable
         tensor = tensor.to("cpu", copy=True)
     if not isinstance(value, TensorSlice):
         return [WritableSlice.whole(name, tensor)]
-    regions = ShardSpec(value.shape, value.offset, (), value.blocks, value.rows).regions(tensor.shape)
-    blocks = tensor.split([shape[0] for _, shape in regions]) if len(regions) > 1 else (tensor,)
-    return [WritableSlice(name, block, value.shape, offset) for block, (offset, _) in zip(blocks, regions, strict=True)]
+    regions = ShardSpec(value.shape, value.offset, (), value.dim, value.ranges).regions(tensor.shape)
+    parts = tensor.split([shape[value.dim] for _, shape in regions], value.dim) if len(regions) > 1 else (tensor,)
+    return [WritableSlice(name, part, value.shape, offset) for part, (offset, _) in zip(parts, regions, strict=True)]
 
 
 def _tensor(value: Tensor | TensorSlice) -> Tensor:

@@ -131,7 +131,7 @@ def written(
         spec = replica.specs[own[name]]
         local = tuple(tensor.shape) if shapes is None else shapes[own[name]]
         if tensor.shape == local and tensor.dim() == len(spec.shape) and local != spec.shape:
-            found[name] = TensorSlice(tensor, spec.shape, spec.offset, spec.blocks, spec.rows)
+            found[name] = TensorSlice(tensor, spec.shape, spec.offset, spec.dim, spec.ranges)
         elif not any(spec.offset):
             # A scalar beside a sliced tensor, such as a step counter, is equal on all ranks: the first one writes it.
             found[name] = tensor
@@ -174,8 +174,8 @@ def stored_name(names: Collection[str], name: str, spec: ShardSpec, prefix: str 
 def _part(saved: SavedState, group: str, name: str, spec: ShardSpec, local: Sequence[int]) -> Tensor:
     if tuple(local) == spec.shape or saved.shape(group, name) != spec.shape:
         return saved.get(group, name)
-    blocks = [saved.part(group, name, offset, shape) for offset, shape in spec.regions(local)]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    parts = [saved.part(group, name, offset, shape) for offset, shape in spec.regions(local)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, spec.dim)
 
 
 def region_index(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -214,7 +214,7 @@ def cut_state(optimizer: Optimizer, slices: Mapping[Tensor, ShardSpec]) -> None:
             elif not parameter.numel():
                 cut = value.new_empty(parameter.shape)
             else:
-                cut = torch.cat([value[region_index(*region)] for region in spec.regions(parameter.shape)])
+                cut = torch.cat([value[region_index(*region)] for region in spec.regions(parameter.shape)], spec.dim)
             cuts[key] = cut.clone()
         if cuts:
             nested.put(parameter, {**state, **cuts})

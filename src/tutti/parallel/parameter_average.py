@@ -129,7 +129,7 @@ class ParameterAverage:
             for name, value in mine_of(cut, copies.rank, copies.size).items():
                 spec = self._replica.specs[name]
                 if value.numel():
-                    found[name] = TensorSlice(value, spec.shape, spec.offset, spec.blocks, spec.rows)
+                    found[name] = TensorSlice(value, spec.shape, spec.offset, spec.dim, spec.ranges)
         return {"ema": {**written(named, self._replica, self._run_context.comms.replica), **found}}
 
     def load(self, saved: SavedState, updates: int) -> None:

@@ -54,12 +54,14 @@ class SliceRegions(NamedTuple):
 
     Attributes:
         shape: shape of the whole tensor.
-        regions: indices of the regions in it of which the slice consists, concatenated along the first dimension; each
-            has one ``slice`` a dimension.
+        regions: indices of the regions in it of which the slice consists, concatenated along ``dim``; each has one
+            ``slice`` a dimension.
+        dim: the dimension along which the slice is put together.
     """
 
     shape: tuple[int, ...]
     regions: Sequence[tuple[slice, ...]]
+    dim: int = 0
 
     @classmethod
     def of(cls, spec: ShardSpec, local: Sequence[int]) -> SliceRegions | None:
@@ -73,11 +75,11 @@ class SliceRegions(NamedTuple):
         Returns:
             A ``SliceRegions``: the global shape (``shape``), and the regions of the global tensor of which the slice
             consists (``regions``), each a tuple of one ``slice`` a dimension. One region for most tensors; those of
-            several pieces are the slice when they are concatenated in this order along the first dimension.
+            several pieces are the slice when they are concatenated in this order along ``dim``.
         """
         if tuple(local) == spec.shape:
             return None
-        return cls(spec.shape, [region_index(*region) for region in spec.regions(local)])
+        return cls(spec.shape, [region_index(*region) for region in spec.regions(local)], spec.dim)
 
 
 def _somewhere(here: bool, comm: Communicator) -> bool:
@@ -170,8 +172,9 @@ class SplitMatrixGatherer:
             return list(tensors)
         whole = tensors[0].new_zeros(len(tensors), *split.shape)
         for target, tensor in zip(whole, tensors, strict=True):
-            for block, region in zip(tensor.chunk(len(split.regions)), split.regions, strict=True):
-                target[region] = block
+            lengths = [region[split.dim].stop - region[split.dim].start for region in split.regions]
+            for part, region in zip(tensor.split(lengths, split.dim), split.regions, strict=True):
+                target[region] = part
         self._comm.start_all_reduce(whole, "whole matrices").wait()
         return list(whole.unbind())
 
@@ -191,5 +194,5 @@ class SplitMatrixGatherer:
         """
         split = self._split.get(parameter)
         if split is not None:
-            whole = torch.cat([whole[region] for region in split.regions])
+            whole = torch.cat([whole[region] for region in split.regions], split.dim)
         return whole if self._slices is None else self._slices.mine(parameter, whole)

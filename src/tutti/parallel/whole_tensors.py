@@ -45,6 +45,7 @@ class GatheredTensor(NamedTuple):
         regions: for each rank of the axis, in rank order, the regions of its slices in the gathered tensor, each a
             tuple of one ``slice`` a dimension.
         alike: whether every rank of the axis holds the whole tensor.
+        dim: the dimension along which this rank's slices are concatenated.
     """
 
     parameter: nn.Parameter
@@ -52,6 +53,7 @@ class GatheredTensor(NamedTuple):
     shape: tuple[int, ...]
     regions: Sequence[Sequence[Region]]
     alike: bool = False
+    dim: int = 0
 
 
 class WholeTensors:
@@ -388,7 +390,7 @@ class _Axis:
             messages: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
             for part, owner in parts:
                 if _count(part, self._comm.rank, owner):
-                    messages[owner] += _packed(values[part.parameter], gradients[part.parameter])
+                    messages[owner] += _packed(part, self._comm.rank, values, gradients)
             come = [
                 sum(2 * n + 1 for part, owner in parts if owner == self._comm.rank and (n := _count(part, rank, owner)))
                 for rank in range(self._comm.size)
@@ -447,7 +449,7 @@ class _Axis:
             places = [0] * self._comm.size
             for part, owner in parts:
                 n = _numbers(part, here)
-                values[part.parameter] = received[owner][places[owner] : places[owner] + n].view(part.local)
+                values[part.parameter] = _joined(part, here, received[owner][places[owner] : places[owner] + n])
                 places[owner] += n
 
     def _exchange(
@@ -459,11 +461,33 @@ class _Axis:
         return self._comm.exchange_parts(send, sizes, come, text)
 
 
-def _packed(value: Tensor, gradient: Tensor | None) -> list[Tensor]:
+def _packed(
+    part: GatheredTensor, rank: int, values: Mapping[Tensor, Tensor], gradients: Mapping[Tensor, Tensor | None]
+) -> list[Tensor]:
     """Return the parts of a message with a slice and its gradient: a flag of the gradient, and the numbers of both."""
+    value, gradient = values[part.parameter], gradients[part.parameter]
     flag = value.new_full((1,), float(gradient is not None))
     sent = torch.zeros_like(value) if gradient is None else gradient
-    return [flag, value.reshape(-1), sent.reshape(-1)]
+    return [flag, *_by_region(part, rank, value), *_by_region(part, rank, sent)]
+
+
+def _by_region(part: GatheredTensor, rank: int, local: Tensor) -> list[Tensor]:
+    """Return the numbers of this rank's slice, flat, for each region of the gathered tensor that it holds."""
+    regions = part.regions[rank]
+    if len(regions) < 2:
+        return [local.reshape(-1)]
+    lengths = [region[part.dim].stop - region[part.dim].start for region in regions]
+    return [piece.reshape(-1) for piece in local.split(lengths, part.dim)]
+
+
+def _joined(part: GatheredTensor, rank: int, flat: Tensor) -> Tensor:
+    """Return this rank's slice from its numbers, which lie region by region."""
+    regions = part.regions[rank]
+    if len(regions) < 2:
+        return flat.view(part.local)
+    pieces = flat.split([_size(region) for region in regions])
+    shapes = [[side.stop - side.start for side in region] for region in regions]
+    return torch.cat([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)], part.dim)
 
 
 def along_slices(
@@ -507,7 +531,7 @@ def along_slices(
             [tuple(slice(*part) for part in region) for region in (all_of_it if place is None else place)]
             for place in places
         ]
-        found.append(GatheredTensor(parameter, local, shape, regions))
+        found.append(GatheredTensor(parameter, local, shape, regions, dim=0 if split is None else split.dim))
     return found
 
 

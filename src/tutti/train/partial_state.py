@@ -321,7 +321,7 @@ def gathered_state(pieces: Mapping[str, Tensor | TensorSlice], comm: Communicato
 
 def _spec(piece: Tensor | TensorSlice) -> ShardSpec:
     if isinstance(piece, TensorSlice):
-        return ShardSpec(piece.shape, piece.offset, blocks=piece.blocks, rows=piece.rows)
+        return ShardSpec(piece.shape, piece.offset, dim=piece.dim, ranges=piece.ranges)
     return ShardSpec(tuple(piece.shape), (0,) * piece.dim())
 
 

@@ -109,7 +109,7 @@ def _key(name: str, tensor: Tensor, specs: Mapping[str, ShardSpec]) -> int:
     """Return a key of the tensor slice, equal on all ranks with a copy, under any name of a tied tensor; never 0."""
     spec = specs.get(name, ShardSpec(tuple(tensor.shape), (0,) * tensor.dim()))
     first = min(name, *spec.tied) if spec.tied else name
-    place = (first, str(tensor.dtype), tuple(tensor.shape), spec.shape, spec.offset, spec.blocks, spec.rows)
+    place = (first, str(tensor.dtype), tuple(tensor.shape), spec.shape, spec.offset, spec.dim, spec.ranges)
     raw = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     return int.from_bytes(raw, signed=True) or 1
 

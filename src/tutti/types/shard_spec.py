@@ -16,49 +16,47 @@ class ShardSpec:
 
     Attributes:
         shape: global shape.
-        offset: offset of this rank's slice in the global tensor; with several ``blocks``, in the first block.
+        offset: index in the global tensor of the first element of this rank's slice, one number for each dimension.
         tied: other names of the same tensor (tied weights).
-        blocks: number of equal blocks along the first dimension that are split alike, such as queries, keys and values
-            packed into one matrix. The local tensor holds the same slice of each block, one after the other.
-        rows: ``(start, total)``: the local tensor holds only rows ``start : start + len(local)`` of the ``total`` rows
-            of this slice; None for all rows.
+        dim: the dimension along which the local tensor is put together from ``ranges``.
+        ranges: ``(begin, end)`` of each part of the global tensor along ``dim`` that the local tensor holds, one after
+            the other, such as heads of queries, keys and values in one matrix; none for a slice of one part. Along the
+            first dimension the local tensor may end before the last of them.
     """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     tied: tuple[str, ...] = ()
-    blocks: int = 1
-    rows: tuple[int, int] | None = None
+    dim: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
 
     def regions(self, local: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return the position in the global tensor of each contiguous part of this rank's local tensor.
 
-        This spec states which slice the local tensor holds. A local tensor consists of several parts if the global
-        tensor has several equal ``blocks`` along its first dimension that are split alike, such as packed queries, keys
-        and values.
+        This spec states which slice the local tensor holds. A local tensor consists of several parts if ``ranges`` are
+        given, such as packed queries, keys and values, which are split alike.
 
         Args:
             local: shape of the local tensor that has this spec.
 
         Returns:
-            A list of pairs (offset in the global tensor, shape), one for each part, in the order of the local rows: a
-            part for each of ``blocks`` of which the local tensor holds rows.
+            A list of pairs (offset in the global tensor, shape), one for each part that the local tensor holds, in the
+            order in which the parts follow each other along ``dim``.
 
-        >>> ShardSpec((12, 5), (2, 0), blocks=3).regions((6, 5))
+        >>> ShardSpec((12, 5), (2, 0), ranges=((2, 4), (6, 8), (10, 12))).regions((6, 5))
         [((2, 0), (2, 5)), ((6, 0), (2, 5)), ((10, 0), (2, 5))]
-        >>> ShardSpec((12, 5), (2, 0), blocks=3, rows=(3, 6)).regions((3, 5))
-        [((7, 0), (1, 5)), ((10, 0), (2, 5))]
+        >>> ShardSpec((5, 12), (0, 2), dim=1, ranges=((2, 4), (8, 10))).regions((5, 4))
+        [((0, 2), (5, 2)), ((0, 8), (5, 2))]
         """
-        if self.blocks == 1:
+        if not self.ranges:
             return [(self.offset, tuple(local))]
-        begin, total = self.rows or (0, local[0])
-        step, each = self.shape[0] // self.blocks, total // self.blocks
-        first, *rest = self.offset
-        found = []
-        for block in range(self.blocks):
-            low, high = max(begin, block * each), min(begin + local[0], (block + 1) * each)
-            if low < high:
-                found.append(((first + block * step + low - block * each, *rest), (high - low, *local[1:])))
+        found, left, dim = [], local[self.dim], self.dim
+        for begin, end in self.ranges:
+            length = min(end - begin, left)
+            left -= length
+            if length:
+                offset = (*self.offset[:dim], begin, *self.offset[dim + 1 :])
+                found.append((offset, (*local[:dim], length, *local[dim + 1 :])))
         return found
 
     def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
@@ -73,10 +71,19 @@ class ShardSpec:
         Returns:
             The ``ShardSpec`` of the tensor that holds these rows. It does not state their number, which is the length
             of that tensor.
+
+        >>> ShardSpec((12, 5), (2, 0), ranges=((2, 4), (6, 8), (10, 12))).cut((6, 5), 3).regions((3, 5))
+        [((7, 0), (1, 5)), ((10, 0), (2, 5))]
         """
-        if self.blocks > 1:
-            return replace(self, rows=(begin, local[0]))
-        return replace(self, offset=(self.offset[0] + begin, *self.offset[1:]))
+        if not self.ranges or self.dim:
+            return replace(self, offset=(self.offset[0] + begin, *self.offset[1:]))
+        left, done = [], 0
+        for low, high in self.ranges:
+            if begin < done + high - low:
+                left.append((low + max(begin - done, 0), high))
+            done += high - low
+        first = left[0][0] if left else self.ranges[-1][1]
+        return replace(self, offset=(first, *self.offset[1:]), ranges=tuple(left))
 
 
 class TensorSlice(NamedTuple):
@@ -85,16 +92,13 @@ class TensorSlice(NamedTuple):
     Attributes:
         tensor: the slice.
         shape: shape of the full tensor.
-        offset: index of the slice's first element in the full tensor, one number for each dimension; with several
-            ``blocks``, that in the first block.
-        blocks: number of equal blocks along the first dimension that are split alike, such as queries, keys and values
-            packed into one matrix; ``tensor`` holds the same slice of each, one after the other.
-        rows: ``(start, total)``: ``tensor`` holds only rows ``start : start + len(tensor)`` of the ``total`` rows of
-            the slice; None for all rows.
+        offset: index of the slice's first element in the full tensor, one number for each dimension.
+        dim, ranges: dimension along which the slice is put together from several parts of the full tensor, and the
+            parts; see ``ShardSpec``.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    blocks: int = 1
-    rows: tuple[int, int] | None = None
+    dim: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()

@@ -10,26 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.parallel.shapes import Transposed
 from tutti.errors import UsageError
 from tutti.parallel.tensor.block_call import BlockArguments, form_of, record_calls
 from tutti.parallel.tensor.linear_layer import is_linear, matrix
-from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
+from tutti.parallel.tensor.local_shape import HeadParallelBlock, LocalForward, run_within
 from tutti.parallel.tensor.tp_plan import PlanFinder, blocks_with_arguments
 from tutti.parallel.tensor.tp_verify import TensorCut, find_block_split
 
 WIDTH, EACH = 24, 4
-
-
-class Turned(nn.Module):
-    """A linear layer whose weight is (inputs, outputs), as in transformers' GPT-2."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.outputs = outputs
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 5), nn.Parameter(torch.zeros(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.outputs)
 
 
 class Grouped(nn.Module):
@@ -59,7 +48,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.blocks = nn.Embedding(11, WIDTH), nn.ModuleList(Grouped() for _ in range(2))
-        self.up, self.down = Turned(48, WIDTH), Turned(WIDTH, 48)
+        self.up, self.down = Transposed(48, WIDTH), Transposed(WIDTH, 48)
 
     def forward(self, words: Tensor) -> Tensor:
         hidden = self.embed(words)
@@ -78,7 +67,7 @@ def test_grouped_queries_are_split_by_groups_with_any_mask() -> None:
     found = find_block_split(Grouped(), 2, None, call())
     assert found is not None
     assert found.columns == {name: TensorCut(0, 3) for name in ("queries", "keys", "values")}
-    assert (found.row, found.units, len(found.forms)) == ("merge", 3, 3)
+    assert (found.row, found.units, len(found.local.forms)) == ("merge", 3, 3)
     assert find_block_split(Grouped(), 4, None, call()) is None
 
 
@@ -101,17 +90,17 @@ def test_calls_of_a_model_are_recorded_and_its_blocks_are_split() -> None:
     assert list(calls) == ["blocks.0", "blocks.1"]
     plan = {entry.name: entry for entry in PlanFinder(model, 2, 1, [], True, calls).find()}
     assert plan["blocks.1"].role == "within" and plan["blocks.1.keys"].role == "column"
-    assert plan["blocks.0"].local[3] == calls["blocks.0"].form or calls["blocks.0"].form in plan["blocks.0"].local[3]
+    assert calls["blocks.0"].form in plan["blocks.0"].local.forms
     without = {entry.name: entry.role for entry in PlanFinder(model, 2, 1, [], True).find()}
     assert without["blocks.1.keys"] == "gathered" and "blocks.1" not in without
 
 
 def test_a_transposed_layer_is_a_linear_layer() -> None:
-    layer = Turned(3, 2)
+    layer = Transposed(3, 2)
     assert is_linear(layer) and matrix(layer).shape == (3, 2)
     layer.register_buffer("scale", torch.ones(1))
     assert not is_linear(layer) and not is_linear(nn.LayerNorm(3))
-    block = nn.Sequential(Turned(48, WIDTH), nn.ReLU(), Turned(WIDTH, 48))
+    block = nn.Sequential(Transposed(48, WIDTH), nn.ReLU(), Transposed(WIDTH, 48))
     plan = {entry.name: entry for entry in PlanFinder(block, 2, 1, [], True).find()}
     assert plan["0"].role == "column" and plan["0"].cuts == {"weight": TensorCut(1, 48), "bias": TensorCut(0, 48)}
     assert plan["2"].role == "row" and plan["2"].cuts == {"weight": TensorCut(0, 48)}
@@ -145,7 +134,7 @@ def test_numbers_among_the_arguments(numbers: dict[str, Any], split: bool, other
     assert (found is not None) == split
     if found is not None:
         wanted = recorded.form if others else recorded.form_for_any_number
-        assert found.forms == [wanted] and (others is None or form_of(recorded.args, others) != wanted)
+        assert found.local.forms == [wanted] and (others is None or form_of(recorded.args, others) != wanted)
 
 
 def test_a_call_of_another_form_is_refused() -> None:
@@ -155,12 +144,18 @@ def test_a_call_of_another_form_is_refused() -> None:
     split = Split()
     split.tutti_slice = type("Slice", (), {"name": "block", "length": 3, "mine": range(3)})()  # type: ignore[assignment]
     args = (torch.randn(2, 5, WIDTH), (torch.randn(5, EACH), torch.randn(5, EACH)))
-    run_within(split, WIDTH, [], [0], [form_of(args, {"mask": None})])
+    run_within(split, LocalForward(WIDTH, draws=[0], forms=[form_of(args, {"mask": None})]))
     split(*args, mask=None)
+    learned = args[0].clone().requires_grad_(), args[1]
+    run_within(split, LocalForward(WIDTH, draws=[0], forms=[form_of(learned, {"mask": None})]))
+    split(*learned, mask=None)
+    with torch.no_grad():
+        split(*learned, mask=None)
     with pytest.raises(UsageError, match="whole=block"):
         split(*args, mask=torch.randn(1, 6, 5, 5))
     for one_number in (True, False):
-        run_within(split, WIDTH, [], [0], [form_of(args, {"mask": None, "more": 1}, values=one_number)])
+        forms = [form_of(args, {"mask": None, "more": 1}, values=one_number)]
+        run_within(split, LocalForward(WIDTH, draws=[0], forms=forms))
         split(*args, mask=None, more=1)
         with pytest.raises(UsageError, match="None 2") if one_number else nullcontext():
             split(*args, mask=None, more=2)

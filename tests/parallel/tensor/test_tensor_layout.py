@@ -30,6 +30,29 @@ def test_equals_one_device(shape: str, devices: int) -> None:
     assert max(here) < 0.75 * whole, "nothing was split"
 
 
+HEADS = [
+    ("packed", SPLIT, 3, "lamb", {}),
+    ("packed", SPLIT, 4, "muon", {"activation_checkpointing": "blocks"}),
+    ("packed", SEQUENCE, 2, "sgd momentum", {}),
+    ("packed", "hybrid:stages=2,tensor=2,least=1,schedule=zero_bubble", 4, "sgd momentum", {"workers": 2}),
+    ("packed", "hybrid:shards=2,stage=3,tensor=2,least=1", 4, "sgd momentum", {"workers": 2}),
+    ("related", SPLIT, 4, "adamw", {"activation_checkpointing": "blocks"}),
+    ("related", SEQUENCE, 2, "adamw", {}),
+    ("related", "hybrid:stages=2,tensor=2,least=1", 4, "adamw", {"workers": 2}),
+    ("related", "hybrid:shards=2,stage=3,tensor=2,least=1", 4, "adamw", {"workers": 2}),
+    ("related", SPLIT, 2, "sgd momentum", {"compile": "default:backend=eager", "steps": 2}),
+]
+
+
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer", "options"), HEADS)
+def test_attention_of_several_forms(
+    shape: str, strategy: str, devices: int, optimizer: str, options: dict[str, Any]
+) -> None:
+    """One matrix for queries, keys and values, norms within heads, a bias for each head, and weights by heads."""
+    text = OPTIMIZERS[optimizer].format(last="*0*")
+    check(shape, strategy, devices, **{"clip": 0.5, "optimizer": text, **options})
+
+
 ADAPTED = {"novograd, every tensor": "novograd:lr=0.01,adapt_1d=true,decay_1d=true"}
 
 
@@ -156,7 +179,9 @@ def resume(strategy: str, folder: str, shape: str, optimizer: str) -> Any:
 
 @pytest.mark.parametrize(("optimizer", "continuations"), shared_out("adamw", "novograd", "muon"))
 def test_a_checkpoint_goes_on_anywhere(optimizer: str, continuations: Continuations, tmp_path: Path) -> None:
-    arguments = {"shape": "gpt", "optimizer": OPTIMIZERS[optimizer].format(last="*embed*+*head*")}
+    # The second has parts of matrices along both dimensions.
+    shape, last = ("packed", "*0*+*5*") if optimizer == "muon" else ("gpt", "*embed*+*head*")
+    arguments = {"shape": shape, "optimizer": OPTIMIZERS[optimizer].format(last=last)}
     want, *_ = worlds.alone(trained, strategy="single", workers=2, steps=4, **arguments)
     for (strategy, devices), after in continuations(PLACES, -1, 1):
         folder = str(tmp_path / f"{devices} {strategy}")

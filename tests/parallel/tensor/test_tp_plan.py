@@ -9,7 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parallel.shapes import SHAPES, Gated, Leaking, Nano, Normed, Residual, Separate, build, decoder, tied_gpt
+from tests.parallel.shapes import (
+    SHAPES,
+    Counted,
+    Gated,
+    GroupedPacked,
+    Leaking,
+    Nano,
+    Normed,
+    Packed,
+    Residual,
+    Separate,
+    build,
+    decoder,
+    tied_gpt,
+)  # fmt: skip
 from tutti.parallel.tensor import tp_plan
 from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, summary
 from tutti.parallel.tensor.tp_verify import TensorCut, find_block_split
@@ -44,7 +58,7 @@ def test_gpt() -> None:
         },
     }
     entries = {entry.name: entry for entry in plan(tied_gpt())}
-    assert entries["block1.attention.queries_keys_values"].cuts == {"weight": TensorCut(0, 4, 3)}
+    assert entries["block1.attention.queries_keys_values"].cuts == {"weight": TensorCut(0, 4, (12, 12, 12))}
     assert entries["block1.attention.merge"].cuts == {"weight": TensorCut(1, 4)}
     assert entries["block1.feed_forward.widen"].cuts == {"weight": TensorCut(0, 48), "bias": TensorCut(0, 48)}
     assert entries["head"].cuts == entries["embed.character"].cuts == {"weight": TensorCut(0, 11)}
@@ -81,7 +95,7 @@ def test_encoder_layer() -> None:
         "linear2": "row",
     }
     entries = {entry.name: entry for entry in plan(layer)}
-    assert entries["self_attn"].cuts == {"in_proj_weight": TensorCut(0, 4, 3), "in_proj_bias": TensorCut(0, 4, 3)}
+    assert entries["self_attn"].cuts == dict.fromkeys(("in_proj_weight", "in_proj_bias"), TensorCut(0, 4, (12, 12, 12)))
 
 
 def test_layers_in_a_sequence() -> None:
@@ -117,12 +131,21 @@ def test_convolutions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "blocks"), [(Nano(), {3}), (Separate(), {1}), (Separate(kv=2), {1}), (Gated(), {1}), (Nano(9, 3), {3})]
+    ("block", "sections"), [(Nano(), {3}), (Separate(), {0}), (Separate(kv=2), {0}), (Gated(), {0}), (Nano(9, 3), {3})]
 )
-def test_blocks_of_any_code_are_split_where_that_is_shown_to_be_right(block: nn.Module, blocks: set[int]) -> None:
+def test_blocks_of_any_code_are_split_where_that_is_shown_to_be_right(block: nn.Module, sections: set[int]) -> None:
     region = find_block_split(block, 2 if not isinstance(block, Nano) or block.n_head == 4 else 3)
     assert region is not None
-    assert {cut.blocks for cut in region.columns.values()} == blocks
+    assert {len(cut.sections) for cut in region.columns.values()} == sections
+
+
+def test_one_matrix_of_queries_keys_and_values_is_split_by_heads() -> None:
+    """(inputs, outputs), with fewer keys and values, and where code names the number of heads alone."""
+    found = {entry.name: entry for entry in plan(decoder(Packed(), GroupedPacked(), Counted()), 3)}
+    assert found["1.block.c_attn"].cuts["weight"] == TensorCut(1, 4, (12, 12, 12))
+    assert found["2.block.qkv"].cuts == {"weight": TensorCut(0, 3, (12, 6, 6))}
+    assert found["2.block"].local.summed == ("q_norm.weight", "k_norm.weight")
+    assert found["3.block.to_qkv"].role == "column" and found["3.block"].local.counts == ("heads",)
 
 
 def test_blocks_are_cut_by_head_where_heads_are_outermost() -> None:
@@ -196,7 +219,9 @@ def test_blocks_that_hold_more_than_what_is_split() -> None:
     assert {"1.block", "2.block", "2.block.attention"} <= {e.name for e in plan(model) if e.role == "within"}
 
 
-def test_a_norm_of_keys_is_not_split_with_its_heads() -> None:
+def test_the_gradient_of_a_norm_within_heads_is_summed() -> None:
+    """Also that of the norm's bias, which is zero but for rounding, of which Adam makes full steps."""
+
     class Normal(Separate):
         def __init__(self) -> None:
             super().__init__()
@@ -208,7 +233,8 @@ def test_a_norm_of_keys_is_not_split_with_its_heads() -> None:
             result: Tensor = self.o(out.transpose(1, 2).flatten(2))
             return result
 
-    assert find_block_split(Normal(), 2) is None
+    found = find_block_split(Normal(), 2)
+    assert found is not None and found.local.summed == ("norm.weight", "norm.bias")
 
 
 def test_a_block_that_may_be_given_a_mask_is_not_split() -> None:

@@ -109,9 +109,9 @@ def test_nonsense_is_refused_by_name(styles: dict[str, str], words: str) -> None
 
 
 def test_a_split_that_computes_another_result_is_refused() -> None:
-    # Keys alone: their heads no longer belong to the heads of queries.
+    # Keys alone, of which two heads of queries share each: their heads no longer belong to the heads of queries.
     with pytest.raises(UsageError, match=r"0\.k cannot be colwise"):
-        found(nn.Sequential(Separate()), {"0.k": "colwise", "0.o": "rowwise"})
+        found(nn.Sequential(Separate(kv=2)), {"0.k": "colwise", "0.o": "rowwise"})
     mixed = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
     with pytest.raises(UsageError, match="no trial of a block"):
         found(mixed, {"0": "colwise", "2": "rowwise"})

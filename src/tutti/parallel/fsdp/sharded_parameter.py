@@ -50,7 +50,7 @@ class ShardedParameter:
             return None
         if not self.spec.shape:
             return tensor.view(())
-        return TensorSlice(tensor, self.spec.shape, self.spec.offset, self.spec.blocks, self.spec.rows)
+        return TensorSlice(tensor, self.spec.shape, self.spec.offset, self.spec.dim, self.spec.ranges)
 
     def read(self, saved: SavedState, group: str, name: str) -> Tensor:
         """Read this rank's rows of one sharded parameter, or of its optimizer state, from a checkpoint.
@@ -75,7 +75,7 @@ class ShardedParameter:
         if not self.spec.shape:
             return saved.get(group, name).view(self.parameter.shape)
         parts = [saved.part(group, name, *region) for region in self.spec.regions(self.parameter.shape)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.spec.dim)
 
     def known(self, names: Collection[str]) -> str:
         """Return the one of this sharded parameter's names that is in ``names``.

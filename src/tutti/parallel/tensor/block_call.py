@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from tutti.nn.untouched import untouched
 from tutti.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 
+NEEDS_GRADIENT = "!"
+"""Mark of a tensor that needs a gradient in the text of a call's kinds, in whose structure leaves are ``*``."""
 _SAMPLES = 2
 """Samples of the trial of the forward."""
 
@@ -165,7 +167,7 @@ def form_of(args: Any, kwargs: Any, learned: Sequence[bool] | None = None, *, va
 
     The text is the pytree structure of ``(args, kwargs)`` and one word for each leaf. A tensor is ``float``, ``int`` or
     ``bool`` and its number of dimensions, followed by ``h`` if the tensor has at least four dimensions and the third
-    from last (attention heads) is larger than 1, and by ``*`` if the tensor needs a gradient. Numbers, booleans,
+    from last (attention heads) is larger than 1, and by ``!`` if the tensor needs a gradient. Numbers, booleans,
     strings and None appear with their values, other arguments as the names of their types.
 
     Args:
@@ -177,7 +179,7 @@ def form_of(args: Any, kwargs: Any, learned: Sequence[bool] | None = None, *, va
     leaves, spec = tree_flatten((args, kwargs))
     flags = learned or [isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() for x in leaves]
     return f"{_text(spec)} " + " ".join(
-        _kind(leaf, values) + "*" * flag for leaf, flag in zip(leaves, flags, strict=True)
+        _kind(leaf, values) + NEEDS_GRADIENT * flag for leaf, flag in zip(leaves, flags, strict=True)
     )
 
 

@@ -2,14 +2,18 @@
 
 Code such as ``x.view(samples, positions, heads, width // heads)`` names global sizes. Within ``LocalShapeMode`` the
 outputs of split layers are smaller. A view whose sizes do not fit is cut in the one dimension that was proved right
-when the plan was made; dropout draws for all heads or features and applies this rank's slice of the draws.
+when the plan was made; a cut between queries, keys and values is moved to where they meet on this rank; dropout draws
+for all heads or features and applies this rank's slice of the draws; a tensor that is whole on every rank and has a
+number for each head, such as a relative position bias, gives this rank's heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,58 +22,107 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError
 from tutti.nn.forward_hooks import find_script_hook
-from tutti.parallel.tensor.block_call import form_of
+from tutti.nn.script_mode import acts_by_element, tensors_among
+from tutti.nn.written_tensors import may_write
+from tutti.parallel.tensor.block_call import NEEDS_GRADIENT, form_of
 from tutti.parallel.tensor.head_parallel import attend
-from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
+from tutti.parallel.tensor.split_tensor import SplitTensor
+from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped, local_sections, mark_local
 from tutti.parallel.tensor.tp_layers import TensorParallelLayer, refuse_hook
+from tutti.torch_compat import module_parameters, tree_flatten, tree_unflatten
 
 VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
+UNFLATTENS = (Tensor.unflatten, torch.unflatten)
 SPLITS = (Tensor.split, torch.split)
 DROPOUTS = (functional.dropout, torch.dropout)
 ATTENTION = functional.scaled_dot_product_attention
 
 
-class LocalShapeMode(TorchFunctionMode):
-    """Function mode in which a block's own forward runs on this tensor-parallel rank's slice of its heads or features.
+class LocalForward(NamedTuple):
+    """How a block's own forward, whose code names sizes of the whole, is fitted to a slice of its heads or features.
 
-    The block's code names the sizes of the whole. Within this mode ``view``, ``reshape`` and ``split`` with such sizes
-    get this rank's sizes instead. Dropout and ``scaled_dot_product_attention`` draw masks for all heads or features, as
-    one device does, and apply this rank's slice. ``sizes`` and ``draws`` come from the tensor-parallel plan of the
-    block. The mode sends nothing, and serves one call of the block.
-
-    Args:
-        slice_: which heads or features of the block this rank has.
+    Attributes:
         width: features of all heads together.
         sizes: for each view whose sizes do not fit the slice, in the order of the calls, the index of the size to
             reduce.
         draws: for each call of dropout or attention, in their order, the split dimension, counted from the last (-1); 0
             where the input is not split.
+        forms: kinds of arguments of the calls for which the split was verified, as texts of ``form_of``. Empty for a
+            block of one argument, whose calls are not checked.
+        summed: names in the block of parameters that are whole on every rank and used for this rank's slice, such as
+            the weight of a norm within heads: their gradients are summed over the ranks.
+        counts: names in the block of attributes that count heads, which are reduced to this rank's while it runs.
+        takes: how many times a tensor that is whole on every rank gives this rank's heads where it meets a slice.
+        outs: for each tensor of the output, the dimension of its heads, counted from the last (-1); 0 where the tensor
+            is whole. Empty where all are.
+    """
+
+    width: int = 0
+    sizes: Sequence[int] = ()
+    draws: Sequence[int] = ()
+    forms: Sequence[str] = ()
+    summed: Sequence[str] = ()
+    counts: Sequence[str] = ()
+    takes: int = 0
+    outs: Sequence[int] = ()
+
+
+class LocalShapeMode(TorchFunctionMode):
+    """Function mode in which a block's own forward runs on this tensor-parallel rank's slice of its heads or features.
+
+    The block's code names the sizes of the whole. Within this mode ``view``, ``reshape``, ``unflatten``, ``split`` and
+    ranges of the last dimension with such sizes get this rank's sizes instead. Dropout and
+    ``scaled_dot_product_attention`` draw masks for all heads or features, as one device does, and apply this rank's
+    slice. The mode serves one call of the block. It sends nothing, except in the backward of tensors that give this
+    rank's heads, whose gradients are all-gathered over the tensor ranks.
+
+    Args:
+        slice_: which heads or features of the block this rank has.
+        local: how the block's code is fitted to the slice, from the tensor-parallel plan.
 
     Attributes:
-        slice_, width: as given.
-        sizes, draws: as given, as lists.
-        drops: whether dropout is applied: True, here.
-        viewed, drawn: numbers of the views that were reduced, and of the calls of dropout or attention, so far.
+        drops: whether dropout is applied.
+        viewed, drawn, taken: numbers of the views that were reduced, of the calls of dropout or attention, and of the
+            tensors that gave this rank's heads, so far.
     """
 
     drops = True
 
-    def __init__(self, slice_: LayerSlice, width: int, sizes: Sequence[int], draws: Sequence[int]) -> None:
+    def __init__(self, slice_: LayerSlice, local: LocalForward) -> None:
         super().__init__()
-        self.slice_, self.width, self.sizes, self.draws = slice_, width, list(sizes), list(draws)
-        self.viewed = self.drawn = 0
+        self.slice_, self.local = slice_, local
+        self.viewed = self.drawn = self.taken = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.local.takes or all(local_sections(each) is None for each in tensors_among(args, kwargs)):
+            return self._call(func, args, kwargs)
+        args, kwargs = self._with_heads_here(func, args, kwargs)
+        result = self._call(func, args, kwargs)
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and local_sections(each) is None:
+                mark_local(each)
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function with this rank's sizes, and keep the mark of a slice through elementwise functions."""
+        sections = local_sections(args[0]) if args else None
         if func in VIEWS:
             args = self._view(*args)
-        elif func in SPLITS:
-            args, kwargs = self._split(*args, **kwargs)
+        elif func in UNFLATTENS and not kwargs and len(args) == 3:
+            func, args = Tensor.reshape, self._view(*_as_view(*args))
         elif func in DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         elif func is ATTENTION:
             return self._attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        elif sections and func in SPLITS:
+            args, kwargs = self._split(sections, *args, **kwargs)
+        elif sections and func is Tensor.__getitem__:
+            args = self._item(sections, *args)
+        result = func(*args, **kwargs)
+        if sections and acts_by_element(func) and isinstance(result, Tensor) and result.shape == args[0].shape:
+            mark_local(result, sections)
+        return result
 
     def cut(self, have: int, sizes: list[int]) -> int:
         """Return which size of a view to reduce so that it fits this rank's tensor slice, as an index in ``sizes``.
@@ -87,9 +140,10 @@ class LocalShapeMode(TorchFunctionMode):
         Raises:
             UsageError: the plan lists no more views, or its index is not one of ``sizes``.
         """
-        if self.viewed >= len(self.sizes) or not self.sizes[self.viewed] < len(sizes):
+        known = self.local.sizes
+        if self.viewed >= len(known) or not known[self.viewed] < len(sizes):
             self._refuse(f"a view of {have} numbers as {sizes}")
-        return self.sizes[self.viewed]
+        return known[self.viewed]
 
     def dim(self, tensor: Tensor) -> int:
         """Return the dimension along which ranks split the input of the present call of dropout or attention.
@@ -107,9 +161,53 @@ class LocalShapeMode(TorchFunctionMode):
         Raises:
             UsageError: the plan lists no more calls.
         """
-        if self.drawn >= len(self.draws):
+        if self.drawn >= len(self.local.draws):
             self._refuse("another call of dropout")
-        return self.draws[self.drawn]
+        return self.local.draws[self.drawn]
+
+    def check(self) -> None:
+        """Check at the end of the block's forward that as many tensors gave this rank's heads as in the trial.
+
+        Raises:
+            UsageError: more or fewer did, so that the code takes another branch, or a size is that of the heads by
+                chance.
+        """
+        if self.taken != self.local.takes:
+            self._refuse(f"{self.taken} operations of heads with a whole tensor, not {self.local.takes},")
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this tensor-parallel rank's heads of a tensor that is whole on every rank, such as a position bias.
+
+        Collective over the tensor ranks in backward alone, which all-gathers the gradient of the heads, so that the
+        gradient of ``whole`` is whole.
+
+        Args:
+            whole: the tensor.
+            dim: the dimension of its heads.
+        """
+        return self.slice_.ranks.take(whole, dim, self.slice_.length, self.slice_.name)
+
+    def _with_heads_here(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a function of slices, with this rank's heads of tensors that have all heads.
+
+        Heads are the third dimension from last, or a whole number of times all heads as in (samples · heads, …).
+        """
+        here, length = len(self.slice_.mine), self.slice_.length
+        given = [each for each in tensors_among(args, kwargs) if local_sections(each) is not None]
+        places = {each.shape[-3] for each in given if each.dim() > 2}
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or local_sections(value) is not None or value.dim() < 3:
+                return value
+            times, left = divmod(value.shape[-3], length)
+            if left or times * here not in places or (value is args[0] and may_write(func)):
+                return value
+            split = value.unflatten(-3, (times, length)) if times > 1 else value
+            self.taken += 1
+            part = self.take(split, split.dim() - 3)
+            return part.flatten(-4, -3) if times > 1 else part
+
+        return tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}
 
     def _view(self, tensor: Tensor, *rest: Any) -> tuple[Any, ...]:
         sizes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
@@ -124,14 +222,42 @@ class LocalShapeMode(TorchFunctionMode):
         sizes[index] = size
         return tensor, sizes
 
-    def _split(self, tensor: Tensor, size: Any, dim: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        here = self.width * len(self.slice_.mine) // self.slice_.length
-        length, parts = tensor.shape[dim], 0 if type(size) is int else len(size)
-        if size == self.width and length in (2 * here, 3 * here):
-            size = here
-        elif parts and all(part == self.width for part in size) and length == parts * here:
-            size = [here] * parts
-        return (tensor, size, dim), {}
+    def _split(
+        self, sections: Sequence[int], tensor: Tensor, *rest: Any, **named: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a split of fused outputs, such as queries, keys and values, with this rank's sizes.
+
+        The tensor is a view without the mark, because the mode of an enclosing block sees the call, too.
+        """
+        dim = rest[1] if len(rest) > 1 else named.pop("dim", 0)
+        [size] = rest[:1] or named.values()
+        if dim % tensor.dim() != tensor.dim() - 1:
+            return (tensor, size, dim), {}
+        length = sum(sections)
+        sizes = [min(size, length - begin) for begin in range(0, length, size)] if type(size) is int else list(size)
+        ends = [self._place(sections, end) for end in accumulate(sizes, initial=0)]
+        return (_unmarked(tensor), [end - begin for begin, end in pairwise(ends)], dim), {}
+
+    def _item(self, sections: Sequence[int], tensor: Tensor, index: Any) -> tuple[Any, ...]:
+        """Return the arguments of an index of fused outputs with this rank's bounds of the last dimension."""
+        given = list(index) if isinstance(index, tuple) else [index]
+        counted = sum(1 for each in given if each is not None and each is not ...)
+        if given[-1] is ... or (... not in given and counted < tensor.dim()):
+            return tensor, index
+        last = given[-1]
+        if type(last) is not slice or last.step not in (None, 1):
+            self._refuse(f"an index {index} of the outputs of a layer that is split")
+        begin, end, _ = last.indices(sum(sections))
+        here = slice(self._place(sections, begin), self._place(sections, end))
+        return _unmarked(tensor), (*given[:-1], here)
+
+    def _place(self, sections: Sequence[int], bound: int) -> int:
+        """Return where this rank's slice has the bound of a section, such as that between queries and keys."""
+        bounds = list(accumulate(sections, initial=0))
+        if bound not in bounds:
+            self._refuse(f"a cut at {bound} of {bounds[-1]} outputs")
+        before = sections[: bounds.index(bound)]
+        return sum(size // self.slice_.length * len(self.slice_.mine) for size in before)
 
     def _dropout(
         self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
@@ -169,7 +295,7 @@ class LocalShapeMode(TorchFunctionMode):
             attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         return attend(query, key, value, attn_mask, dropout_p, self.slice_, scale)[0]
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
             f"the layer does {what}, which it did not when its plan was made",
             where=self.slice_.name,
@@ -178,16 +304,82 @@ class LocalShapeMode(TorchFunctionMode):
         )
 
 
+def _unmarked(tensor: Tensor) -> Tensor:
+    same: Tensor = torch.ops.aten.alias(tensor)
+    return same
+
+
+def _as_view(tensor: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Return the arguments of the view that ``unflatten`` makes."""
+    dim %= tensor.dim()
+    return tensor, [*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :]]
+
+
+@contextmanager
+def local_counts(module: nn.Module, names: Iterable[str], slice_: LayerSlice) -> Iterator[None]:
+    """Return a context in which attributes of a block that count heads have the number of heads of this rank.
+
+    Args:
+        module: the block.
+        names: dotted names of the attributes, whose values are multiples of the number of heads that ranks divide.
+        slice_: which of these heads this rank has.
+    """
+    before: list[tuple[nn.Module, str, int]] = []
+    try:
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            inner = module.get_submodule(owner)
+            count = vars(inner)[key]
+            before.append((inner, key, count))
+            vars(inner)[key] = count // slice_.length * len(slice_.mine)
+        yield
+    finally:
+        for inner, key, count in before:
+            vars(inner)[key] = count
+
+
+@contextmanager
+def _summed_gradients(module: nn.Module, names: Sequence[str], slice_: LayerSlice) -> Iterator[None]:
+    """Return a context in which parameters are views of them whose gradients backward sums over the tensor ranks.
+
+    Raises UsageError where the forward has replaced them by other tensors, whose gradients would be those of a slice.
+    """
+    if not names or not torch.is_grad_enabled():
+        yield
+        return
+    places = [(module_parameters(module.get_submodule(owner)), key) for owner, _, key in map(_parted, names)]
+    own = [table[key] for table, key in places]
+    views = slice_.ranks.copies([parameter for parameter in own if parameter is not None], slice_.name)
+    try:
+        for (table, key), view in zip(places, views, strict=True):
+            table[key] = view  # type: ignore[assignment]
+        yield
+        if any(table[key] is not view for (table, key), view in zip(places, views, strict=True)):
+            raise UsageError(
+                f"the strategy cannot shard {', '.join(names)} apart from the module around it",
+                where=slice_.name,
+                why="each tensor rank has the gradient of its own heads, which are summed in that module",
+                remedy=f"leave out units= of the modules inside, or leave it whole: tensor:whole={slice_.name}",
+            )
+    finally:
+        for (table, key), parameter in zip(places, own, strict=True):
+            table[key] = parameter
+
+
+def _parted(name: str) -> tuple[str, str, str]:
+    return name.rpartition(".")
+
+
 class HeadParallelBlock(TensorParallelLayer):
     """Tensor-parallel block, such as attention: its own forward runs on this rank's slice of the heads or features.
 
     Attributes:
-        tutti_local: the arguments ``width``, ``sizes`` and ``draws`` of ``LocalShapeMode``, set by ``run_within``.
+        tutti_local: how the forward's code is fitted to the slice, set by ``run_within``.
         tutti_forms: kinds of arguments, as texts of ``form_of``, that the forward accepts; empty for no check.
         tutti_inner: names and modules of the block's submodules, on which forward hooks of the script are refused.
     """
 
-    tutti_local: tuple[int, Sequence[int], Sequence[int]]
+    tutti_local: LocalForward
     tutti_forms: frozenset[str]
     tutti_inner: Sequence[tuple[str, nn.Module]]
 
@@ -195,9 +387,10 @@ class HeadParallelBlock(TensorParallelLayer):
         """Run the unsplit block's own forward on this tensor-parallel rank's heads or features.
 
         View sizes and dropout in that code are fitted to the slice (``LocalShapeMode``). Arguments and result are those
-        of the unsplit block, the same on every rank. The split layers in the block are collective over the tensor
+        of the unsplit block, the same on every rank; a tensor of the result that has this rank's heads, such as
+        attention weights, is a ``SplitTensor``. The split layers in the block are collective over the tensor
         ranks: the row-parallel one all-reduces (or reduce-scatters) the outputs, and the column-parallel ones
-        all-reduce their inputs' gradients in backward.
+        all-reduce their inputs' gradients in backward, as do whole parameters that the block uses for its heads.
 
         Args:
             args, kwargs: arguments of the unsplit block's forward, with whole tensors.
@@ -216,29 +409,47 @@ class HeadParallelBlock(TensorParallelLayer):
                 why="with them its code may combine heads, of which each tensor rank has some",
                 remedy=f"leave it whole: strategy='tensor:whole={self.tutti_slice.name}'",
             )
-        with LocalShapeMode(self.tutti_slice, *self.tutti_local):
-            return super().forward(*args, **kwargs)
+        local, place = self.tutti_local, self.tutti_slice
+        counts, summed = local_counts(self, local.counts, place), _summed_gradients(self, local.summed, place)
+        with counts, summed, LocalShapeMode(place, local) as mode:
+            result = super().forward(*args, **kwargs)
+            mode.check()
+        return _with_split_outputs(result, local.outs, place)
 
 
-def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Sequence[int], forms: Sequence[str]) -> None:
-    """Store on a block how view sizes and dropout in its own forward are fitted to this rank's heads or features.
+def _with_split_outputs(result: Any, outs: Sequence[int], slice_: LayerSlice) -> Any:
+    """Return a block's result with tensors of this rank's heads as ``SplitTensor``s; ``outs``: see ``LocalForward``."""
+    if not outs:
+        return result
+    leaves, spec = tree_flatten(result)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if len(places) != len(outs):
+        raise UsageError(
+            f"the layer returns {len(places)} tensors and not {len(outs)}, as when its plan was made",
+            where=slice_.name,
+            why="each of them may have the heads of this rank alone",
+            remedy=f"leave it whole: strategy='tensor:whole={slice_.name}'",
+        )
+    for place, dim in zip(places, outs, strict=True):
+        if dim:
+            # Heads of queries may be several for each head of keys and values.
+            length = leaves[place].shape[dim] // len(slice_.mine) * slice_.length
+            leaves[place] = SplitTensor.of(leaves[place], dim, slice_._replace(length=length))
+    return tree_unflatten(leaves, spec)
 
-    The arguments come from the tensor-parallel plan of the block.
+
+def run_within(module: nn.Module, local: LocalForward) -> None:
+    """Store on a block how its own forward is fitted to this rank's heads or features.
 
     Args:
         module: the block, a ``HeadParallelBlock``.
-        width: features of all heads together.
-        sizes: for each view whose sizes do not fit the slice, in the order of the calls, the index of the size to
-            reduce.
-        draws: for each call of dropout or attention, in their order, the split dimension, counted from the last (-1); 0
-            where the input is not split.
-        forms: kinds of arguments of the calls for which the split was verified, as texts of ``form_of``. The forward
-            raises UsageError for calls of other kinds, and also takes calls of these kinds in which no tensor needs a
-            gradient. Empty for no check.
+        local: the fit, from the tensor-parallel plan. The forward raises UsageError for calls of other kinds than
+            ``local.forms``, and also takes calls of these kinds in which no tensor needs a gradient.
     """
-    module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]
+    module.tutti_local = local  # type: ignore[assignment]
     prefix = f"{module.tutti_slice.name}." if module.tutti_slice.name else ""  # type: ignore[union-attr]
     inner = [(prefix + name, each) for name, each in module.named_modules() if each is not module]
     module.tutti_inner = inner  # type: ignore[assignment]
     # What was proved with gradients holds without them.
-    module.tutti_forms = frozenset(forms) | {form.replace("*", "") for form in forms}  # type: ignore[assignment]
+    forms = frozenset(local.forms) | {form.replace(NEEDS_GRADIENT, "") for form in local.forms}
+    module.tutti_forms = forms  # type: ignore[assignment]

@@ -59,6 +59,27 @@ class LayerSlice(NamedTuple):
         return even_share(self.length, self.ranks.size, self.ranks.rank)
 
 
+def mark_local(part: Tensor, sections: tuple[int, ...] = ()) -> None:
+    """Record on a tensor that it is this rank's slice of a tensor that a tensor-parallel layer computes.
+
+    Args:
+        part: the slice.
+        sections: sizes of the parts of the whole tensor's last dimension that are split alike, such as queries, keys
+            and values; none for one part.
+    """
+    part.tutti_sections = sections  # type: ignore[attr-defined]
+
+
+def local_sections(tensor: object) -> tuple[int, ...] | None:
+    """Return the sections that ``mark_local`` has recorded on a tensor, or None for a tensor without the mark.
+
+    Args:
+        tensor: any object.
+    """
+    found: tuple[int, ...] | None = getattr(tensor, "tutti_sections", None)
+    return found
+
+
 def dropped(part: Tensor, p: float, dim: int, slice_: LayerSlice) -> Tensor:
     """Apply dropout to this rank's slice of a tensor, with the random draws that one device makes for the whole tensor.
 

@@ -238,8 +238,8 @@ def find_tp_plan(
     whole = [*config.whole, *read_elsewhere(module, trial, device)]
     calls = record_calls(module, blocks_with_arguments(module), trial, device)
     asked = _asked(module, config) if config.plan else None
-    finder = PlanFinder(module, ranks, config.least, whole, device.type == "cpu", calls, asked)
     # Compiled code takes no split tensors.
+    finder = PlanFinder(module, ranks, config.least, whole, device.type == "cpu", calls, asked, parts=not compiled)
     return add_loss_parallel(module, finder.find(), None if compiled else trial, device)
 
 
@@ -276,14 +276,14 @@ def split_layers(
 def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
     """Return whether layers of a tensor-parallel plan may return outputs that stay split over ranks (``SplitTensor``).
 
-    True for a plan with a layer of role ``scores`` (a last linear layer whose logits stay split by classes), and for
-    any plan with entries under sequence parallelism.
+    True for a plan with a layer of role ``scores`` (a last linear layer whose logits stay split by classes) or with a
+    block that returns this rank's heads (attention weights), and for any plan with entries under sequence parallelism.
 
     Args:
         plan: entries of the modules that do not stay whole.
         config: options of tensor parallelism.
     """
-    return bool(plan) and (config.sequence or any(entry.role == "scores" for entry in plan))
+    return bool(plan) and (config.sequence or any(entry.role == "scores" or entry.local.outs for entry in plan))
 
 
 def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
@@ -339,7 +339,9 @@ def _asked(module: nn.Module, config: TensorConfig) -> dict[str, str]:
 
 def _cut(parameter: nn.Parameter, cut: TensorCut, ranks: TensorRanks, tied: tuple[str, ...]) -> ShardSpec:
     shape = tuple(parameter.shape)
-    spec = ShardSpec(shape, cut.offset(parameter, ranks.rank, ranks.size), tied, cut.blocks)
+    ranges = cut.ranges(shape[cut.dim], ranks.rank, ranks.size)
+    offset = tuple(ranges[0][0] if dim == cut.dim else 0 for dim in range(len(shape)))
+    spec = ShardSpec(shape, offset, tied, cut.dim, tuple(ranges) if len(ranges) > 1 else ())
     parameter.grad = None
     parameter.data = cut.take(parameter.data, ranks.rank, ranks.size).clone()
     return spec
@@ -353,8 +355,10 @@ def _become(layer: nn.Module, entry: PlanEntry, ranks: TensorRanks, sequence: bo
     if entry.role == "row" and isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
         return  # the attention computes its output projection itself
     divide(layer, _KINDS[entry.role], LayerSlice(entry.name, ranks, entry.units, sequence))
+    if isinstance(layer, ColumnParallelLinear):
+        layer.tutti_sections = entry.cuts["weight"].sections
     if entry.role == "within":
-        run_within(layer, *entry.local)
+        run_within(layer, entry.local)
 
 
 def _check_sequence(plain: nn.Module) -> None:

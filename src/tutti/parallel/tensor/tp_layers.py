@@ -17,7 +17,7 @@ from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.forward_hooks import find_script_hook
 from tutti.parallel.tensor.linear_layer import TransposedLinear, matrix
 from tutti.parallel.tensor.split_tensor import SplitTensor, copied, local_part, summed
-from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
+from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped, mark_local
 from tutti.torch_compat import ConvBase
 
 
@@ -39,10 +39,13 @@ class ColumnParallelLinear(TensorParallelLayer):
     Attributes:
         tutti_hookable: names and modules, up to the row-parallel layer, whose forward hooks would be given slices.
         tutti_compiled: whether the modules after this layer are compiled, and take no ``SplitTensor``.
+        tutti_sections: sizes of the parts of all outputs that are split alike, such as queries, keys and values; none
+            for one part.
     """
 
     tutti_hookable: Sequence[tuple[str, nn.Module]] = ()
     tutti_compiled: bool = False
+    tutti_sections: tuple[int, ...] = ()
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's outputs of a linear layer split by outputs: (…, inputs) → (…, outputs here).
@@ -64,6 +67,7 @@ class ColumnParallelLinear(TensorParallelLayer):
         result: Tensor = super().forward(copied(input, self.tutti_slice))
         hooked = find_script_hook(self.tutti_hookable)
         if hooked is None:
+            mark_local(result, self.tutti_sections)
             return result
         if self.tutti_compiled or result.shape[-1] != len(self.tutti_slice.mine):
             refuse_hook(*hooked, self.tutti_slice.name)

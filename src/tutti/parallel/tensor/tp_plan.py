@@ -24,6 +24,7 @@ from tutti.nn.rng_streams import module_draws
 from tutti.nn.swap import registered_children
 from tutti.parallel.tensor.block_call import BlockArguments
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
+from tutti.parallel.tensor.local_shape import LocalForward
 from tutti.parallel.tensor.tp_verify import MOST_LINEAR, BlockSplit, TensorCut, find_block_split, takes_one
 from tutti.torch_compat import (
     MODULE_ATTRIBUTES,
@@ -56,17 +57,14 @@ class PlanEntry:
             ``slow`` turns off PyTorch's fused kernel, which ignores slices.
         units: number of outputs, inputs, heads, rows or features that are divided over ranks.
         cuts: how each of the module's own parameters is split, by the parameter's name.
-        local: for ``within``, four values that fit the module's own code to a slice: ``width``, the features of all
-            heads; ``sizes``, for each view of other sizes the index of the size to reduce; ``draws``, for each call of
-            dropout or attention the split dimension; and the kinds of arguments of the calls for which the split was
-            verified (texts of ``form_of``; none for blocks of one argument).
+        local: for ``within``, how the module's own code is fitted to a slice.
     """
 
     name: str
     role: str
     units: int = 0
     cuts: Mapping[str, TensorCut] = field(default_factory=dict)
-    local: tuple[int, Sequence[int], Sequence[int], Sequence[str]] = (0, (), (), ())
+    local: LocalForward = field(default_factory=LocalForward)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlanEntry:
@@ -78,19 +76,19 @@ class PlanEntry:
         Args:
             value: the dictionary.
         """
-        cuts = {name: TensorCut(*cut) for name, cut in value["cuts"].items()}
-        return cls(value["name"], value["role"], value["units"], cuts, tuple(value["local"]))
+        cuts = {name: TensorCut.from_json(cut) for name, cut in value["cuts"].items()}
+        return cls(value["name"], value["role"], value["units"], cuts, LocalForward(*value["local"]))
 
     def as_json(self) -> dict[str, Any]:
         """Return this entry of a tensor-parallel plan as a dictionary that JSON can hold, to broadcast the plan.
 
         An entry says how tensor parallelism treats one module. Keys are ``name``, ``role`` (such as ``column``),
-        ``units`` (number of outputs, heads, … that are divided), ``cuts`` and ``local`` (four values that fit the code
-        of a block to a slice: ``width``, ``sizes``, ``draws`` and ``forms`` of ``run_within``). ``cuts`` has a list for
+        ``units`` (number of outputs, heads, … that are divided), ``cuts`` and ``local`` (the values of the
+        ``LocalForward`` that fits the code of a block to a slice). ``cuts`` has a list for
         each parameter: the split dimension, the number of units along it (such as heads), none of which is divided, and
-        the number of equal parts of the dimension that are split alike.
+        the sizes of its sections, which are split alike.
         """
-        return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
+        return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}, "local": list(self.local)}
 
 
 class PlanFinder:
@@ -104,6 +102,7 @@ class PlanFinder:
         least: smallest number of parameters of a layer that is split by itself, outside of a block.
         whole: patterns (``fnmatch``) of names of modules that stay whole, with all their submodules.
         drops: whether attention with dropout may be split; False where a fused kernel draws the masks.
+        parts: whether a block may return this rank's heads, such as attention weights, as a ``SplitTensor``.
         calls: recorded arguments of blocks with several arguments, by the block's name; such a block is not split
             without them.
         asked: roles by module name from the user's plan by hand (``tp_plan_by_hand``), outside of which nothing is
@@ -119,8 +118,11 @@ class PlanFinder:
         drops: bool,
         calls: Mapping[str, BlockArguments] | None = None,
         asked: Mapping[str, str] | None = None,
+        *,
+        parts: bool = True,
     ) -> None:
         self._model, self._ranks, self._drops, self._calls = model, ranks, drops, calls or {}
+        self._parts = parts
         self._asked, self._least = asked, least if asked is None else 0
         self._entries: dict[str, PlanEntry] = {}
         self._linears = {name for name, module in model.named_modules() if is_linear(module)}
@@ -196,7 +198,7 @@ class PlanFinder:
             return
         heads = module.num_heads
         cuts = {
-            key: TensorCut(0, heads, 3 if key.startswith("in_proj") else 1)
+            key: TensorCut(0, heads, (module.embed_dim,) * 3 if key.startswith("in_proj") else ())
             for key, parameter in module_parameters(module).items()
             if parameter is not None
         }
@@ -236,7 +238,7 @@ class PlanFinder:
             block_split = self._examine(
                 nn.Sequential(*(m for _, m in children[begin : end + 1])), ("0", str(end - begin))
             )
-            if block_split is not None and not block_split.sizes and all(dim == -1 for dim in block_split.draws):
+            if block_split is not None and _by_feature(block_split.local):
                 self._pair(children[begin][0], between, children[end][0], block_split.units)
                 taken = end
 
@@ -267,6 +269,11 @@ class PlanFinder:
         block_split = self._examine(module, linears, self._calls.get(name))
         if block_split is None or (block_split.dropout and not self._drops):
             return
+        # Layers whose parameters compute with this rank's heads: their inputs differ over ranks.
+        within = {f"{name}.{key}".strip(".").rpartition(".")[0] for key in block_split.local.summed}
+        if (block_split.local.outs and not self._parts) or any(each in self._entries for each in within):
+            return
+        self._left |= within
         self._add_block(name, block_split)
 
     def _examine(
@@ -286,13 +293,7 @@ class PlanFinder:
                 for n, cut in block_split.columns.items()
             ),
             self._row(prefix + block_split.row, block_split.units),
-            PlanEntry(
-                name,
-                "within",
-                block_split.units,
-                {},
-                (block_split.width, block_split.sizes, block_split.draws, block_split.forms),
-            ),
+            PlanEntry(name, "within", block_split.units, {}, block_split.local),
         )
 
     def _linear(self, name: str, cut: TensorCut) -> dict[str, TensorCut]:
@@ -332,6 +333,11 @@ class PlanFinder:
         """Return whether all layers that share a parameter cut it alike, or leave it whole."""
         cuts = [self._entries[n].cuts.get(key) if n in self._entries else None for n, key in places]
         return all(cut == cuts[0] for cut in cuts)
+
+
+def _by_feature(local: LocalForward) -> bool:
+    """Return whether layers compute on slices of the features without a block's own code around them."""
+    return local == LocalForward(local.width, draws=(-1,) * len(local.draws))
 
 
 def splittable(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -25,14 +25,17 @@ from torch.overrides import TorchFunctionMode
 from tutti.comm.partition import even_share
 from tutti.nn.untraced import Untraced
 from tutti.parallel.tensor.block_call import BlockArguments, fill_zeros
-from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
-from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalShapeMode
-from tutti.parallel.tensor.tensor_slice import LayerSlice, SilentRanks
+from tutti.parallel.tensor.linear_layer import is_linear, matrix
+from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalForward, LocalShapeMode, local_counts
+from tutti.parallel.tensor.tensor_slice import LayerSlice, SilentRanks, mark_local
 from tutti.torch_compat import tree_leaves
 
 MOST_LINEAR = 8
 """Linear layers of the largest block that is tried."""
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+_SECTIONS = ("equal", "grouped", "one")
+"""Layouts of fused outputs: sections of the width, as queries, keys and values; queries, and fewer keys and values; or
+one section, where each head has all its outputs together."""
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29)
 
 
@@ -42,19 +45,19 @@ class TensorCut(NamedTuple):
     Attributes:
         dim: the split dimension.
         units: number of equal units along ``dim`` that are never divided, such as heads; ranks get even shares of them.
-        blocks: number of equal parts of ``dim`` that are split alike, as queries, keys and values in one matrix; each
-            of them has ``units`` units.
+        sections: sizes of consecutive parts of ``dim`` that are split alike, as queries, keys and values in one matrix;
+            each of them has ``units`` units. None for a dimension that is one part.
     """
 
     dim: int
     units: int
-    blocks: int = 1
+    sections: tuple[int, ...] = ()
 
     def take(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
         """Return a tensor-parallel rank's slice of a whole tensor, cut along the split dimension. Not collective.
 
-        The slice is a view of ``tensor``; a copy where ``blocks`` is above 1, so that the split dimension consists of
-        several equal parts that are split alike (queries, keys, values).
+        The slice is a view of ``tensor``; a copy where the split dimension has several ``sections`` (queries, keys,
+        values).
 
         Args:
             tensor: the whole tensor.
@@ -62,28 +65,37 @@ class TensorCut(NamedTuple):
             ranks: number of these ranks; if it does not divide the units (such as heads), the first ranks have one
                 more.
         """
-        mine = even_share(self.units, ranks, rank)
-        step = tensor.shape[self.dim] // self.blocks
-        each = step // self.units
-        parts = [tensor.narrow(self.dim, b * step + each * mine.start, each * len(mine)) for b in range(self.blocks)]
-        return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
+        places = self.ranges(tensor.shape[self.dim], rank, ranks)
+        parts = [tensor.narrow(self.dim, begin, end - begin) for begin, end in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def offset(self, tensor: Tensor, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the index of the first element of a rank's slice in the whole tensor, one number for each dimension.
-
-        Tensor parallelism splits the tensor along one dimension; the index is 0 in all others. Where the split
-        dimension consists of several equal parts that are split alike (queries, keys, values), its number is the index
-        in the first part.
+    def ranges(self, length: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """Return begin and end of each part of a rank's slice along the split dimension: one part for each section.
 
         Args:
-            tensor: the whole tensor.
+            length: size of the whole tensor along the split dimension.
             rank: index of the rank among the tensor-parallel ranks, from 0.
-            ranks: number of these ranks; if it does not divide the units (such as heads), the first ranks have one
-                more.
+            ranks: number of these ranks; see ``take``.
+
+        >>> TensorCut(0, 4, (8, 4, 4)).ranges(16, 1, 2)
+        [(4, 8), (10, 12), (14, 16)]
         """
-        each = tensor.shape[self.dim] // self.blocks // self.units
-        begin = each * even_share(self.units, ranks, rank).start
-        return tuple(begin if dim == self.dim else 0 for dim in range(tensor.dim()))
+        mine, begin, found = even_share(self.units, ranks, rank), 0, []
+        for size in self.sections or (length,):
+            each = size // self.units
+            found.append((begin + each * mine.start, begin + each * mine.stop))
+            begin += size
+        return found
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> TensorCut:
+        """Return the cut from a list of its three attributes, which may have gone through JSON.
+
+        Args:
+            value: ``dim``, ``units`` and ``sections``.
+        """
+        dim, units, sections = value
+        return cls(dim, units, tuple(sections))
 
 
 @dataclass(frozen=True)
@@ -96,24 +108,15 @@ class BlockSplit:
         columns: how the outputs of each column-parallel layer are cut, by the layer's name in the block.
         row: name of the row-parallel layer in the block.
         units: number of heads or features that are divided over ranks.
-        width: input features of the row-parallel layer.
-        sizes: for each view in the block's forward whose sizes do not fit a slice, in the order of the calls, the index
-            of the size to reduce.
-        draws: for each call of dropout or attention in it, the split dimension, counted from the last (-1); 0 where the
-            input is not split.
+        local: how the block's own forward is fitted to a slice.
         dropout: whether attention itself applies dropout.
-        forms: kinds of arguments (texts of ``form_of``) of the calls for which the split was verified; none for a block
-            of one argument.
     """
 
     columns: Mapping[str, TensorCut]
     row: str
     units: int
-    width: int
-    sizes: list[int] = field(default_factory=list)
-    draws: list[int] = field(default_factory=list)
+    local: LocalForward
     dropout: bool = False
-    forms: list[str] = field(default_factory=list)
 
 
 def find_block_split(
@@ -136,9 +139,8 @@ def find_block_split(
     Returns:
         A ``BlockSplit``: ``columns``, a dict from the names of the column-parallel layers to the cut of their outputs
         (a ``TensorCut``); ``row``, the name of the row-parallel layer; ``units``, the number of heads or features that
-        are divided; and what fits the block's own code to a slice (``sizes``, ``draws``, ``forms``). None where no
-        split gives the same result, where the block raises an error, and where it has too few or too many linear
-        layers.
+        are divided; and what fits the block's own code to a slice (``local``). None where no split gives the same
+        result, where the block raises an error, and where it has too few or too many linear layers.
     """
     chosen = {name for name, m in block.named_modules() if (is_linear(m) if linears is None else name in linears)}
     if not 2 <= len(chosen) <= MOST_LINEAR or (call is None and not takes_one(block)):
@@ -180,10 +182,14 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
     reference = trial.reference()
     if reference is None:
         return None
-    ways = product(reference.groups, ((True, False), (False, False), (True, True), (False, True)))
-    for group, (fused, prefer_last) in ways:
+    tried: list[tuple[bool, BlockSplit]] = []
+    for counted, group, prefer_last, layout in product((False, True), reference.groups, (False, True), _SECTIONS):
+        proposal = trial.propose(reference, group, layout, counted=counted)
+        if proposal is None or (prefer_last, proposal) in tried:
+            continue
+        tried.append((prefer_last, proposal))
         try:
-            block_split = trial.split(reference, group, fused=fused, prefer_last=prefer_last)
+            block_split = trial.prove(proposal, reference, prefer_last)
             if block_split is not None and trial.holds_in_evaluation(block_split, prefer_last):
                 return trial.with_other_calls(block_split, prefer_last)
         except Exception:
@@ -220,7 +226,7 @@ class _Whole(NamedTuple):
         x: the input.
         outs: tensors of the output.
         directions: gradients of the outputs that have one.
-        gradients: of the input, of other arguments that have one, and of all parameters that are not the linear
+        gradients: of the input, of other arguments that have one, and last of all parameters that are not the linear
             layers'.
         groups: layers that may be split together.
         draws: shapes of the inputs of dropout and of attention, by call.
@@ -276,7 +282,7 @@ class _Watch(TorchFunctionMode):
         calls = [i for i, (name, _) in enumerate(self.events) if name]
         names = [self.events[i][0] for i in calls]
         given = [self.events[i][1].data_ptr() for i in calls]
-        found, start = [], 0
+        found, start = list[_Group](), 0
         while start < len(calls):
             end = next((i for i in range(start, len(calls)) if given[i] != given[start]), None)
             if end is None:
@@ -286,9 +292,10 @@ class _Watch(TorchFunctionMode):
             found.append(_Group(names[start:end], names[end], heads))
             start = end + 1
         if len(calls) > 2 and names[:-1] not in [group.firsts for group in found]:
-            # Attention between two inputs: queries of one, keys and values of the other.
+            # Attention between two inputs: queries of one, keys and values of the other. It comes first, because
+            # the values alone could be split, too.
             heads = next((t.shape[-3] for name, t in self.events if not name and t.dim() > 3), None)
-            found.append(_Group(names[:-1], names[-1], heads))
+            found.insert(0, _Group(names[:-1], names[-1], heads))
         return found
 
 
@@ -301,14 +308,26 @@ class _Probe(LocalShapeMode):
 
     drops = False
 
-    def __init__(self, slice_: LayerSlice, width: int, draws: list[torch.Size], prefer_last: bool) -> None:
-        super().__init__(slice_, width, [], [])
-        self._whole, self._prefer_last = draws, prefer_last
+    def __init__(
+        self,
+        slice_: LayerSlice,
+        local: LocalForward,
+        draws: list[torch.Size],
+        prefer_last: bool,
+        tap: Callable[[str, Tensor], Tensor],
+    ) -> None:
+        super().__init__(slice_, local)
+        self._whole, self._prefer_last, self._tap = draws, prefer_last, tap
+        self.sizes, self.draws = list[int](), list[int]()
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        mine = self.slice_.mine
+        return self._tap(f"{self.taken}", whole).narrow(dim, mine.start, len(mine))
 
     def cut(self, have: int, sizes: list[int]) -> int:
         whole = math.prod(sizes)
         able = [i for i, size in enumerate(sizes) if size * have % whole == 0]
-        named = [i for wanted in (self.slice_.length, self.width) for i in able if sizes[i] == wanted] or able
+        named = [i for wanted in (self.slice_.length, self.local.width) for i in able if sizes[i] == wanted] or able
         self.sizes.append(named[-1 if self._prefer_last else 0])
         return self.sizes[-1]
 
@@ -322,7 +341,7 @@ class _Probe(LocalShapeMode):
 
 
 class _Tap(torch.autograd.Function):
-    """Identity at the input of a column-parallel layer; backward applies ``backward_fn`` to the gradient."""
+    """Identity where ranks exchange gradients in backward, which applies ``backward_fn`` to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, backward_fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -343,7 +362,8 @@ class _Trial:
         self.block, self.ranks, self.call = block, ranks, call
         self.linears = {name: m for name, m in block.named_modules() if name in linears}
         own = {id(p) for m in self.linears.values() for p in m.parameters()}
-        self.others = [p.requires_grad_() for p in block.parameters() if id(p) not in own]
+        others = [(name, p.requires_grad_()) for name, p in block.named_parameters() if id(p) not in own]
+        self._names, self.others = [name for name, _ in others], [p for _, p in others]
         features = {matrix(m).shape[1] for m in self.linears.values()}
         self.index = 0 if call is None else call.main_input(features)
 
@@ -380,14 +400,15 @@ class _Trial:
                 with suppress(Exception):
                     calls += [call] if self._holds(split, call, prefer_last) else []
         any_number = all(self._holds_or_fails(split, call, prefer_last) for call in self.call.other_numbers())
-        return replace(split, forms=[call.form_for_any_number if any_number else call.form for call in calls])
+        forms = [call.form_for_any_number if any_number else call.form for call in calls]
+        return replace(split, local=split.local._replace(forms=forms))
 
     def _holds(self, split: BlockSplit, call: BlockArguments, prefer_last: bool) -> bool:
         """Return whether the split is right for another call. Raises any error of the block or of a slice."""
         other = _Trial(self.block, self.linears, self.ranks, call)
         whole = other.reference()
-        found = whole and other._prove(split, whole, prefer_last)
-        same = found and (found.sizes, found.draws) == (split.sizes, split.draws)
+        found = whole and other.prove(split, whole, prefer_last)
+        same = found and found.local == split.local
         return bool(same) and other.holds_in_evaluation(split, prefer_last)
 
     def _holds_or_fails(self, split: BlockSplit, call: BlockArguments, prefer_last: bool) -> bool:
@@ -414,12 +435,17 @@ class _Trial:
         try:
             with torch.no_grad():
                 whole = self.reference()
-                found = whole and self._prove(split, whole, prefer_last)
+                found = whole and self.prove(split, whole, prefer_last)
         finally:
             self.block.train()
-        if not whole or not found or found.sizes != split.sizes:
+        if (
+            not whole
+            or not found
+            or found.local._replace(draws=split.local.draws, summed=split.local.summed) != split.local
+        ):
             return False
-        return found.draws == split.draws or (not whole.drops and len(found.draws) <= len(split.draws))
+        draws = split.local.draws
+        return found.local.draws == draws or (not whole.drops and len(found.local.draws) <= len(draws))
 
     def reference(self) -> _Whole | None:
         """Run the whole block, not split, on random numbers in double precision, to compare its slices with.
@@ -461,40 +487,50 @@ class _Trial:
         plain = [out.detach() for out in outs]
         return _Whole(x.detach(), plain, directions, gradients, watch.groups(), watch.draws, watch.dropout, watch.drops)
 
-    def split(self, whole: _Whole, group: _Group, *, fused: bool, prefer_last: bool) -> BlockSplit | None:
-        """Return the split of ``group`` if the results are the same, else None. Raises any error of running a slice.
+    def propose(self, whole: _Whole, group: _Group, layout: str, *, counted: bool) -> BlockSplit | None:
+        """Return a split of a group of layers that may be right; None where the sizes do not fit.
 
         Args:
             whole: results of the block as it is.
             group: layers that are split together.
-            fused: a layer whose outputs are several times the width holds blocks, as queries, keys and values in one
-                matrix.
-            prefer_last: cut the last size of a view that can be cut, not the first.
+            layout: of the outputs of a layer that has more of them than the width, one of ``_SECTIONS``.
+            counted: whether attributes of the block that count heads become those of this rank; None without any.
         """
         width = matrix(self.linears[group.last]).shape[1]
-        units = group.heads or width
-        if width % units:
+        heads, by_head = group.heads or width, group.heads is not None
+        if width % heads:
             return None
-        each, outputs = width // units, {name: len(matrix(self.linears[name])) for name in group.firsts}
-        if all(number % each == 0 for number in outputs.values()):
-            # Fewer heads of keys and values are shared by heads of queries: whole groups stay together.
-            units = min(units, *(number // each for number in outputs.values()))
-        columns = {name: self._cut(self.linears[name], width, units, fused) for name in group.firsts}
-        if width % units or units < self.ranks or None in columns.values():
+        each, outputs = width // heads, {name: len(matrix(self.linears[name])) for name in group.firsts}
+        # Fewer heads of keys and values are shared by heads of queries: whole groups stay together.
+        keys = [_keys(number, width) if by_head and layout != "equal" else number for number in outputs.values()]
+        units = heads if any(number % each for number in keys) else min(heads, *(number // each for number in keys))
+        columns = {name: _cut(number, width, units, layout) for name, number in outputs.items()}
+        counts = self._counts(units, heads) if counted and by_head else ()
+        if width % units or units < self.ranks or None in columns.values() or bool(counts) != counted:
             return None
-        dropout = whole.dropout and group.heads is not None
-        block_split = BlockSplit({n: c for n, c in columns.items() if c}, group.last, units, width, dropout=dropout)
-        return self._prove(block_split, whole, prefer_last)
+        local = LocalForward(width, counts=counts, takes=int(by_head))
+        cuts = {name: cut for name, cut in columns.items() if cut}
+        return BlockSplit(cuts, group.last, units, local, whole.dropout and by_head)
 
-    def _cut(self, linear: nn.Module, width: int, units: int, fused: bool) -> TensorCut | None:
-        """Return the cut of one layer's outputs into units; ``fused``: in each of several blocks of the width."""
-        outputs = len(matrix(linear))
-        if fused and outputs % width == 0:
-            # Slices in a checkpoint have blocks along the first dimension only.
-            return TensorCut(0, units, outputs // width) if outputs == width or output_dim(linear) == 0 else None
-        return TensorCut(0, units) if outputs % units == 0 else None
+    def _counts(self, units: int, heads: int) -> tuple[str, ...]:
+        """Return the names of attributes that may count heads: of queries, or of keys and values."""
+        return tuple(
+            f"{name}.{key}".lstrip(".")
+            for name, module in self.block.named_modules()
+            for key, value in vars(module).items()
+            if type(value) is int and value in (units, heads) and "head" in key.lower()
+        )
 
-    def _prove(self, block_split: BlockSplit, whole: _Whole, prefer_last: bool) -> BlockSplit | None:
+    def prove(self, block_split: BlockSplit, whole: _Whole, prefer_last: bool) -> BlockSplit | None:
+        """Return a split with how the block's code is fitted to it, if its results are the whole block's; else None.
+
+        Raises any error of running a slice.
+
+        Args:
+            block_split: the split.
+            whole: results of the block as it is.
+            prefer_last: cut the last size of a view that can be cut, not the first.
+        """
         runs = [_Run(self, block_split, rank, whole, prefer_last) for rank in range(self.ranks)]
         for run in runs:
             run.forward(None)
@@ -503,23 +539,52 @@ class _Trial:
         if torch.is_grad_enabled():
             for run in runs:
                 run.backward(total, None)
-            sums = {name: torch.stack([run.gradients[name] for run in runs]).sum(0) for name in block_split.columns}
-        for run in runs:
-            outs, gradients = run.backward(total, sums)
-            if not (_all_same(outs, whole.outs) and _all_same(gradients, whole.gradients)):
-                return None
-        found = runs[0].mode
-        if any((run.mode.sizes, run.mode.draws) != (found.sizes, found.draws) for run in runs):
+            sums = {key: torch.stack([run.gradients[key] for run in runs]).sum(0) for key in runs[0].gradients}
+        results = [run.backward(total, sums) for run in runs]
+        outs = [_split_outs(found, whole.outs, run.slice_) for run, (found, _) in zip(runs, results, strict=True)]
+        summed = self._summed([gradients for _, gradients in results], whole.gradients)
+        if summed is None or outs[0] is None or any(each != outs[0] for each in outs):
             return None
-        return BlockSplit(
-            block_split.columns,
-            block_split.row,
-            block_split.units,
-            block_split.width,
-            found.sizes,
-            found.draws,
-            block_split.dropout,
+        mode = runs[0].mode
+        if any(
+            (each.mode.sizes, each.mode.draws, each.mode.taken) != (mode.sizes, mode.draws, mode.taken) for each in runs
+        ):
+            return None
+        local = block_split.local._replace(
+            sizes=tuple(mode.sizes),
+            draws=tuple(mode.draws),
+            summed=summed,
+            takes=mode.taken,
+            outs=outs[0] if any(outs[0]) else (),
         )
+        return replace(block_split, local=local)
+
+    def _summed(
+        self, found: Sequence[Sequence[Tensor | None]], whole: Sequence[Tensor | None]
+    ) -> tuple[str, ...] | None:
+        """Return the names of unsplit parameters whose gradients are those of the whole block as sums over ranks.
+
+        Args:
+            found: gradients on each rank.
+            whole: gradients of the whole block.
+
+        Returns:
+            The names; None where some gradient is neither on each rank nor as a sum that of the whole block.
+        """
+        if any(len(gradients) != len(whole) for gradients in found):
+            return None
+        rounding, names = _rounding(whole), []
+        begin = len(whole) - len(self.others)
+        for index, wanted in enumerate(whole):
+            each = [gradients[index] for gradients in found]
+            some = [gradient for gradient in each if gradient is not None]
+            # The gradient of a key's bias is rounding alone: that of each rank, if the ranks do not sum theirs.
+            alike = len(some) in (0, len(each)) and all(torch.equal(gradient, some[0]) for gradient in some)
+            if some and not alike and index >= begin and _same(torch.stack(some).sum(0), wanted, rounding):
+                names.append(self._names[index - begin])
+            elif not all(_same(gradient, wanted, rounding) for gradient in each):
+                return None
+        return tuple(names)
 
 
 class _Run:
@@ -528,6 +593,7 @@ class _Run:
     def __init__(self, trial: _Trial, block_split: BlockSplit, rank: int, whole: _Whole, prefer_last: bool) -> None:
         self._trial, self._block_split, self._rank, self._whole = trial, block_split, rank, whole
         self._prefer_last = prefer_last
+        self.slice_ = LayerSlice("", SilentRanks(rank, trial.ranks), block_split.units)
         self.part = torch.empty(0)
         self.gradients: dict[str, Tensor] = {}
         self.mode: _Probe
@@ -539,7 +605,8 @@ class _Run:
 
         Args:
             total: sum of the row-parallel layer's outputs over all ranks; None in the first pass.
-            sums: gradients of the column-parallel layers' inputs, summed over all ranks, by layer.
+            sums: gradients of the column-parallel layers' inputs, and of tensors that give each rank its heads, summed
+                over all ranks.
         """
         block_split, ranks, linears = self._block_split, self._trial.ranks, self._trial.linears
         x = self._whole.x.clone().requires_grad_()
@@ -553,10 +620,13 @@ class _Run:
             return out if last.bias is None else out + cast(Tensor, last.bias)
 
         last.forward = row
-        slice_ = LayerSlice("", SilentRanks(self._rank, ranks), block_split.units)
-        self.mode = _Probe(slice_, block_split.width, self._whole.draws, self._prefer_last)
+
+        def tap(key: str, tensor: Tensor) -> Tensor:
+            return self._tapped(key, tensor, sums)
+
+        self.mode = _Probe(self.slice_, block_split.local, self._whole.draws, self._prefer_last, tap)
         try:
-            with self.mode:
+            with local_counts(self._trial.block, block_split.local.counts, self.slice_), self.mode:
                 found = self._trial.run(x)
         finally:
             for linear in linears.values():
@@ -569,8 +639,8 @@ class _Run:
 
         Args:
             total: sum of the row-parallel layer's outputs over all ranks.
-            sums: gradients of the column-parallel layers' inputs, summed over all ranks, by layer; None in the first
-                pass.
+            sums: gradients of the column-parallel layers' inputs, and of tensors that give each rank its heads, summed
+                over all ranks; None in the first pass.
 
         Returns:
             The detached tensors of the output, and the gradients, None where the output does not depend on a tensor, of
@@ -578,20 +648,30 @@ class _Run:
         """
         outs, wanted = self.forward(total, sums)
         learned = [out for out in outs if out.requires_grad]
-        return [out.detach() for out in outs], _gradients(learned, wanted, self._whole.directions)
+        given = zip(learned, self._whole.directions, strict=True)
+        directions = [_heads_here(direction, _head_dim(out, direction), self.slice_) for out, direction in given]
+        return [out.detach() for out in outs], _gradients(learned, wanted, directions)
+
+    def _tapped(self, key: str, tensor: Tensor, sums: Mapping[str, Tensor] | None) -> Tensor:
+        """Return the tensor, whose gradient is recorded under ``key``, and replaced by the sum over all ranks."""
+
+        def backward_fn(gradient: Tensor) -> Tensor:
+            self.gradients[key] = gradient
+            return gradient if sums is None else sums[key]
+
+        tapped: Tensor = _Tap.apply(tensor, backward_fn)  # type: ignore[no-untyped-call]
+        return tapped
 
     def _column(self, name: str, cut: TensorCut, sums: Mapping[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
         linear, ranks = self._trial.linears[name], self._trial.ranks
 
-        def backward_fn(gradient: Tensor) -> Tensor:
-            self.gradients[name] = gradient
-            return gradient if sums is None else sums[name]
-
         def column(inputs: Tensor) -> Tensor:
             whole = cast(Tensor | None, linear.bias)
             bias = None if whole is None else cut.take(whole, self._rank, ranks)
-            tapped: Tensor = _Tap.apply(inputs, backward_fn)  # type: ignore[no-untyped-call]
-            return functional.linear(tapped, cut.take(matrix(linear), self._rank, ranks), bias)
+            weight = cut.take(matrix(linear), self._rank, ranks)
+            result = functional.linear(self._tapped(f"input of {name}", inputs, sums), weight, bias)
+            mark_local(result, cut.sections)
+            return result
 
         return column
 
@@ -601,13 +681,54 @@ def _gradients(outs: list[Tensor], wanted: list[Tensor], directions: list[Tensor
     return list(torch.autograd.grad(outs, wanted, directions, allow_unused=True)) if outs else []
 
 
-def _all_same(found: Sequence[Tensor | None], whole: Sequence[Tensor | None]) -> bool:
-    """Return whether tensors are the same but for rounding, of which the largest of them makes the most.
+def _keys(outputs: int, width: int) -> int:
+    """Return the outputs of a linear layer for keys alone: those of a fused layer that are not queries, by two."""
+    return (outputs - width) // 2 if width < outputs < 3 * width else outputs
+
+
+def _cut(outputs: int, width: int, units: int, layout: str) -> TensorCut | None:
+    """Return the cut of a layer's outputs into units, with the sections of a ``layout``, one of ``_SECTIONS``."""
+    sections: tuple[int, ...] = ()
+    if layout == "equal" and outputs % width == 0 and outputs > width:
+        sections = (width,) * (outputs // width)
+    elif layout == "grouped" and width < outputs < 3 * width and (outputs - width) % 2 == 0:
+        sections = width, (outputs - width) // 2, (outputs - width) // 2
+    return None if any(size % units for size in sections or (outputs,)) else TensorCut(0, units, sections)
+
+
+def _split_outs(found: Sequence[Tensor], whole: Sequence[Tensor], slice_: LayerSlice) -> tuple[int, ...] | None:
+    """Return the dimension of heads in each output of one rank, counted from the last; 0 where it is whole.
+
+    None where an output is neither the whole block's nor this rank's heads of it.
+    """
+    if len(found) != len(whole):
+        return None
+    dims = tuple(_head_dim(out, wanted) for out, wanted in zip(found, whole, strict=True))
+    here = [_heads_here(wanted, dim, slice_) for wanted, dim in zip(whole, dims, strict=True)]
+    rounding = _rounding(whole)
+    return dims if all(_same(out, wanted, rounding) for out, wanted in zip(found, here, strict=True)) else None
+
+
+def _head_dim(part: Tensor, whole: Tensor) -> int:
+    """Return the dimension, counted from the last, in which a rank's tensor is smaller; 0 for none or several."""
+    if part.dim() != whole.dim():
+        return 0
+    differ = [d - part.dim() for d in range(part.dim()) if part.shape[d] != whole.shape[d]]
+    return differ[0] if len(differ) == 1 else 0
+
+
+def _heads_here(whole: Tensor, dim: int, slice_: LayerSlice) -> Tensor:
+    """Return this rank's even share of a tensor along a dimension counted from the last; all of it for 0."""
+    mine = slice_._replace(length=whole.shape[dim]).mine if dim else range(0)
+    return whole.narrow(dim, mine.start, len(mine)) if dim else whole
+
+
+def _rounding(whole: Sequence[Tensor | None]) -> float:
+    """Return the error of rounding, of which the largest of the tensors makes the most.
 
     The gradient of a key's bias is zero but for rounding.
     """
-    rounding = 1e-12 * max((_size(tensor) for tensor in whole), default=0.0)
-    return len(found) == len(whole) and all(_same(a, b, rounding) for a, b in zip(found, whole, strict=True))
+    return 1e-12 * max((_size(tensor) for tensor in whole), default=0.0)
 
 
 def _same(one: Tensor | None, other: Tensor | None, rounding: float) -> bool:
