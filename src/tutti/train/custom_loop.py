@@ -366,7 +366,7 @@ class CustomLoop:
             trained = self._calls > 0 or bool(self._shown())
             self._skipped.end_body(micro_batch, trained, self._lifecycle.values.size_lines)
         self._bodies.end_body()
-        if self._batch.alone and self._local is not None and micro_batch is not None:
+        if self._batch.alone and self._local is not None and self._is_last_body and micro_batch is not None:
             self._join_losses(self._local, micro_batch)
         if not self._bodies.several or self._is_last_body or micro_batch is None:
             return

@@ -373,6 +373,8 @@ def stepped(strategy: str, loop: bool, optimizer: str, stop: int | None = None, 
         ("diloco:period=3,post=5", "adam:lr=0.01", {"clip": 0.1}),
         ("local_sgd:period=2", "", {"micro_batch": 5}),
         ("diloco:period=2", "sgd:lr=0.1,momentum=0.9", {"micro_batch": 5, "clip": 0.1}),
+        # Three micro-batches on one rank and two on the other.
+        ("local_sgd:period=2", "", {"micro_batch": 3, "batch_size": 13}),
         ("diloco:period=1", "", {}),
         ("diloco:period=3", "", {"stop": 6}),
         ("local_sgd:period=2", "", {"stop": 8}),
