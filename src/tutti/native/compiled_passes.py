@@ -56,6 +56,21 @@ class Native:
         """
         return [square for _, square in self._run("squares", (None, grads), ())]
 
+    def scaled_squares(self, factors: Tensors, grads: Tensors) -> Squares:
+        """Return ‖f·g‖² and ‖g‖² of each tensor, with a factor f for each element, in one compiled loop.
+
+        No tensor is written. All tensors are dense CPU tensors of this object's dtype, and a gradient and its factors
+        have one shape and memory format, which is not checked: the loop reads plain memory.
+
+        Args:
+            factors: tensors of factors (f).
+            grads: gradients (g).
+
+        Returns:
+            For each tensor the sums of squares (‖f·g‖², ‖g‖²) as two Python floats, in the order of ``grads``.
+        """
+        return self._run("scaled_squares", (factors, grads), ())
+
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
         """Return ‖w‖² and ‖d‖² of each tensor, with d = gradient·g + decay·w, in one compiled loop.
 
@@ -141,7 +156,7 @@ class Native:
         return list(zip(result[::2], result[1::2], strict=True))
 
 
-_PASSES = ("squares", "decayed_squares", "momentum", "adam_squares", "adam_step")
+_PASSES = ("squares", "scaled_squares", "decayed_squares", "momentum", "adam_squares", "adam_step")
 
 
 def passes(parameter: Tensor) -> Native | None:

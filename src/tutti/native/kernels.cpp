@@ -86,6 +86,20 @@ template <class T> void squares(const Rows& rows, const double*, double* partial
   gather(rows, partial, result);
 }
 
+// squares[row] = (|w g|^2, |g|^2), with the factors w in the parameter's place
+template <class T> void scaled_squares(const Rows& rows, const double*, double* partial, double* result) {
+  over_chunks(rows, false, [&](int64_t row, int64_t chunk, int64_t start, int64_t n) {
+    const T* __restrict w = rows.at<T>(row, 0, start);
+    const T* __restrict g = rows.at<T>(row, 1, start);
+    sum<T>(n, partial + 2 * chunk, [=](int64_t i, T& a, T& b) {
+      const T d = w[i] * g[i];
+      a += d * d;
+      b += g[i] * g[i];
+    });
+  });
+  gather(rows, partial, result);
+}
+
 // squares[row] = (|w|^2, |gradient g + decay w|^2)
 template <class T> void decayed_squares(const Rows& rows, const double* options, double* partial, double* result) {
   over_chunks(rows, false, [&](int64_t row, int64_t chunk, int64_t start, int64_t n) {
@@ -174,6 +188,7 @@ template <class T> void adam_step(const Rows& rows, const double* options, doubl
   }
 
 PASS(squares)
+PASS(scaled_squares)
 PASS(decayed_squares)
 PASS(momentum)
 PASS(adam_squares)
