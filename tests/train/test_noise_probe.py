@@ -162,8 +162,9 @@ def refusal(**options: Any) -> tuple[str, str]:
     [
         ({"workers": 1}, "Take workers=4 or micro_batch=3"),
         ({"workers": 1, "strategy": "pipeline:micro_batches=2"}, "with one worker there is a single gradient"),
-        ({"strategy": "local_sgd:period=2"}, "cannot be combined with strategy 'local_sgd'"),
-        ({"strategy": "parameter_server:mode=async"}, "cannot be combined with strategy 'parameter_server'"),
+        ({"strategy": "local_sgd:period=2", "workers": 1}, "Take workers=4 or micro_batch=3"),
+        ({"strategy": "parameter_server:mode=async"}, "needs several micro-batches of a worker"),
+        ({"strategy": "parameter_server:mode=async"}, "Take micro_batch=2, or leave out noise_every"),
         ({"strategy": "parameter_server:backup=1"}, "cannot be combined with backup workers"),
         ({"strategy": "mirrored:wire=bf16"}, "cannot be combined with a compressed wire"),
         ({"gradient_noise": "multiplicative:base_batch=4"}, "cannot be combined with gradient_noise"),
@@ -176,17 +177,239 @@ def test_refused_before_the_first_step(options: dict[str, Any], words: str) -> N
     assert kind == UsageError.__name__ and words in said, said
 
 
-def custom() -> str:
+# --- workers with parameters of their own -----------------------------------------------------------------------------
+
+
+def share_of(clock: int, worker: int, workers: int) -> Tensor:
+    from tutti.comm.partition import even_share
+    from tutti.data.order import permutation
+
+    rows = permutation(0, 0, COUNT)[BATCH * clock : BATCH * (clock + 1)]
+    return data()[rows[slice((share := even_share(len(rows), workers, worker)).start, share.stop)]]
+
+
+def mean_gradient(net: Any, samples: Tensor) -> list[Tensor]:
+    sums, count, _ = loss(net, samples)
+    return list(torch.autograd.grad(sums / count, list(net.parameters())))
+
+
+def estimated(parts: list[Tensor], net: Any, weights: list[Any]) -> tuple[float, float]:
+    """(tr Σ, |G|²) from the parts of a batch, with the squares of gradients weighted."""
+    samples = sum(map(len, parts))
+    total, squares = [torch.zeros_like(p) for p in net.parameters()], 0.0
+    for part in parts:
+        gradient = mean_gradient(net, part)
+        squares += len(part) / samples * sum(float((w * g**2).sum()) for w, g in zip(weights, gradient, strict=True))
+        total = [t + len(part) / samples * g for t, g in zip(total, gradient, strict=True)]
+    whole = sum(float((w * g**2).sum()) for w, g in zip(weights, total, strict=True))
+    spread = (squares - whole) / (len(parts) - 1)
+    return samples * spread, whole - spread
+
+
+def preconditioner(net: Any, optimizer: Any) -> list[Any]:
+    found = []
+    for p in net.parameters():
+        state = optimizer.state[p]
+        found.append(1 / ((state["exp_avg_sq"] / (1 - 0.999 ** float(state["step"]))).sqrt() + 1e-8))
+    return found
+
+
+def local_by_hand(micro: int | None, together: int, period: int, workers: int = WORKERS) -> list[dict[str, Any]]:
+    """Local SGD with Adam; of each step the noise by the workers' micro-batches, or by all workers while they agree."""
+    from tutti.comm.partition import chunks
+
+    nets = [model() for _ in range(workers)]
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in nets]
+    found = []
+    for clock in range(STEPS):
+        shares = [share_of(clock, worker, workers) for worker in range(workers)]
+        values: dict[str, Any] = {}
+        if micro is None:
+            if clock <= together or (clock - together) % period == 0:
+                values["noise"] = estimated(shares, nets[0], [1.0] * 6)
+        else:
+            parts = [[share[piece.start : piece.stop] for piece in chunks(len(share), micro)] for share in shares]
+            values["noise"] = [estimated(part, net, [1.0] * 6) for part, net in zip(parts, nets, strict=True)]
+            if clock:
+                weights = [preconditioner(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True)]
+                each = zip(parts, nets, weights, strict=True)
+                values["noise/adam"] = [estimated(part, net, weight) for part, net, weight in each]
+        found.append(values)
+        gradients = [mean_gradient(net, share) for net, share in zip(nets, shares, strict=True)]
+        if clock < together:
+            joint = zip(*gradients, strict=True)
+            sizes = [len(share) / BATCH for share in shares]
+            gradients = [[sum(n * g for n, g in zip(sizes, of, strict=True)) for of in joint]] * workers  # type: ignore[misc]
+        for net, optimizer, gradient in zip(nets, optimizers, gradients, strict=True):
+            for p, g in zip(net.parameters(), gradient, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+        if clock + 1 > together and (clock + 1 - together) % period == 0:
+            with torch.no_grad():
+                for of in zip(*(net.parameters() for net in nets), strict=True):
+                    mean = sum(of) / workers
+                    for p in of:
+                        p.copy_(mean)
+    return found
+
+
+def check_local(found: list[Any], by_hand: list[dict[str, Any]], measured: list[bool]) -> None:
+    assert [bool(values) for values in found] == measured
+    for values, want in zip(found, by_hand, strict=True):
+        assert ("noise/adam/trace" in values) == (bool(values) and "noise/adam" in want)
+        for name in [name for name in want if values]:
+            of = want[name] if isinstance(want[name], list) else [want[name]]
+            mean = [sum(column) / len(of) for column in zip(*of, strict=True)]
+            got = [values[f"{name}/trace"], values[f"{name}/square"]]
+            assert got == pytest.approx(mean, rel=1e-8), name
+
+
+LOCAL = "local_sgd:period=2"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro", "together", "period", "measured"),
+    [
+        (LOCAL, 2, 0, 2, [True, False, True, False, True]),
+        ("diloco:period=3,outer_lr=1,outer_momentum=0", 2, 0, 3, [True, False, True, False, True]),
+        ("local_sgd:period=3", None, 0, 3, [True, False, False, True, False]),
+        ("local_sgd:period=2,post=2st", None, 2, 2, [True, False, True, False, True]),
+    ],
+)
+def test_workers_with_parameters_of_their_own(
+    strategy: str, micro: int | None, together: int, period: int, measured: list[bool]
+) -> None:
+    want = local_by_hand(micro, together, period)
+    for devices in (1, 3):
+        for _, found in worlds.run(devices, train, strategy=strategy, micro_batch=micro):
+            check_local(found, want, measured)
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded,staleness=2"])
+def test_asynchronous_workers_of_a_rank(mode: str) -> None:
+    """With a rate of 0 all workers keep the first parameters, so that the order of their pushes does not matter."""
+    from tutti.comm.partition import chunks, even_share
+
+    net, want = model(), []
+    for clock in range(STEPS):
+        shares = [share_of(clock, worker, WORKERS) for worker in range(WORKERS)]
+        parts = [[share[piece.start : piece.stop] for piece in chunks(len(share), 2)] for share in shares]
+        want.append([estimated(part, net, [1.0] * 6) for part in parts])
+    for devices in (1, 2):
+        options = {"strategy": f"parameter_server:mode={mode}", "micro_batch": 2, "optimizer": "adam:lr=0"}
+        for rank, (_, found) in enumerate(worlds.run(devices, train, **options)):
+            mine = [{"noise": [step[worker] for worker in even_share(WORKERS, devices, rank)]} for step in want]
+            check_local(found, mine, [True, False, True, False, True])
+
+
+# --- custom training loops --------------------------------------------------------------------------------------------
+
+
+def train_own(every: int | None = 2, plain: bool = False, rate: float = 0.01, **options: Any) -> tuple[Any, list[Any]]:
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = tutti.prepare(net, optimizer, data(), workers=2, batch_size=8, noise_every=1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=rate)
+    options = {"workers": WORKERS, "batch_size": BATCH, **options}
+    run = tutti.prepare(net, optimizer, data(), noise_every=every, **options)
+    found = []
+    for batch in run.microbatches(0):
+        optimizer.zero_grad()
+        sums, count, _ = loss(net, batch)
+        if plain:
+            (sums / count).backward()
+            run.reduce_gradients()
+        else:
+            run.backward((sums, count))
+        optimizer.step()
+        if run.stepped:
+            found.append({} if run.noise_probe is None else dict(run.noise_probe.values()))
+            if run.clock == STEPS:
+                break
+    return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, found
+
+
+LOOPS = [
+    ("single", 1, True, {}),
+    ("mirrored", 2, True, {}),
+    ("mirrored", 3, True, {"reproducible": True}),
+    ("sharded:stage=1", 2, False, {}),
+    ("sharded:stage=3", 3, False, {}),
+    ("central_storage", 3, False, {}),
+    ("tensor:least=1", 2, True, {}),
+    ("parameter_server", 2, False, {}),
+    ("mirrored", 2, True, {"plain": True}),
+    pytest.param("single", 1, True, {"plain": True}, marks=pytest.mark.full),
+    pytest.param("sharded:stage=1", 2, False, {"plain": True}, marks=pytest.mark.full),
+    pytest.param("central_storage", 3, False, {"plain": True}, marks=pytest.mark.full),
+    pytest.param("parameter_server", 2, False, {"plain": True}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("strategy", "devices", "adam", "options"), LOOPS)
+def test_a_custom_loop(strategy: str, devices: int, adam: bool, options: dict[str, Any]) -> None:
+    for _, found in worlds.run(devices, train_own, strategy=strategy, micro_batch=2, **options):
+        check(found, 2, adam)
+
+
+def test_a_custom_loop_over_pipeline_stages_compares_micro_batches() -> None:
+    for _, found in worlds.run(2, train_own, strategy="pipeline:micro_batches=1"):
+        check(found, None, adam=True)
+
+
+def test_the_weights_of_a_custom_loop_are_those_without_it() -> None:
+    for devices, strategy in ((1, "single"), (2, "mirrored"), (2, "sharded:stage=3"), (2, LOCAL)):
+        options = {"strategy": strategy, "micro_batch": 2, **({"workers": 2} if strategy == LOCAL else {})}
+        with_it = worlds.run(devices, train_own, every=2, **options)
+        without = worlds.run(devices, train_own, every=None, **options)
+        for (got, _), (want, _) in zip(with_it, without, strict=True):
+            assert largest_difference(got, want) == 0
+
+
+@pytest.mark.parametrize(("micro", "plain"), [(2, False), (None, False), (None, True)])
+def test_a_custom_loop_of_local_sgd(micro: int | None, plain: bool) -> None:
+    want = local_by_hand(micro, 0, 2, workers=2)
+    for _, found in worlds.run(2, train_own, strategy=LOCAL, workers=2, micro_batch=micro, plain=plain):
+        check_local(found, want, [True, False, True, False, True])
+
+
+def test_a_custom_loop_of_asynchronous_servers() -> None:
+    from tutti.comm.partition import chunks
+
+    net, want = model(), []
+    for clock in range(STEPS):
+        shares = [share_of(clock, worker, 2) for worker in range(2)]
+        parts = [[share[piece.start : piece.stop] for piece in chunks(len(share), 2)] for share in shares]
+        want.append({"noise": [estimated(part, net, [1.0] * 6) for part in parts]})
+    options = {"strategy": "parameter_server:mode=async", "workers": 2, "micro_batch": 2, "rate": 0.0}
+    [(_, found)] = worlds.run(1, train_own, **options)
+    check_local(found, want, [True, False, True, False, True])
+
+
+def two_losses(update_between: bool) -> tuple[str, list[Any]]:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    run = tutti.prepare(net, optimizer, data(), workers=WORKERS, batch_size=BATCH, noise_every=1)
+    found = []
     try:
-        next(iter(run.microbatches(0)))
+        for batch in run.microbatches(0):
+            for factor in (1, 3):
+                if update_between or factor == 1:
+                    optimizer.zero_grad()
+                sums, count, _ = loss(net, batch)
+                run.backward((factor * sums, count))
+                if update_between:
+                    optimizer.step()
+            if not update_between:
+                optimizer.step()
+            if run.stepped:
+                found.append(dict(run.noise_probe.values()))
     except UsageError as error:
-        return str(error)
-    return ""
+        return str(error), found
+    return "", found
 
 
-def test_custom_loops_are_refused() -> None:
-    [said] = worlds.run(1, custom)
-    assert "noise_every cannot be combined with a custom training loop" in said
+def test_of_several_updates_of_a_batch_the_first_counts_and_two_losses_of_one_are_refused() -> None:
+    [(said, found)] = worlds.run(1, two_losses, update_between=False)
+    assert "2 reductions of gradients in one update of a batch" in said and "test_noise_probe.py" in said and not found
+    for _, found in worlds.run(4, two_losses, update_between=True):
+        [(trace, square), *_] = by_hand(None)
+        assert (found[0]["noise/trace"], found[0]["noise/square"]) == pytest.approx((trace, square), rel=1e-9)

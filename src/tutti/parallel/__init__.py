@@ -4,13 +4,22 @@ Imports no torch. A new strategy is one new file in a folder here, its class in 
 ``tutti.config.strategy_table``.
 """
 
-from tutti.parallel.combinations import check_custom_loop, check_noise_scale, check_strategy, check_sync
+from tutti.parallel.combinations import (
+    NoiseBasis,
+    check_custom_loop,
+    check_noise_scale,
+    check_strategy,
+    check_sync,
+    noise_basis,
+)
 from tutti.parallel.registry import make_strategy
 
 __all__ = [
+    "NoiseBasis",
     "check_custom_loop",
     "check_noise_scale",
     "check_strategy",
     "check_sync",
     "make_strategy",
+    "noise_basis",
 ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Literal, TypeAlias
 
 from tutti.config.layout_config import HybridConfig
 from tutti.config.strategy_choice import Choice
 from tutti.config.strategy_table import TABLE
-from tutti.config.sync_config import AllReduceConfig, ParameterServerConfig, SplitConfig
+from tutti.config.sync_config import AllReduceConfig, LocalSGDConfig, ParameterServerConfig, SplitConfig
 from tutti.data.contract import BatchContract
 from tutti.distribution import pip_install
 from tutti.errors import UsageError, counted
+
+NoiseBasis: TypeAlias = Literal["batch", "worker", "average"]
+"""Which gradients the gradient noise scale compares: see ``noise_basis``."""
 
 
 def check_strategy(
@@ -214,8 +218,8 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
     """Check that ``--noise-every`` can measure the gradient noise scale with these options.
 
     The noise scale is estimated from the squared norms of the gradients of parts of a batch (logical workers or
-    micro-batches) and of the gradient of the whole batch. Each must exist by itself on some rank, and all must be
-    computed with the same parameters.
+    micro-batches) and of the gradient of the whole batch, or of a worker's share of it (``noise_basis``). Each must
+    exist by itself on some rank, and all must be computed with the same parameters.
 
     Args:
         choice: the strategy.
@@ -225,12 +229,11 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
         sparse: whether the model has sparse gradients.
 
     Raises:
-        UsageError: workers make updates of their own, or asynchronously; the strategy compresses its messages
-            (``wire``), has backup workers, or lets backward itself reduce gradients (FSDP2) in a pipeline; ``noisy`` or
-            ``sparse`` is True; in a pipeline several ranks share a worker; or a batch has a single part. The message
-            names a way out.
+        UsageError: the strategy compresses its messages (``wire``), has backup workers, or lets backward itself reduce
+            gradients (FSDP2) in a pipeline; ``noisy`` or ``sparse`` is True; in a pipeline several ranks share a
+            worker; or at no parameters there are gradients of several parts: a batch has a single part, or workers have
+            parameters of their own and one micro-batch each. The message names a way out.
     """
-    _check_one_gradient(choice)
     sync, shape = choice.sync, choice.shape(devices)
     if isinstance(sync, AllReduceConfig) and sync.wire != "fp32":
         raise UsageError(
@@ -268,8 +271,22 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
             why="a pipeline measures the gradients of whole workers, of which a replica has a part",
             remedy=f"take --workers {contract.ranks} or more, or leave out --noise-every",
         )
-    apart = contract.micro_batches(len(contract.worker(contract.batch, 0))) if choice.row.own_backward else [0]
-    if contract.workers == 1 and len(apart) < 2:
+    _check_parts(choice, contract)
+
+
+def _check_parts(choice: Choice, contract: BatchContract) -> None:
+    """Raise UsageError unless gradients of several parts of a batch are computed at the same parameters."""
+    parts = _parts_of_worker(contract) if choice.row.own_backward else 1
+    if noise_basis(choice, contract) == "average" and not isinstance(choice.sync, LocalSGDConfig):
+        share = len(contract.worker(contract.batch, 0))
+        raise UsageError(
+            f"--noise-every needs several micro-batches of a worker with these options of strategy '{choice.name}'",
+            why="its workers never have the same parameters, and one gradient at a point has no variance",
+            remedy=f"take --micro-batch {share // 2}, or leave out --noise-every"
+            if share > 1
+            else f"take --batch-size {2 * contract.workers} and --micro-batch 1, or leave out --noise-every",
+        )
+    if contract.workers == 1 and parts < 2:
         micro = f" or --micro-batch {max(contract.batch // 4, 1)}" if choice.row.own_backward else ""
         raise UsageError(
             "--noise-every needs gradients of several parts of a batch",
@@ -278,15 +295,27 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
         )
 
 
-def _check_one_gradient(choice: Choice) -> None:
-    """Raise UsageError where workers make updates of their own."""
-    if not (choice.row.single_update and choice.row.synchronous):
-        raise UsageError(
-            f"--noise-every cannot be combined with strategy '{choice.name}'",
-            why="its workers make updates of their own, at different parameters, and their gradients differ for that"
-            " reason, too",
-            remedy="take --strategy mirrored with as many workers, or leave out --noise-every",
-        )
+def noise_basis(choice: Choice, contract: BatchContract) -> NoiseBasis:
+    """Return which gradients the gradient noise scale compares, all of which are computed at the same parameters.
+
+    Args:
+        choice: the strategy.
+        contract: division of a global batch into logical workers (fixed shares) and micro-batches.
+
+    Returns:
+        ``batch``: those of all parts of a batch with that of the batch, where all workers make one update together.
+        Otherwise ``worker``: those of a worker's micro-batches with that of the worker, at its own parameters; or,
+        where a worker has a single micro-batch, ``average``: those of all workers in the first step after an average,
+        before which all have the same parameters.
+    """
+    if choice.row.single_update:
+        return "batch"
+    return "worker" if _parts_of_worker(contract) > 1 else "average"
+
+
+def _parts_of_worker(contract: BatchContract) -> int:
+    """Return the number of micro-batches of the first worker, which has the largest share of a batch."""
+    return len(contract.micro_batches(len(contract.worker(contract.batch, 0))))
 
 
 def check_sync(choice: Choice, devices: int, reproducible: bool, per_worker_option: str | None = None) -> None:

@@ -34,6 +34,7 @@ from tutti.parallel import check_custom_loop
 from tutti.parallel.ddp.step_agreement import agree_on_settings
 from tutti.parallel.normalisation import finite_by_norm, is_finite
 from tutti.torch_compat import tensor_version
+from tutti.train.noise_parts import MeasuredParts, SilentHook
 from tutti.train.script_checks.body_comparison import BodyComparison
 from tutti.train.script_checks.carried_state import CarriedState
 from tutti.train.script_checks.gradient_origin import GradientOrigin
@@ -41,13 +42,15 @@ from tutti.train.script_checks.skipped_bodies import SkippedBodies
 from tutti.train.void_body import VoidBody
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, AloneLoopSync
 from tutti.types.micro_batch import Batch, LossSums, MicroBatch
+from tutti.types.replica_runner import GradientReadyHook
 from tutti.types.step_records import PendingStats, StepContext, StepStats, UpdateResult
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
-
+BodyWork: TypeAlias = "Callable[[LossSums | None, GradientReadyHook], LossSums]"
+"""Computes the gradient of a body from the worker's loss sums so far; see ``CustomLoop._contribute``."""
 
 _NOT_COMBINED = "cannot be combined with parameter servers that do not wait for all workers"
 _ALL_WAIT = "take strategy='parameter_server' with mode=sync and no backup"
@@ -100,6 +103,7 @@ class _GlobalBatch:
         alone: whether workers make updates of their own in this step (local SGD).
         ending: the step, until the parameters of such workers are averaged where that is due; None otherwise.
         averaged: whether they were averaged in this step.
+        measured: measures the gradient noise in the first reduction of the batch; None where it is not measured.
     """
 
     is_open: bool = False
@@ -112,6 +116,7 @@ class _GlobalBatch:
     alone: bool = False
     ending: StepContext | None = None
     averaged: bool = False
+    measured: MeasuredParts | None = None
 
 
 class CustomLoop:
@@ -184,15 +189,15 @@ class CustomLoop:
             The micro-batch's samples as the data set or collate function gives them, on the device.
 
         Raises:
-            UsageError: the strategy has no custom training loops; ``noise_every`` is set, or ``compile`` to a mode with
-                CUDA graphs; an earlier loop over micro-batches was left in the middle of a global batch; this loop
-                begins in the body of another one, before its ``optimizer.step()``; in reproducible mode several ranks
-                share a worker, and a rank other than the worker's first has several of its micro-batches; the body
-                makes other backward and optimizer calls than for the rank's first micro-batch of the global batch,
-                writes parameters before the last, or skips a micro-batch because of its size; with parameter servers
-                that do not wait for all workers a global batch ends without an update; the script has converted the
-                model or replaced optimizer state, has registered hooks or thawed parameters that the strategy cannot
-                handle, or has caught an exception of a step that cannot be skipped.
+            UsageError: the strategy has no custom training loops; ``compile`` is set to a mode with CUDA graphs; an
+                earlier loop over micro-batches was left in the middle of a global batch; this loop begins in the body
+                of another one, before its ``optimizer.step()``; in reproducible mode several ranks share a worker, and
+                a rank other than the worker's first has several of its micro-batches; the body makes other backward and
+                optimizer calls than for the rank's first micro-batch of the global batch, writes parameters before the
+                last, or skips a micro-batch because of its size; with parameter servers that do not wait for all
+                workers a global batch ends without an update; the script has converted the model or replaced optimizer
+                state, has registered hooks or thawed parameters that the strategy cannot handle, or has caught an
+                exception of a step that cannot be skipped.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         self._check_beginning()
@@ -218,6 +223,7 @@ class CustomLoop:
         lifecycle.loaders.begin_batch()
         work = lifecycle.padded(work)
         step_context = lifecycle.context
+        self._batch.measured = None if run.noise_probe is None else run.noise_probe.begin(step_context)
         if self._local is not None:
             self._batch.alone, self._batch.ending = self._local.updates_alone(step_context), step_context
         busy = [(worker, micro_batches) for worker, micro_batches in work if micro_batches]
@@ -232,9 +238,9 @@ class CustomLoop:
             self._refuse_parts_of_worker(len(busy))
         several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
         served = self._sync.gradient_at == "servers"
-        # Noise is in the gradients of run.backward alone: others must be told apart.
+        # Gradient noise is added by run.backward, and measured in reductions: other gradients must be told apart.
         whole = self._batch.alone or run.context.comms.replica.size == 1
-        self._origin.alone = not (several or served or run.noise) and whole
+        self._origin.alone = not (several or served or run.noise or run.noise_probe) and whole
         pushed = self._origin.carried() if several and served else []
         # Complete gradients that the script accumulates over global batches.
         if several:
@@ -263,12 +269,6 @@ class CustomLoop:
 
     def _check_beginning(self) -> None:
         check_custom_loop(self._choice, self._run.context.workers, self._run.context.grid.data_ranks)
-        if self._run.noise_probe is not None:
-            raise UsageError(
-                "noise_every cannot be combined with a custom training loop",
-                why="the noise is measured in run.step, which sees each micro-batch's gradient before the sum",
-                remedy="call run.step(batch) with a loss_fn, or leave out noise_every",
-            )
         compiled = self._run.context.compile
         if compiled is not None and compiled.records_graphs:
             raise UsageError(
@@ -457,7 +457,7 @@ class CustomLoop:
                 gradients that cannot be reduced together with these, because the model is split, the run has
                 ``gradient_noise``, or this loss counts another unit than samples; or with parameter servers an earlier
                 gradient was not cleared, or this is a second one of the global batch and the servers do not wait for
-                all workers.
+                all workers; or, with ``noise_every``, this is a second one of the global batch before an update.
             MismatchError: ranks are in different steps, or make different calls.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """
@@ -470,11 +470,11 @@ class CustomLoop:
         self._lifecycle.loaders.check()
         self._bodies.note("backward", 0)
 
-        def work(before: LossSums | None) -> LossSums:
+        def work(before: LossSums | None, grad_hook: GradientReadyHook) -> LossSums:
             with self._origin.own_backward():
                 if self._void is not None:
                     return self._void_backward(loss, micro_batch, retain_graph)
-                return self._replica.backward(loss, micro_batch, before, self._run.grad_hook, retain_graph)
+                return self._replica.backward(loss, micro_batch, before, grad_hook, retain_graph)
 
         try:
             with self._lifecycle.values.updating(), self._run.model_code():
@@ -495,15 +495,13 @@ class CustomLoop:
         self._show(gradients)
         return part
 
-    def _contribute(
-        self, micro_batch: MicroBatch, work: Callable[[LossSums | None], LossSums], means: bool = False
-    ) -> None:
+    def _contribute(self, micro_batch: MicroBatch, work: BodyWork, means: bool = False) -> None:
         """Add the gradient that ``work`` computes to that of the global batch. Collective in a rank's last body.
 
         Args:
             micro_batch: the micro-batch of the body.
             work: adds this micro-batch's weighted gradient to ``.grad``; takes the worker's loss sums so far (None at
-                first) and returns them including this micro-batch.
+                first) and the gradient-ready hook, and returns the loss sums including this micro-batch.
             means: see ``GradientOrigin.local``.
         """
         self._check_cleared()
@@ -523,17 +521,48 @@ class CustomLoop:
         for parameter in self._origin.script_parameters():
             parameter.grad = gradients.get(parameter)
 
-    def _bank_body(
-        self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
-    ) -> None:
+    def _computed(
+        self, micro_batch: MicroBatch, call: int, local: Gradients, work: BodyWork, before: LossSums | None
+    ) -> LossSums:
+        """Add the gradients of a body to those of earlier bodies in ``.grad``; measure them by themselves if due.
+
+        Args:
+            micro_batch: the micro-batch of the body.
+            call: number of the reduction in the body; the noise is measured in the first.
+            local: gradients that the script computed without ``run.backward``.
+            work: computes the others; see ``_contribute``.
+            before: loss sums of the worker's earlier bodies; None for none.
+
+        Returns:
+            The loss sums including this body.
+        """
+
+        def add_local() -> None:
+            for parameter, gradient in local.items():
+                banked = parameter.grad
+                parameter.grad = gradient if banked is None else banked.add_(gradient)
+
+        def alone() -> LossSums:
+            add_local()
+            return work(None, SilentHook())
+
+        measured = self._batch.measured
+        if measured is None or call:
+            add_local()
+            return work(before, self._run.grad_hook)
+        part = measured.measure(alone, micro_batch.worker, micro_batch.samples)
+        return part if before is None else before + part
+
+    def _bank_body(self, micro_batch: MicroBatch, call: int, local: Gradients, work: BodyWork) -> None:
         """Bank the gradient and loss sums of a micro-batch that is not the rank's last."""
         staged = self._sync.gradient_at == "stages"
         if staged:
             self._sync.apply_edits([])
         shown = self._shown()
-        self._show(local)
+        self._show({})
         kept = self._batch.bank.setdefault((call, micro_batch.worker if self._sync.by_worker else -1), Contribution())
-        kept.loss_sums[micro_batch.worker] = work(kept.loss_sums.get(micro_batch.worker))
+        sums = kept.loss_sums.get(micro_batch.worker)
+        kept.loss_sums[micro_batch.worker] = self._computed(micro_batch, call, local, work, sums)
         used = self._sync.pop_reached()
         kept.used = [a or b for a, b in zip(kept.used or used, used, strict=True)]
         for parameter, gradient in self._shown().items():
@@ -551,12 +580,11 @@ class CustomLoop:
             # A rank must not read the gradients of its stage as those of the model in this body either.
             self._sync.add_gradients({})
 
-    def _reduce_batch(
-        self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
-    ) -> None:
+    def _reduce_batch(self, micro_batch: MicroBatch, call: int, local: Gradients, work: BodyWork) -> None:
         """Reduce the gradients of this call over ranks. Collective."""
         run, sync = self._run, self._sync
         self._check_one_push()
+        self._check_one_loss(call)
         self._check_pending()
         step_context, settings = self._lifecycle.context, self._batch.settings.pop(call)
         if (call, settings) != (step_context.call, step_context.settings):
@@ -569,15 +597,13 @@ class CustomLoop:
         for worker in self._batch.busy[:-1]:
             if worker in kept.loss_sums:
                 sync.end_worker(worker, kept.loss_sums[worker])
-        for parameter, gradient in local.items():
-            banked = kept.gradients.get(parameter)
-            kept.gradients[parameter] = gradient if banked is None else banked.add_(gradient)
-        if kept.gradients:
+        if kept.gradients or local:
             self._show(kept.gradients)
         if kept.used:
             sync.mark_reached(kept.used)
-        part = work(kept.loss_sums.get(micro_batch.worker))
+        part = self._computed(micro_batch, call, local, work, kept.loss_sums.get(micro_batch.worker))
         part.whole = micro_batch.whole
+        self._end_measured_worker(call, micro_batch.worker, part)
         if self._batch.alone and self._local is not None:
             self._reduce_own(self._local, micro_batch, part, step_context)
             sync.add_gradients(held)
@@ -592,6 +618,7 @@ class CustomLoop:
         stats = sync.reduce_gradients(step_context)
         run.hooks.check_sum(stats, step_context)
         self._check_counts(stats, step_context.samples)
+        self._finish_noise(stats)
         sync.add_gradients(held)
         self._pending.append(stats)
         self._is_pushed = sync.gradient_at == "servers"
@@ -612,6 +639,7 @@ class CustomLoop:
             self._reductions += 1
             run.stats = self._latest = local.reduce_losses(step_context)
             self._check_counts(self._latest, step_context.samples)
+            self._finish_noise(self._latest)
         self._pending.append(self._latest)
 
     def _join_losses(self, local: AloneLoopSync, micro_batch: MicroBatch) -> None:
@@ -628,8 +656,29 @@ class CustomLoop:
             self._sync.begin_worker(micro_batch.worker, step_context)
             local.end_own(micro_batch.worker, None)
             stats = local.reduce_losses(step_context)
+            self._finish_noise(stats)
             if stats.count:
                 self._run.stats = stats
+
+    def _end_measured_worker(self, call: int, worker: int, part: LossSums) -> None:
+        """Tell the measurement of the gradient noise that ``.grad`` has a worker's gradient of the first reduction."""
+        if self._batch.measured is not None and not call:
+            self._batch.measured.end_worker(worker, part)
+
+    def _finish_noise(self, stats: StepStats) -> None:
+        """Estimate the gradient noise from the first reduction of a batch, if it is measured. Collective then."""
+        if self._batch.measured is not None and self._run.noise_probe is not None:
+            self._run.noise_probe.finish(stats)
+
+    def _check_one_loss(self, call: int) -> None:
+        """Raise UsageError for two reductions in one update of a batch, if the gradient noise is to be measured."""
+        if call and self._pending and self._run.noise_probe is not None:
+            raise UsageError(
+                f"noise_every with {call + 1} reductions of gradients in one update of a batch",
+                where=f"step {self._run.clock + 1}, {script_line()}",
+                why="the gradient of the update is their sum, and the noise compares micro-batches in one reduction",
+                remedy="add the losses up and call run.backward once, or leave out noise_every",
+            )
 
     def _check_pending(self) -> None:
         """Compare edits of gradients that wait for an update, before others are added to them. Collective if edited."""
@@ -656,6 +705,7 @@ class CustomLoop:
         if kept is not None:
             shown = self._shown()
             self._show(kept.gradients)
+            self._end_measured_worker(call, worker, kept.loss_sums[worker])
             self._sync.end_worker(worker, kept.loss_sums[worker])
             self._show(shown)
 
@@ -909,7 +959,8 @@ class CustomLoop:
         parameter = self._origin.script_parameters()[0]
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
-        def work(before: LossSums | None) -> LossSums:
+        def work(before: LossSums | None, grad_hook: GradientReadyHook) -> LossSums:
+            del grad_hook
             sums = torch.tensor([math.nan if micro_batch.samples else 0.0, micro_batch.samples], dtype=dtype)
             own = LossSums(sums.to(parameter.device), (), micro_batch.samples)
             return own if before is None else before + own

@@ -153,7 +153,7 @@ def prepare(
         clip: largest gradient norm; None for no clipping.
         gradient_noise: ``multiplicative:base_batch=512`` makes the gradient as noisy as that of 512 samples; the loss
             must be one number a sample.
-        noise_every: interval in steps at which ``run.step`` measures the gradient noise scale; None for never.
+        noise_every: interval in steps at which the gradient noise scale is measured; None for never.
         ema: decay per update of an average of the weights, ``0.999`` or ``"0.999:warmup"``, which ``run.evaluate`` then
             uses; None for no average.
         init_from: warm start from the weights and buffers of a run directory (its newest checkpoint), a checkpoint
@@ -309,7 +309,10 @@ def prepare_run(
 
     # The run, and the script's objects, which act on it from now on.
     average = make_average(replica, sync, run_context)
-    noise_probe = None if o.noise_every is None else NoiseProbe(sync, run_context, choice, o.noise_every)
+    noise_probe = None
+    if o.noise_every is not None:
+        basis = parallel.noise_basis(choice, contract)
+        noise_probe = NoiseProbe(sync, run_context, choice, basis, o.noise_every)
     rates = None if lr_schedule is None else lr_schedule(checked.epochs)
     settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, uncached, warn)
     conversions = ModelConversions(checked.model, replica, run_context)

@@ -498,10 +498,9 @@ class Run:
             The micro-batch's samples as the data set or collate function gives them, on the device.
 
         Raises:
-            UsageError: the strategy or an option (``noise_every``, CUDA graphs) has no custom training loops; the
-                previous loop was left in the middle of a global batch; the bodies of one global batch make different
-                calls; or a body writes parameters, steps twice or uses a GradScaler although this rank has several
-                micro-batches.
+            UsageError: the strategy or an option (CUDA graphs) has no custom training loops; the previous loop was left
+                in the middle of a global batch; the bodies of one global batch make different calls; or a body writes
+                parameters, steps twice or uses a GradScaler although this rank has several micro-batches.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
         return self.custom.microbatches(number, start)

@@ -58,7 +58,7 @@ def train_step(
         MismatchError: ranks are in different steps.
         PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
     """
-    run = replica.run if noise is None else noise.begin(replica, step_context)
+    run = replica.run if noise is None else noise.runner(replica, step_context)
     for worker, micro_batches in work:
         sync.begin_worker(worker, step_context)
         part = None
@@ -72,7 +72,7 @@ def train_step(
     if sync.loss_normalisation == "step":
         hooks.check_sum(stats, step_context)
     if noise is not None:
-        noise.finish(stats, step_context)
+        noise.finish(stats)
     updated = sync.optimizer_step(stats, step_context if adapt is None else adapt(stats, step_context))
     sync.clear()
     return stats.known(), updated

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tutti.types.micro_batch import LossSums
@@ -29,11 +29,17 @@ class OwnGradients:
             (FSDP2) since the last call; None where backward reduces none.
         optimizers: the optimizers that have the state of ``parameters``, in full, on this rank; empty where that state
             is on other ranks, on servers or in host memory.
+        optimizer_of: in place of ``optimizers``, by logical worker (share of the global batch) of this rank, the
+            optimizer with which it makes updates of its own; empty where workers make none, or elsewhere.
+        equal_before: where all workers meet at equal parameters, a function that returns whether they have them before
+            the step of a number from 0; None where workers always have them, or never.
     """
 
     parameters: Sequence[nn.Parameter]
     take_squares: Callable[[], float] | None = None
     optimizers: Sequence[Optimizer] = ()
+    optimizer_of: Mapping[int, Optimizer] = field(default_factory=dict)
+    equal_before: Callable[[int], bool] | None = None
 
 
 class GradientSync(Protocol):
@@ -291,7 +297,7 @@ class GradientSync(Protocol):
     def own_gradients(self) -> OwnGradients:
         """Return this rank's gradients before their reduction over ranks, to measure the gradient noise scale.
 
-        Called at the beginning of each step that measures the noise scale. Not collective. Parameters that another rank
+        Called at the beginning of a step that may measure the noise scale. Not collective. Parameters that another rank
         of the replica counts in the norm (weights tied over pipeline stages) are left out.
 
         Returns:
@@ -300,11 +306,9 @@ class GradientSync(Protocol):
             function without arguments that returns, as a float, the sum of squares of the elements of this rank's
             gradients from before their reduction, added up over the backwards since its last call. ``optimizers``:
             the optimizers that hold the whole state (such as moments) of ``parameters`` on this rank; empty where the
-            state is on other ranks, on servers or in host memory.
-
-        Raises:
-            UsageError: logical workers (shares of the global batch) make updates by themselves, so that there is no
-                gradient of one global batch.
+            state is on other ranks, on servers or in host memory. ``optimizer_of``: by logical worker (share of the
+            global batch), the optimizer of a worker that makes updates of its own. ``equal_before``: under local SGD a
+            function from a step's number to whether all workers have equal parameters before this step.
         """
 
     def facts(self) -> Mapping[str, Any]:

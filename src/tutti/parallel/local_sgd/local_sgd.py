@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, finite_by_norm, is_finite, nonfinite_names, own_mean, own_sum
 from tutti.parallel.whole_tensors import agreed_mixing
 from tutti.torch_compat import foreach_copy_, tensor_version
+from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
@@ -526,19 +527,18 @@ class LocalSGDSync(LocalGradients):
         self._note()
         self._note_frozen()
 
-    def own_gradients(self) -> NoReturn:
-        """Raise UsageError: the gradient noise scale cannot be measured with local SGD.
+    def own_gradients(self) -> OwnGradients:
+        """Return the parameters in whose ``.grad`` backward leaves a logical worker's gradient, before its update.
 
-        Each logical worker (share of the global batch) computes with its own copy of the parameters, so that the
-        workers' gradients do not belong to one point.
+        The gradient noise scale is measured with these gradients. Each worker (share of the global batch) computes with
+        its own copy of the parameters, which ``begin_worker`` puts into the model. Not collective.
 
-        Raises:
-            UsageError: always.
+        Returns:
+            An ``OwnGradients``: ``parameters``, the trained parameters; ``optimizer_of``, the optimizer of each worker
+            of this rank; and ``equal_before``, which says before which steps all workers have the same parameters.
         """
-        raise UsageError(
-            "the gradient noise scale cannot be measured where workers make updates of their own",
-            remedy="take strategy='mirrored', or leave out noise_every",
-        )
+        trained = [p for _, p in self._trained if p.requires_grad]
+        return OwnGradients(trained, optimizer_of=self._optimizer_of, equal_before=self._equal_before)
 
     def facts(self) -> dict[str, object]:
         """Return the data-parallel collectives that this rank has called so far, for ``summary.json``. Not collective.
@@ -695,8 +695,12 @@ class LocalSGDSync(LocalGradients):
 
     def _due(self, step_context: StepContext) -> bool:
         """Return whether the copies are averaged at the end of this step."""
-        alone = step_context.taken + 1 - self._joint_steps
-        return alone > 0 and alone % self._period == 0
+        after = step_context.taken + 1
+        return after > self._joint_steps and self._equal_before(after)
+
+    def _equal_before(self, step: int) -> bool:
+        """Return whether all workers have the same parameters before a step, by its number from 0."""
+        return step <= self._joint_steps or (step - self._joint_steps) % self._period == 0
 
     def _jointly(self, step_context: StepContext) -> Reducer | None:
         """Return the reducer of gradients in a synchronous step; None in a local step."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from tutti.checkpoint.state_shards import read_local
 from tutti.comm.partition import even_share
 from tutti.config.sync_config import ParameterServerConfig
-from tutti.errors import UsageError
 from tutti.launcher import context, lost_rank_notes
 from tutti.nn.swap import parameters
 from tutti.parallel.ddp.gradient_arithmetic import scale_all, squares_of
@@ -37,6 +36,7 @@ from tutti.parallel.parameter_server.server_session import ServerSession
 from tutti.parallel.parameter_server.server_wire import BACK, PULL, PUSH, READ, SKIP, WAIT
 from tutti.parallel.parameter_server.staleness import StalenessTracker
 from tutti.torch_compat import foreach_copy_
+from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
@@ -456,19 +456,17 @@ class AsynchronousServerSync(RemoteGradients):
         self._guards = self._new_guards()
         self._stop_at, self._clock = None, 0
 
-    def own_gradients(self) -> NoReturn:
-        """Raise UsageError: the gradient noise scale cannot be measured with asynchronous parameter servers.
+    def own_gradients(self) -> OwnGradients:
+        """Return the parameters in whose ``.grad`` backward leaves a logical worker's gradient, before the push.
 
-        The measurement compares gradients taken at the same parameters. Here each logical worker (share of the global
-        batch) computes its gradient with the parameters of its own last read.
+        The gradient noise scale is measured with these gradients. Each worker (share of the global batch) computes with
+        the parameters of its own last read. Not collective.
 
-        Raises:
-            UsageError: always.
+        Returns:
+            An ``OwnGradients``, whose ``parameters`` is a list of the trained parameters on this rank. It names no
+            optimizers, because their state is on the servers.
         """
-        raise UsageError(
-            "the gradient noise scale cannot be measured where workers make updates of their own",
-            remedy="take strategy='mirrored', or leave out noise_every",
-        )
+        return OwnGradients([p for _, p in self._trained])
 
     def facts(self) -> dict[str, object]:
         """Return the parameter servers' statistics for ``summary.json``. Not collective: rank 0 alone asks the servers.

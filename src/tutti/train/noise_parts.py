@@ -1,0 +1,353 @@
+"""Squared norms of gradients in a measured step, from which its gradient noise is estimated.
+
+A part is a micro-batch, or the share of a whole logical worker where a layout runs the micro-batches of a worker
+together (pipelines). Gradients of parts are compared with the gradient of the batch (``MeasuredParts``), with that of
+the worker at its own parameters (``MeasuredWorkers``), or workers with one another while their parameters are equal
+(``MeasuredRound``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.comm.communicator import Communicator
+from tutti.optim.noise_scale import NoiseEstimate, noise_estimate
+from tutti.optim.several import members_of
+from tutti.parallel.ddp.gradient_arithmetic import accumulated, scaled_squares_of, squares_of
+from tutti.parallel.normalisation import divisor_of_backward, mean_factor
+from tutti.types.gradient_sync import OwnGradients
+from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
+from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.run_context import RunContext
+from tutti.types.step_records import StepContext, StepStats
+
+
+class StepNoise(NamedTuple):
+    """Estimates of gradient noise from one step; None where there is none.
+
+    Attributes:
+        simple: of the gradient.
+        scaled: of the gradient scaled by Adam's preconditioner.
+    """
+
+    simple: NoiseEstimate | None = None
+    scaled: NoiseEstimate | None = None
+
+
+class SilentHook:
+    """A gradient-ready hook that starts no message during backward: gradients are measured before they are sent."""
+
+    def prepare_for_backward(self, part: LossSums | None) -> None:
+        """Do nothing: the reduction begins in ``reduce_gradients``."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Do nothing."""
+
+
+class MeasuredParts:
+    """Sums the squares of the gradients of a step's parts, to compare them with the gradient of the global batch.
+
+    Args:
+        own: parameters in whose ``.grad`` backward leaves the parts' gradients, and their optimizers.
+        step_context: the step under way.
+        apart: whether each micro-batch is a part; False where the micro-batches of a worker are one.
+    """
+
+    def __init__(self, own: OwnGradients, step_context: StepContext, apart: bool) -> None:
+        self._own, self._step_context, self._apart = own, step_context, apart
+        self._factors_of: dict[int, list[Tensor] | None] = {}
+        # Of the parts so far: Σ ‖s‖²/c for the gradient s of a sum over c counts, the same scaled, and their number.
+        self._squares = self._scaled = 0.0
+        self._parts = 0
+        if own.take_squares is not None:
+            own.take_squares()
+
+    def run(self, replica: ReplicaRunner, micro_batches: Sequence[MicroBatch], loss: LossFn) -> LossSums:
+        """Run forward and backward of a logical worker's micro-batches as ``ReplicaRunner.run``, and note squares.
+
+        A logical worker is a fixed share of the global batch. Nothing is sent during backward.
+
+        Args:
+            replica: this rank's part of the model.
+            micro_batches: the worker's micro-batches, in order; at least one.
+            loss: the loss function.
+
+        Returns:
+            The ``LossSums`` of the micro-batches together.
+        """
+        worker, total = micro_batches[0].worker, None
+        for part in [[each] for each in micro_batches] if self._apart else [micro_batches]:
+            samples = sum(each.samples for each in part)
+            sums = self.measure(lambda part=part: replica.run(part, loss, SilentHook()), worker, samples)  # type: ignore[misc]
+            total = sums if total is None else total + sums
+        if total is None:
+            raise ValueError("run needs at least one micro-batch")
+        total.whole = micro_batches[0].whole
+        self.end_worker(worker, total)
+        return total
+
+    def measure(self, compute: Callable[[], LossSums], worker: int, samples: int) -> LossSums:
+        """Compute the gradient of one part by itself, note its square, and add it to the gradients of earlier parts.
+
+        Gradients of earlier parts are set aside and added in the order of autograd, so that ``.grad`` has the same bits
+        as without the measurement. Not collective besides ``compute``.
+
+        Args:
+            compute: runs the part's backward, which leaves its gradient in ``.grad``; returns its loss sums.
+            worker: the logical worker of the part.
+            samples: samples of the part; 0 for a dummy, which is not noted.
+
+        Returns:
+            The result of ``compute``.
+        """
+        parameters = self._own.parameters
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        sums = compute()
+        count = float(sums.sums[1]) if samples else 0.0
+        plain, scaled = self._squares_of(worker)
+        if self._own.take_squares is not None:
+            plain += self._own.take_squares()
+        if count > 0:
+            below = count * self._step_context.loss_scale**2
+            self._squares += plain / below
+            self._scaled += scaled / below
+            self._parts += 1
+        for p, earlier in zip(parameters, before, strict=True):
+            if earlier is not None:
+                p.grad = earlier if p.grad is None else accumulated(earlier, p.grad)
+        return sums
+
+    def end_worker(self, worker: int, part: LossSums) -> None:
+        """Note that ``.grad`` has the gradient of a logical worker's samples, where it is needed. Not collective.
+
+        Called after the worker's last backward, before ``GradientSync.end_worker``.
+
+        Args:
+            worker: index of the worker.
+            part: the worker's loss sums, with ``samples`` and ``whole``.
+        """
+
+    def estimates(self, stats: StepStats, run_context: RunContext) -> StepNoise:
+        """Return the step's estimates of the gradient noise, equal on all ranks.
+
+        Collective over all ranks: an all-reduce of five numbers, for which the host waits. Called after
+        ``GradientSync.reduce_gradients``, whose result is in ``.grad``.
+
+        Args:
+            stats: the step's loss, count and gradient norm, reduced over the global batch.
+            run_context: mesh and communicators.
+
+        Returns:
+            A ``StepNoise``; without estimates if a gradient is not finite or if the batch has a single part, which has
+            no variance. ``scaled`` is measured where each rank has the second moments of its whole gradients.
+        """
+        comms, grid = run_context.comms, run_context.grid
+        able = self._factors(0) is not None
+        whole = self._squares_of(0)[1] if able and grid.data_rank == 0 else 0.0
+        leads = comms.model.rank == 0
+        numbers = [self._squares, leads * self._parts, self._scaled, whole, float(able)]
+        squares, parts, scaled, scaled_whole, ranks = self._sum(numbers, comms.world)
+        if not stats.finite or parts < 2:
+            return StepNoise()
+        # Σ pᵢ‖gᵢ‖² from Σ ‖sᵢ‖²/cᵢ of the sums sᵢ over cᵢ counts.
+        factor = mean_factor(divisor_of_backward(self._step_context), stats.count) ** 2 * stats.count
+        count, samples = round(parts), self._step_context.samples
+        simple = noise_estimate(squares * factor, stats.grad_norm**2, count, samples)
+        if ranks < comms.world.size:
+            return StepNoise(simple)
+        return StepNoise(simple, noise_estimate(scaled * factor, scaled_whole, count, samples))
+
+    def _sum(self, numbers: Sequence[float], comm: Communicator) -> list[float]:
+        """Return the sums of numbers over the ranks of a communicator. Collective over them."""
+        message = torch.tensor(numbers, dtype=torch.float64, device=comm.device)
+        comm.all_reduce(message, f"all_reduce of gradient noise in step {self._step_context.taken + 1}")
+        return [float(number) for number in message.tolist()]
+
+    def _factors(self, worker: int) -> list[Tensor] | None:
+        """Return the factors of the preconditioned gradient by the worker's optimizer; None without second moments."""
+        optimizer = self._own.optimizer_of.get(worker)
+        key = -1 if optimizer is None else worker
+        if key not in self._factors_of:
+            optimizers = self._own.optimizers if optimizer is None else [optimizer]
+            self._factors_of[key] = preconditioner_roots(self._own, optimizers)
+        return self._factors_of[key]
+
+    @torch.no_grad()
+    def _squares_of(self, worker: int) -> tuple[float, float]:
+        """Return ‖g‖² of the present gradient, and Σ g²/(√v̂ + ε) by the worker's Adam; 0 without second moments."""
+        factors = self._factors(worker)
+        rows = [(p.grad, place) for place, p in enumerate(self._own.parameters) if p.grad is not None]
+        gradients = [gradient for gradient, _ in rows]
+        if factors is None:
+            return sum(squares_of(gradients)), 0.0
+        return scaled_squares_of(gradients, [factors[place] for _, place in rows])
+
+
+class MeasuredWorkers(MeasuredParts):
+    """Compares the gradients of a worker's micro-batches with the worker's gradient, at the worker's own parameters.
+
+    For logical workers (fixed shares of the global batch) that make updates of their own. The step's estimates are
+    means over the workers.
+
+    Args:
+        own: parameters in whose ``.grad`` backward leaves the gradients of micro-batches, and the workers' optimizers.
+        step_context: the step under way.
+        meets: whether all ranks make the step together; if not, the estimates are those of this rank's workers.
+    """
+
+    def __init__(self, own: OwnGradients, step_context: StepContext, meets: bool) -> None:
+        super().__init__(own, step_context, apart=True)
+        self._meets = meets
+        self._found: list[StepNoise] = []
+
+    def end_worker(self, worker: int, part: LossSums) -> None:
+        """Estimate the noise at the worker's parameters from its gradient in ``.grad`` and from its micro-batches.
+
+        A worker with a single micro-batch in this step is left out. Not collective.
+
+        Args:
+            worker: index of the worker.
+            part: its loss sums, with ``samples``.
+        """
+        squares, scaled, parts = self._squares, self._scaled, self._parts
+        self._squares, self._scaled, self._parts = 0.0, 0.0, 0
+        if parts < 2:
+            return
+        count, scale = float(part.sums[1]), self._step_context.loss_scale
+        # Backward has divided losses by the worker's samples.
+        factor = mean_factor(part.samples, count) ** 2
+        whole, scaled_whole = (square * factor / scale**2 for square in self._squares_of(worker))
+        simple = noise_estimate(squares * factor * count, whole, parts, part.samples)
+        noise = None
+        if self._factors_of.pop(worker, None) is not None:
+            noise = noise_estimate(scaled * factor * count, scaled_whole, parts, part.samples)
+        self._found.append(StepNoise(simple, noise))
+
+    def estimates(self, stats: StepStats, run_context: RunContext) -> StepNoise:
+        """Return the means over workers of their estimates of the gradient noise.
+
+        Where all ranks make the step together, over all workers, and collective over all ranks: an all-reduce of six
+        numbers. Otherwise over this rank's workers, and nothing is sent.
+
+        Args:
+            stats: the step's results, of which ``finite`` is read.
+            run_context: communicators.
+
+        Returns:
+            A ``StepNoise``; without estimates if a gradient is not finite. ``scaled`` needs second moments of all
+            workers.
+        """
+        numbers: list[float] = []
+        for found in ([noise.simple for noise in self._found], [noise.scaled for noise in self._found]):
+            there = [estimate for estimate in found if estimate is not None]
+            numbers += [len(there), sum(each.trace for each in there), sum(each.square for each in there)]
+        if self._meets:
+            numbers = self._sum(numbers, run_context.comms.world)
+        workers, trace, square, able, *scaled = numbers
+        if not stats.finite or not workers:
+            return StepNoise()
+        simple = NoiseEstimate(trace / workers, square / workers)
+        return StepNoise(simple, NoiseEstimate(*(sums / able for sums in scaled)) if able == workers else None)
+
+
+class MeasuredRound(MeasuredParts):
+    """Compares the gradients of logical workers with that of the batch, while all workers have equal parameters.
+
+    For local SGD in the first step after an average: the only step in which one micro-batch of each worker says
+    something about the variance. The gradient of the batch, which local SGD never computes, is summed for it. Workers'
+    optimizers differ, so that there is no preconditioner of the batch.
+
+    Args:
+        own: parameters in whose ``.grad`` backward leaves the workers' gradients.
+        step_context: the step under way.
+    """
+
+    def __init__(self, own: OwnGradients, step_context: StepContext) -> None:
+        super().__init__(OwnGradients(own.parameters), step_context, apart=True)
+        self._sums: list[Tensor | None] = [None] * len(own.parameters)
+        # Of ended workers: Σ ‖s‖²/c over parts, for the gradient s of a sum over c counts; counts, samples and parts.
+        self._ended = [0.0] * 4
+
+    @torch.no_grad()
+    def end_worker(self, worker: int, part: LossSums) -> None:
+        """Add the worker's gradient, as that of the sum of its losses, to the gradient of the batch. Not collective.
+
+        Args:
+            worker: index of the worker.
+            part: its loss sums, with ``samples`` and ``whole``.
+        """
+        squares, parts, count = self._squares, self._parts, float(part.sums[1])
+        self._squares, self._parts = 0.0, 0
+        if not parts:
+            return
+        # Backward has divided the sum of losses by their count, or by the worker's samples.
+        size = count if part.whole else part.samples
+        own = [squares * size**2, count, part.samples, parts]
+        self._ended = [before + now for before, now in zip(self._ended, own, strict=True)]
+        for place, p in enumerate(self._own.parameters):
+            if p.grad is not None:
+                gradient = p.grad * (size / self._step_context.loss_scale)
+                earlier = self._sums[place]
+                self._sums[place] = gradient if earlier is None else earlier.add_(gradient)
+
+    def estimates(self, stats: StepStats, run_context: RunContext) -> StepNoise:
+        """Return the estimates of the gradient noise from the workers' gradients. Collective over the data ranks.
+
+        Two all-reduces: of four numbers, and of the gradient.
+
+        Args:
+            stats: the step's results, of which ``finite`` is read.
+            run_context: communicators.
+
+        Returns:
+            A ``StepNoise`` with ``simple`` alone; without it if a gradient is not finite or if the batch has a single
+            part.
+        """
+        comm = run_context.comms.replica
+        squares, count, samples, parts = self._sum(self._ended, comm)
+        pairs = zip(self._own.parameters, self._sums, strict=True)
+        total = torch.cat([(torch.zeros_like(p) if own is None else own).reshape(-1) for p, own in pairs])
+        comm.all_reduce(total, f"all_reduce of gradients for their noise in step {self._step_context.taken + 1}")
+        if not stats.finite or parts < 2:
+            return StepNoise()
+        whole = sum(squares_of([total])) / count**2
+        return StepNoise(noise_estimate(squares / count, whole, round(parts), round(samples)))
+
+
+@torch.no_grad()
+def preconditioner_roots(own: OwnGradients, optimizers: Sequence[Optimizer]) -> list[Tensor] | None:
+    """Return (√v̂ + ε)^(-1/2) of each parameter from Adam's second moments; None where any has none.
+
+    Args:
+        own: the parameters.
+        optimizers: the optimizers that have their state.
+    """
+    if own.take_squares is not None or not optimizers:
+        return None
+    members = [member for optimizer in optimizers for member in members_of(optimizer)]
+    groups = [(member.state, group) for member in members for group in member.param_groups]
+    roots = {p: _inverse_root(p, state.get(p, {}), group) for state, group in groups for p in group["params"]}
+    found = [root for p in own.parameters if (root := roots.get(p)) is not None]
+    return found if len(found) == len(own.parameters) else None
+
+
+def _inverse_root(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
+    """Return (√v̂ + ε)^(-1/2) of one parameter; None without second moments.
+
+    Args:
+        parameter: the parameter.
+        state: its state, with ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``step``.
+        group: its parameter group, with ``betas`` and ``eps``.
+    """
+    moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+    if not isinstance(moment, Tensor) or moment.shape != parameter.shape or "betas" not in group:
+        return None
+    correction = 1 - group["betas"][1] ** float(state["step"]) if "step" in state else 1.0
+    return (moment / correction).sqrt_().add_(group["eps"]).rsqrt_()
