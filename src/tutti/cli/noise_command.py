@@ -35,7 +35,7 @@ _QUIET = Parameter(show_default=False)
 
 
 def noise(
-    *runs: Annotated[Path, Parameter(show=False)],
+    *runs: Annotated[str, Parameter(show=False)],
     flags: Annotated[Flags, Parameter(name="*", show=False, show_env_var=False)] = {},  # type: ignore[valid-type]  # noqa: B006
     adam: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     last: float = 0.5,
@@ -54,7 +54,9 @@ def noise(
 
     Example: tutti noise runs/digits-20261123-101500 --branch 2 4 8
 
-    RUNS: of tutti train --noise-every N; TASK with --batches, and options of train.
+    RUNS: of tutti train --noise-every N; TASK with --batches, and options of train;
+    or a script that calls tutti.prepare, which trains here. It takes --noise-every,
+    --workers, --micro-batch and --steps; its own arguments follow --.
 
     Parameters
     ----------
@@ -94,8 +96,9 @@ def noise(
     -----
     The critical batch size is the global batch at which training needs twice the least data to a target. It is
     estimated from the gradient noise of ``runs``, from losses of branches (a checkpoint trained further at larger
-    batches), and from the samples that runs at several batch sizes needed to a target. ``flags`` holds options of
-    ``tutti train`` by field of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
+    batches), and from the samples that runs at several batch sizes needed to a target. A training script, the first of
+    ``runs``, is trained with its gradient noise measured; the other ``runs`` are then its arguments. ``flags`` holds
+    options of ``tutti train`` by field of ``TrainConfig``, as given by flags or ``TUTTI_*`` variables.
     """
     if not runs:
         raise UsageError("no run is given", remedy="write tutti noise RUN, with the directory of a run")
@@ -106,37 +109,32 @@ def noise(
         raise UsageError(f"--tolerance is {tolerance:g}", remedy="give a loss of at least 0")
     check_writable(recipe, "the recipe")
     check_writable(svg, "the figure")
-    if branch or batches:
+    script = is_script(runs[0])
+    if branch or batches or script:
         process_context.check_own_processes("tutti noise", os.environ)
     options: dict[str, Any] = dict(flags)
     tuned: list[TunedBatch] = []
-    if batches:
+    directories: list[Path] = []
+    evidence: list[NoiseEvidence] = []
+    if script:
+        evidence = [_measure_script(runs, options, branch, batches, last)]
+    elif batches:
         if len(runs) > 1 or branch:
             raise UsageError("--batches trains one TASK", remedy="leave out --branch and other runs, or --batches")
-        if is_script(str(runs[0])):
-            raise UsageError(
-                f"--batches trains a task with the batch sizes and rates of tutti, and {runs[0]} has its own",
-                remedy="give a task file.py:function with the script's model, loss and data",
-            )
-        tuned = _train_batches(str(runs[0]), options, batches, seeds)
+        tuned = _train_batches(runs[0], options, batches, seeds)
         directories = [run for each in tuned for run in each.runs]
     else:
-        directories = list(runs)
+        directories = [Path(run) for run in runs]
         if options:
             name = min(options).replace("_", "-")
             raise UsageError(f"--{name} is an option of training", remedy="give a TASK with --batches, or leave it out")
     for run in directories:
-        if is_script(run.name):
-            raise UsageError(
-                f"{run} is a script, and no directory of a run",
-                remedy="train a task file.py:function with its model, loss and data, by tutti train --noise-every 10",
-            )
         if not run.is_dir():
             raise UsageError(
                 f"there is no run directory {run}",
                 remedy="train one first, such as tutti train digits --workers 8 --noise-every 10 --until accuracy=0.9",
             )
-    evidence = [noise_evidence(run, last) for run in directories]
+    evidence += [noise_evidence(run, last) for run in directories]
     fitted = _branches(directories[0], branch, step, window, rule, tolerance, seeds) if branch else None
     found = critical_batch(evidence, adam, fitted)
     if recipe is not None:
@@ -155,6 +153,38 @@ def noise(
     else:
         _show(found, evidence, tuned)
     return ExitCode.DONE
+
+
+def _measure_script(
+    words: Sequence[str], options: Mapping[str, Any], branch: Sequence[int], batches: Sequence[int], last: float
+) -> NoiseEvidence:
+    """Train a script with its gradient noise measured.
+
+    Args:
+        words: its path and its arguments.
+        options: options of ``tutti train`` by field.
+        branch, batches: options of the command that a script has not.
+        last: share of the measured steps that count.
+    """
+    if batches:
+        raise UsageError(
+            f"--batches trains a task with the batch sizes and rates of tutti, and {words[0]} has its own",
+            remedy="give a task file.py:function with the script's model, loss and data",
+        )
+    if branch:
+        raise UsageError("--branch continues a checkpoint of tutti train", remedy="give the directory of such a run")
+    fields = {"noise_every": "every", "workers": "workers", "micro_batch": "micro_batch", "steps": "steps"}
+    for name in options:
+        if name not in fields:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is an option of tutti train, and a script has its own",
+                remedy="leave it out, or change it in the script",
+            )
+    check_least({f"--{name.replace('_', '-')}": value for name, value in options.items()})
+    from tutti.planning.script_noise import ScriptMeasurement, script_noise
+
+    given = {fields[name]: value for name, value in options.items()}
+    return script_noise(words[0], words[1:], ScriptMeasurement(**given), last)
 
 
 def _train_batches(task: str, options: Mapping[str, Any], batches: Sequence[int], seeds: int) -> list[TunedBatch]:

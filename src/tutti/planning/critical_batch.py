@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
@@ -123,8 +123,8 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
         path,
         str(summary["task"]),
         int(summary["global_batch_size"]),
-        _estimates(steps, "noise", last),
-        _estimates(steps, "noise/adam", last),
+        last_estimates(steps, "noise", last),
+        last_estimates(steps, "noise/adam", last),
         *_reached(summary),
     )
 
@@ -290,7 +290,14 @@ def _band(estimates: Sequence[NoiseEstimate]) -> NoiseBand | None:
     return mean_noise(estimates).band() if estimates else None
 
 
-def _estimates(steps: Sequence[dict[str, Any]], name: str, last: float) -> tuple[NoiseEstimate, ...]:
+def last_estimates(steps: Sequence[Mapping[str, Any]], name: str, last: float) -> tuple[NoiseEstimate, ...]:
+    """Return the estimates of gradient noise from the last measured steps, in order.
+
+    Args:
+        steps: values of each step by name, such as records of ``metrics.jsonl``; a step without estimates counts not.
+        name: ``noise``, or ``noise/adam`` for the preconditioned gradient.
+        last: fraction of the measured steps, counted from the end; rounded up, and at least one step.
+    """
     found = [
         NoiseEstimate(float(line[f"{name}/trace"]), float(line[f"{name}/square"]))
         for line in steps

@@ -260,11 +260,26 @@ def _act_as(own: nn.Module, model: nn.Module) -> None:
             module.__dict__ = theirs[name].__dict__
 
 
+def run_intercepted(script: str, arguments: Sequence[str], handler: PrepareHandler) -> None:
+    """Run a script in this process as ``__main__``, with its output on stderr and another ``tutti.prepare``.
+
+    Args:
+        script: path of the script.
+        arguments: its command-line arguments.
+        handler: is called in place of ``tutti.prepare``, with model, optimizer, data set, loss and options; the script
+            gets its result.
+
+    Raises:
+        BaseException: what the script raises, SystemExit included.
+    """
+    with _as_main(script, arguments), redirect_stdout(sys.stderr), intercept_prepare(handler):
+        runpy.run_path(script, run_name="__main__")
+
+
 def _run_until(script: str, arguments: Sequence[str], handler: PrepareHandler, place: str) -> Any:
     """Run a script as ``__main__`` and return what it has reached; raise UsageError where it ends or raises before."""
     try:
-        with _as_main(script, arguments), redirect_stdout(sys.stderr), intercept_prepare(handler):
-            runpy.run_path(script, run_name="__main__")
+        run_intercepted(script, arguments, handler)
     except _Reached as reached:
         return reached.found
     except TuttiError:
@@ -272,7 +287,7 @@ def _run_until(script: str, arguments: Sequence[str], handler: PrepareHandler, p
     except SystemExit as end:
         raise UsageError(
             f"the script exits with {end.code!r} before {place}",
-            where=_line_of(script, end),
+            where=innermost_line(script, end),
             remedy="give its own arguments after --, as in: tutti simulate train.py --machine a100x8 -- --epochs 3",
         ) from end
     except Exception as error:
@@ -281,7 +296,7 @@ def _run_until(script: str, arguments: Sequence[str], handler: PrepareHandler, p
             raise
         raise UsageError(
             f"the script raises before {place}",
-            where=_line_of(script, error),
+            where=innermost_line(script, error),
             why=f"{type(error).__name__}: {error}",
             remedy="make it run with python first; its own arguments follow --",
         ) from error
@@ -306,8 +321,13 @@ def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-def _line_of(script: str, error: BaseException) -> str:
-    """Return the script's innermost line in a traceback, as ``train.py, line 7: text``; else the script's path."""
+def innermost_line(script: str, error: BaseException) -> str:
+    """Return the script's innermost line in an exception's traceback, as ``train.py, line 7: text``.
+
+    Args:
+        script: path of the script; returned where no line of it is in the traceback.
+        error: the exception.
+    """
     frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == script]
     return f"{script}, line {frames[-1].lineno}: {frames[-1].line}" if frames else script
 
