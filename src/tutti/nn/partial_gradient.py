@@ -142,10 +142,10 @@ class GradientParts:
             own = [part() if counted else None for part, _, counted in self._parts]
             there = [None if g is None or not g.numel() else g for g in own]
             # By the parameters' dtypes, which are the same on all ranks.
-            double = any(probe.dtype == torch.float64 for _, probe, _ in self._parts)
+            double = any(probe.dtype in (torch.float64, torch.complex128) for _, probe, _ in self._parts)
             wide = torch.float64 if double else torch.float32
             zero = self._parts[index][1].new_zeros((), dtype=wide)
-            local = [zero if g is None else torch.linalg.vector_norm(g.to(wide), order).to(zero.device) for g in there]
+            local = [zero if g is None else _norm_in(wide, g, order).to(zero.device) for g in there]
             # The norm of the parts' norms is the norm of the whole.
             self._norms[order] = torch.linalg.vector_norm(self._gather(torch.stack(local)), order, dim=0)
         return self._norms[order][index]
@@ -636,9 +636,19 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+def real_numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor's values in the widest real dtype of its device, (*shape), without gradient.
+
+    Of complex ones both parts, (*shape, 2).
+    """
+    values = tensor.detach()
+    parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return parts.to(widest_float(tensor.device))
+
+
 def _digest(tensor: Tensor) -> Tensor:
     """Return three numbers between -1 and 1, of shape (3,), that nearly always differ for two tensors of one shape."""
-    wide = tensor.detach().flatten().to(widest_float(tensor.device))
+    wide = real_numbers(tensor).flatten()
     places = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device)
     return torch.stack([wide.sum(), wide.square().sum(), (wide * places).sum()]).sin()
 
@@ -687,8 +697,14 @@ def _acts_on_parts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return isinstance(order, int | float) and order > 0 and len(args) < 3 and not ({"dim", "keepdim"} & kwargs.keys())
 
 
+def _norm_in(wide: torch.dtype, part: Tensor, order: float) -> Tensor:
+    """Return the norm of a real or complex tensor, computed as exactly as in the real dtype ``wide``."""
+    found: Tensor = torch.linalg.vector_norm(part.to(torch.promote_types(part.dtype, wide)), order)
+    return found.to(wide)
+
+
 def _norm_of(gradient: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
     if isinstance(gradient, PartGradient):
-        return gradient.parts.norm(gradient.place_in_parts, order).to(dtype or gradient.dtype)
+        return gradient.parts.norm(gradient.place_in_parts, order).to(dtype or gradient.dtype.to_real())
     found: Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
     return found

@@ -83,11 +83,13 @@ class SharedReducer:
             self._buckets.append(bucket)
             counted = trainable[group[0]][0] not in borrowed
             flags, first = slice(first, first + len(members)), first + len(members)
+            # A complex number's square is that of its two parts.
+            reals = [torch.view_as_real(flat).view(-1) if dtype.is_complex else flat for flat in flats]
             if owners is None:
-                self._chunks += [(counted, chunk) for chunk in _chunks_of(flats, self._comm.size, self._comm.rank)]
+                self._chunks += [(counted, chunk) for chunk in _chunks_of(reals, self._comm.size, self._comm.rank)]
                 self._summed.append((bucket, flags))
             elif owners[group[0]] == self._comm.rank:
-                self._chunks += [(counted, chunk) for chunk in _chunks_of(flats, 1, 0)]
+                self._chunks += [(counted, chunk) for chunk in _chunks_of(reals, 1, 0)]
                 self._summed.append((Bucket(members, dtype, self._comm.device, tail=0, flat=flats[0]), flags))
         headers = [segment.slot(r)[: self._header].view(torch.float64).numpy() for r in range(self._comm.size)]
         self._headers, self._mine = headers, headers[self._comm.rank]

@@ -534,7 +534,7 @@ def _led(workers: int, ranks: int, rank: int) -> range:
 
 def _merge(slot: BufferRef, table: dict[str, Tensor]) -> Tensor:
     values = table[slot.name]
-    if not values.is_floating_point():
+    if not (values.is_floating_point() or values.is_complex()):
         return values.amax(dim=0)
     mean = _mean(values)
     prefix = slot.name.removesuffix(slot.key)
@@ -545,8 +545,8 @@ def _merge(slot: BufferRef, table: dict[str, Tensor]) -> Tensor:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Return the mean over the first axis in float64, added in order."""
-    total = values[0].to(widest_float(values.device))
+    """Return the mean over the first axis in float64 or complex128, added in order."""
+    total = values[0].to(torch.promote_types(values.dtype, widest_float(values.device)))
     for value in values[1:]:
         total = total + value
     return total / len(values)

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.comm.communicator import Communicator
-from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError, counted, script_line
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
-from tutti.nn.partial_gradient import PartGradient
+from tutti.nn.partial_gradient import PartGradient, real_numbers
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
 from tutti.torch_compat import local_tensor, tensor_version
@@ -476,5 +475,5 @@ def _sums(gradient: Tensor | None) -> Tensor:
         gradient = gradient.compared()
     if gradient is None:
         return torch.zeros(2, dtype=torch.float64)
-    wide = gradient.detach().to(widest_float(gradient.device))
+    wide = real_numbers(gradient)
     return torch.stack([wide.sum(), wide.square().sum()])
