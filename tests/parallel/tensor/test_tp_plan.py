@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -114,6 +115,43 @@ def test_layers_in_a_sequence() -> None:
 def test_what_mixes_features_does_not_stand_between(between: nn.Module) -> None:
     found = roles(nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4)))
     assert (found["0"], found["2"]) == ("gathered", "gathered")
+
+
+@pytest.mark.parametrize(
+    ("place", "want"),
+    [
+        ("0", {"2": "column", "4": "row"}),
+        ("2", {"0": "gathered", "4": "gathered"}),
+        ("4", {"0": "column", "2": "row"}),
+        ("", {"0": "gathered", "2": "gathered", "4": "gathered"}),
+    ],
+)
+def test_what_has_a_forward_set_by_the_script_stays_whole(place: str, want: dict[str, str]) -> None:
+    """The function may read the weight otherwise than the class does, as a normalised one."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    module = model.get_submodule(place)
+    module.forward = MethodType(type(module).forward, module)
+    assert roles(model) == want
+
+
+class Damped(nn.TransformerEncoderLayer):
+    """Divides the hidden features by their mean."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        hidden = self.linear1(x).relu()
+        result: Tensor = self.linear2(hidden / (1 + hidden.mean(-1, keepdim=True)))
+        return result
+
+
+def test_the_feed_forward_of_an_encoder_layer_that_computes_otherwise_is_gathered() -> None:
+    patched = nn.TransformerEncoderLayer(12, 4, 20)
+    patched._ff_block = MethodType(Damped._ff_block, patched)  # type: ignore[method-assign]
+    mixing = nn.TransformerEncoderLayer(12, 4, 20, activation=lambda hidden: hidden.softmax(-1))
+    for layer in (Damped(12, 4, 20), patched, mixing):
+        found = roles(layer)
+        assert (found["linear1"], found["linear2"], found["self_attn"]) == ("gathered", "gathered", "heads")
+    usual = nn.TransformerEncoderLayer(12, 4, 20, activation=lambda hidden: hidden.square())
+    assert (roles(usual)["linear1"], roles(usual)["linear2"]) == ("column", "row")
 
 
 def test_convolutions() -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -137,6 +138,7 @@ class PlanFinder:
                     users.setdefault(id(parameter), []).append((name, key))
         self._tied = [places for places in users.values() if len(places) > 1]
         self._left = {name for name, _ in everywhere if _within(name, whole)}
+        self._left |= {name for name, module in everywhere if _is_patched(module)}
         if asked is not None:
             self._left |= {name for name, module in everywhere if splittable(module) and not self._may(name, *SPLIT)}
 
@@ -212,20 +214,29 @@ class PlanFinder:
         members = [self._model.get_submodule(n) for n in names]
         first, drop, last = members
         able = isinstance(first, nn.Linear) and isinstance(last, nn.Linear) and isinstance(drop, nn.Dropout)
+        # A subclass may compute otherwise between the two.
+        able = able and type(layer) in _TABLES and name not in self._left
         able = able and self._may(names[0], "column") and self._may(names[2], "row")
         able = able and not any(map(has_forward_hook, members))
-        if able and all(self._free(n, m, once=True) for n, m in zip(names, members, strict=True)):
+        able = able and all(self._free(n, m, once=True) for n, m in zip(names, members, strict=True))
+        if able and self._stays_in_features(first, layer.activation, last):
             hidden = int(first.out_features)  # type: ignore[arg-type]
             if hidden >= self._ranks:
                 self._pair(names[0], [(names[1], drop)], names[2], hidden)
         if self._holds_any(name):
             self._add(PlanEntry(name, "slow"))
 
+    def _stays_in_features(self, first: nn.Module, activation: Any, last: nn.Module) -> bool:
+        """Return whether a trial shows that an activation, any function, mixes no features between two layers."""
+        return self._examine(nn.Sequential(first, _Called(activation), last), ("0", "2")) is not None
+
     def _holds_any(self, name: str) -> bool:
         return any(n.startswith(f"{name}." if name else "") for n in self._entries)
 
     def _windows(self, name: str, sequence: nn.Module) -> None:
         """Split pairs of linear layers in a sequence that have only functions of single features between them."""
+        if name in self._left:
+            return
         children = [(f"{name}.{key}" if name else key, child) for key, child in registered_children(sequence)]
         places = [i for i, (n, m) in enumerate(children) if n in self._paired and self._free(n, m, once=True)]
         taken = -1
@@ -390,6 +401,26 @@ def _value(leaf: Any) -> Hashable:
     except TypeError:
         return type(leaf), id(leaf)
     return type(leaf), leaf
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Return whether the script has set a function over a method of a module, such as ``forward`` or ``_ff_block``.
+
+    It may read the weights otherwise than the class does.
+    """
+    return any(isinstance(getattr(type(module), name, None), FunctionType) for name in vars(module))
+
+
+class _Called(nn.Module):
+    """A function as a module, for a trial of what stands between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the function's result."""
+        return self._function(inputs)
 
 
 def _within(name: str, patterns: Collection[str]) -> bool:
