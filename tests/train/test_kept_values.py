@@ -223,6 +223,24 @@ class Taught(Loss):
         return functional.cross_entropy(scores, batch[1]) + functional.mse_loss(scores, towards)
 
 
+class Target(Loss):
+    """A loss towards a target network that the script averages between steps, and never freezes, as DDPG's."""
+
+    def __init__(self) -> None:
+        self.target = Network().double()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            towards = self.target(batch[0])[0]
+        scores, _ = model(batch[0])
+        return functional.cross_entropy(scores, batch[1]) + functional.mse_loss(scores, towards)
+
+    def after(self) -> None:
+        with torch.no_grad():
+            for parameter in self.target.parameters():
+                parameter.mul_(0.9)
+
+
 class Uncertain(Loss):
     """Two losses with learned weights (Kendall et al., arXiv 1705.07115) that are no part of the model."""
 
@@ -277,6 +295,7 @@ RIGHT: dict[str, Callable[[], Loss]] = {
     "a cache": Cached,
     "a perturbation": Perturbed,
     "a teacher": Taught,
+    "a target network": Target,
     "reduced weights": Summed,
 }
 
@@ -431,8 +450,9 @@ def test_weights_by_hand_are_refused_where_workers_train_alone(strategy: str) ->
 
 
 def test_values_of_each_worker_are_its_own_where_workers_train_alone() -> None:
-    for found in worlds.run(2, train, strategy="local_sgd:period=2", kind="a queue", form="loop"):
-        assert isinstance(found, dict), found
+    for kind in ("a queue", "a target network"):
+        for found in worlds.run(2, train, strategy="local_sgd:period=2", kind=kind, form="loop"):
+            assert isinstance(found, dict), found
 
 
 @pytest.mark.parametrize(("kind", "form", "ranks"), table(list(RIGHT), ["step", "loop"], [2, 3]))

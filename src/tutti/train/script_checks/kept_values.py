@@ -74,12 +74,10 @@ class _Kept(NamedTuple):
     Attributes:
         line: the script's line that first reads it in a step.
         digest: hash of its values there.
-        trained: whether it is a tensor with a gradient.
     """
 
     line: str
     digest: int
-    trained: bool = False
 
 
 class _Origin(NamedTuple):
@@ -241,13 +239,22 @@ class KeptValues(LossWatch):
         """
         if self._active and (total := tensor_of_loss(loss)) is not None:
             origin = self._joined([total], with_ints=False)
-            if not self._alone:
-                self._plain.reach(origin.numbers)
-            for each in origin.kept - self._states:
-                if not self._alone:
-                    self._reached.setdefault(each.line, set()).add(each.digest)
-                elif each.trained:
+            kept = origin.kept - self._states
+            if self._alone:
+                for each in kept & self._leaves_among_kept(total):
                     self._refuse_trained(each.line)
+                return
+            self._plain.reach(origin.numbers)
+            for each in kept:
+                self._reached.setdefault(each.line, set()).add(each.digest)
+
+    def _leaves_among_kept(self, total: Tensor) -> set[_Kept]:
+        """Return the kept values that are leaves of a loss's graph, to which its backward gives a gradient.
+
+        A target network, an average of the weights that may require gradients, is no leaf if it is read without them.
+        """
+        leaves = memories_of(map(leaf_of_node, nodes_below(total.grad_fn, lambda _: True, _MOST)))
+        return {self._kept[memory] for memory in leaves & self._kept.keys()}
 
     def noting_leaves(self, loss: LossFn) -> LossFn:
         """Return the loss function of ``run.step``; with pipeline stages one that records what its losses train.
@@ -465,7 +472,7 @@ class KeptValues(LossWatch):
             return _NOTHING if memory in self._constants else _SAMPLES
         if self._before[memory] == digest:
             return _NOTHING
-        self._kept[memory] = kept = _Kept(script_line(), values, tensor.requires_grad)
+        self._kept[memory] = kept = _Kept(script_line(), values)
         return _Origin(frozenset((kept,)), samples=True)
 
     def _note_step(self, name: str, parameters: Sequence[Tensor]) -> None:
