@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import tutti
@@ -161,82 +161,6 @@ def test_ranks_that_draw_their_own(ranks: int, what: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_workers_of_one_device_that_draw_the_same(ranks: int) -> None:
     assert names(ranks, identical) == ["same-data"]
-
-
-def cosine(optimizer: Any) -> LRScheduler:
-    return CosineAnnealingLR(optimizer, 100)
-
-
-def milestones(optimizer: Any) -> LRScheduler:
-    """At multiples of the micro-batches, where the rate changes between global batches."""
-    return MultiStepLR(optimizer, [8, 16])
-
-
-def sequence(optimizer: Any) -> LRScheduler:
-    return SequentialLR(optimizer, [MultiStepLR(optimizer, [90]), cosine(optimizer)], [50])
-
-
-def one_cycle(optimizer: Any) -> LRScheduler:
-    return OneCycleLR(optimizer, 0.1, total_steps=1000)
-
-
-def scheduled(make: Callable[[Any], LRScheduler], guarded: bool, micro: int | None = None, alone: bool = False) -> None:
-    run = prepare(None, micro_batch=micro, workers=size() if alone else WORKERS)
-    scheduler = make(run.optimizer)
-    for batch in run.microbatches(0):
-        run.backward(mean(run.model, batch))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        if run.stepped or not guarded:
-            scheduler.step()
-
-
-FAST = ["fast-schedule"]
-STEPPED: list[tuple[int, dict[str, Any], list[str]]] = [
-    (1, {"guarded": False}, FAST),
-    (2, {"guarded": False, "micro": 6, "alone": True}, FAST),
-    (1, {"guarded": True}, []),
-    (3, {"guarded": True, "micro": 2}, []),
-    (4, {"guarded": False}, []),  # one worker a rank: once a global batch
-]
-SCHEDULES = [cosine, milestones, sequence, one_cycle]
-
-
-@pytest.mark.parametrize(("stepped", "make"), in_turn(STEPPED, SCHEDULES, each=2))
-def test_a_schedule_that_steps_once_a_micro_batch(
-    stepped: tuple[int, dict[str, Any], list[str]], make: Callable[[Any], LRScheduler]
-) -> None:
-    ranks, options, told = stepped
-    assert names(ranks, partial(scheduled, make, **options)) == told
-
-
-@pytest.mark.parametrize(
-    "make", [make if make in (cosine, sequence) else pytest.param(make, marks=pytest.mark.full) for make in SCHEDULES]
-)
-def test_a_schedule_that_steps_more_often_on_one_rank(make: Callable[[Any], LRScheduler]) -> None:
-    """One rank has two of the four workers, so that its rate is another one."""
-    if make is sequence:
-        assert names(3, partial(scheduled, make, False)) == FAST
-    else:
-        with pytest.raises(worlds.RankError, match="the optimizer's settings"):
-            names(3, partial(scheduled, make, False))
-
-
-def two_optimizers() -> None:
-    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    first, second = (torch.optim.SGD(part.parameters(), 0.01) for part in net)
-    run = tutti.prepare(net, [first, second], rows(), mean, workers=WORKERS, batch_size=BATCH)
-    scheduler = cosine(second)
-    for batch in run.microbatches(0):
-        run.backward(mean(net, batch))
-        for optimizer in (first, second):
-            optimizer.step()
-            optimizer.zero_grad()
-        scheduler.step()
-
-
-def test_a_schedule_of_one_of_several_optimizers_that_steps_once_a_micro_batch() -> None:
-    assert names(1, two_optimizers) == ["fast-schedule"]
 
 
 def total(net: Any, batch: Any) -> Any:

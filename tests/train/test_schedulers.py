@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     LambdaLR,
     LinearLR,
     MultiStepLR,
@@ -34,6 +35,10 @@ MAKE: dict[str, Any] = {
     "transformers": lambda o: LambdaLR(o, lambda step: min(step / 3, 1.0)),
     "sequence": lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 3), CosineAnnealingLR(o, 6)], [3]),
     "epochs": lambda o: StepLR(o, 1, gamma=0.5),
+}
+IN_BODIES: dict[str, Any] = {
+    "milestones": lambda o: MultiStepLR(o, [8, 16], gamma=0.3),
+    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 2),
 }
 
 
@@ -316,3 +321,50 @@ def test_an_attribute_in_place_of_step_would_be_saved_with_the_scheduler() -> No
     assert scheduler.state_dict().keys() == plain
     scheduler.step = lambda: None  # type: ignore[assignment, method-assign]
     assert scheduler.state_dict().keys() - plain == {"step"}
+
+
+def stepped(kind: str, guarded: bool, micro: int | None = None, workers: int = 4) -> tuple[int, list[float], str]:
+    """Updates, their rates, and the refusal of a loop that steps a scheduler in every body, or once an update."""
+    model, optimizer = built()
+    run = tutti.prepare(model, optimizer, (INPUTS, TARGETS), workers=workers, batch_size=8, micro_batch=micro)
+    scheduler, found = (MAKE | IN_BODIES)[kind](optimizer), list[float]()
+    try:
+        for epoch in range(2):
+            for batch in run.microbatches(epoch):
+                if kind == "restarts":
+                    scheduler.step(run.clock / 2)
+                run.backward(loss(model, batch))
+                rate = optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                optimizer.zero_grad()
+                found += [rate] if run.stepped else []
+                if kind != "restarts" and (run.stepped or not guarded):
+                    scheduler.step()
+    except UsageError as error:
+        return run.updates, found, str(error)
+    return run.updates, found, ""
+
+
+@pytest.mark.parametrize("kind", ["transformers", "one cycle", "milestones", "sequence"])
+def test_a_scheduler_that_every_body_steps_is_refused_before_an_update_has_its_rate(kind: str) -> None:
+    """Also where two of its steps lie between updates with one rate (milestones)."""
+    [(updates, want, said)] = worlds.run(1, stepped, kind=kind, guarded=True)
+    assert updates == 6 and not said
+    for devices, options in ((1, {}), (2, {"micro": 2, "workers": 2})):
+        for updates, found, said in worlds.run(devices, stepped, kind=kind, guarded=False, **options):
+            assert "run.stepped" in said and "test_schedulers.py" in said
+            assert found == want[:updates] and updates <= 1
+
+
+def test_ranks_of_which_one_steps_a_scheduler_in_two_bodies_are_refused() -> None:
+    with pytest.raises(worlds.RankError, match="changes the optimizer's settings"):
+        worlds.run_within(5.0, 3, stepped, kind="transformers", guarded=False)
+    worlds.forget(3)
+
+
+def test_bodies_step_a_scheduler_with_one_micro_batch_each_or_to_a_count_of_their_own() -> None:
+    assert worlds.run(4, stepped, kind="transformers", guarded=False) == worlds.run(
+        4, stepped, kind="transformers", guarded=True
+    )
+    [first, *_] = worlds.run(1, stepped, kind="restarts", guarded=False)
+    assert first == (6, first[1], "") and len(set(first[1])) > 1

@@ -36,10 +36,6 @@ CLASSICS: Mapping[str, Classic] = {
         "give the data set to tutti.prepare and loop over run.epoch, or shard by rank what each rank brings "
         "(DistributedSampler; an iterable in tutti.data.Sharded)",
     ),
-    "fast-schedule": Classic(
-        "the learning rate runs ahead of the training, and by another factor on another number of devices",
-        "write scheduler.step() under 'if run.stepped:'",
-    ),
     "repeated-epoch": Classic(
         "its samples come in the same order and with the same augmentation as before",
         "count epochs, as by 'for epoch in run.epochs(10)', and give run.epoch or run.microbatches the number",

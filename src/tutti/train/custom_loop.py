@@ -375,9 +375,6 @@ class CustomLoop:
 
     def _end_batch(self) -> None:
         """End the step after the rank's last body, and count the batch if no update has."""
-        run = self._run
-        if run.checks.ended is not None:
-            run.checks.ended()
         self._count_without_update()
         self.end_step()
         self._batch.is_open, self._micro_batch = False, None

@@ -10,6 +10,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
@@ -53,6 +54,7 @@ class BodyComparison:
         self._at_forward: list[bool] | None = None
         self._hooks_at_forward: list[int] | None = None
         self._hooked = False
+        self._schedulers: list[tuple[LRScheduler, int]] = []
 
     def begin_batch(self) -> None:
         """Begin a global batch of a custom training loop: clear the calls recorded for the batch before.
@@ -76,6 +78,9 @@ class BodyComparison:
         if self.several:
             self._written = self._values()
             self._watch_forward()
+            if self._first is None:
+                own = self._run.shared_settings.schedulers() if self._batches < _COMPARED else []
+                self._schedulers = [(each, _steps_of(each)) for each in own]
 
     def end_body(self) -> None:
         """Check that the loop body has made as many backward passes and optimizer steps as for the first micro-batch.
@@ -90,6 +95,7 @@ class BodyComparison:
         if not self.several:
             return
         self._check_writes()
+        self._check_schedulers()
         if not self._final and self._hooks_at_forward not in (None, self._gradient_hooks()):
             raise UsageError(
                 "the loop's body registers a hook on a gradient after its forward, with several micro-batches a rank",
@@ -167,14 +173,30 @@ class BodyComparison:
         """Raise UsageError if an optimizer has other settings than at this place of the rank's first body."""
         now, place = self._run.shared_settings.text(), len(self._events)
         before = self._settings.setdefault(place, now)
-        # Of a scheduler that steps in every body the run's checks warn.
-        if before != now and not self._run.shared_settings.scheduled():
+        if before != now:
             raise UsageError(
                 "the loop's body changes the optimizer's settings, with several micro-batches a rank",
                 where=f"step {self._run.clock + 1}, {script_line()}",
                 why=f"this rank runs the body several times a global batch: {before} in the first, {now} now",
                 remedy="change them where run.stepped is true, as a function of run.clock, or by tutti.prepare's"
                 " scheduler=",
+            )
+
+    def _check_schedulers(self) -> None:
+        """Raise UsageError if two bodies of one of the first global batches have each stepped a scheduler.
+
+        A step to a count of its own, such as ``scheduler.step(run.clock / n)``, leads to the same in every body.
+        """
+        moved = [(each, count) for each, before in self._schedulers if (count := _steps_of(each)) != before]
+        if self._first is None:
+            self._schedulers = moved
+        elif moved:
+            raise UsageError(
+                f"the loop's body steps a scheduler ({type(moved[0][0]).__name__}), with several micro-batches a rank",
+                where=f"step {self._run.clock + 1}, {script_line()}",
+                why="this rank runs the body several times a global batch, so that the rate would run ahead of the"
+                " training, and by another factor on another number of devices",
+                remedy="write scheduler.step() under 'if run.stepped:', or give tutti.prepare scheduler=",
             )
 
     def refuse_different(self) -> NoReturn:
@@ -259,6 +281,11 @@ class BodyComparison:
                 remedy="write them where run.stepped is true; or take as many workers as data ranks"
                 f" ({self._run.context.grid.data_ranks}), and no micro_batch",
             )
+
+
+def _steps_of(scheduler: LRScheduler) -> int:
+    """Return how often a scheduler has stepped; 0 for one that only calls others, which count by themselves."""
+    return int(getattr(scheduler, "last_epoch", 0))
 
 
 def _is_called_by_scaler() -> bool:

@@ -29,12 +29,10 @@ from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers, training_mode
-from tutti.optim.several import members_of
 from tutti.train.plain_copies import ModelHook
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
-from tutti.train.script_checks.shared_settings import SCHEDULERS
 from tutti.train.script_checks.target_mixing import TargetProbe
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
 
@@ -80,7 +78,6 @@ class Checks:
         diagnoses: the findings.
         looking: whether ``look`` must be called in the next step. With several data-parallel workers that do not step
             together (asynchronous parameter servers) only in the first step.
-        ended: function without arguments, to call after the next global batch of a custom loop; None for none.
     """
 
     def __init__(self, run: Run, warn: Callable[[str], None] | None) -> None:
@@ -88,7 +85,6 @@ class Checks:
         self._reports = run.context.grid.rank == 0
         self.diagnoses = Diagnoses(run.context.grid.rank, warn)
         self._enabled = self.looking = not is_off("DIAGNOSTICS", os.environ)
-        self.ended: Callable[[], None] | None = None
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
         self._rates = group_rates(run.gradient_sync.optimizers)
         self._evaluated = self._aside = self._mixing_due = False
@@ -104,8 +100,8 @@ class Checks:
         """Check batches, loss function and learning rate of the first steps for classic mistakes.
 
         Mistakes are logical workers that train on the same samples, a loss that is a sum or mixes the samples of a
-        batch, embeddings with ``scale_grad_by_freq``, an unusual learning rate, and schedulers or Python counters of
-        the model that step once a micro-batch. Rank 0 reports findings as warnings. To be called before a step while
+        batch, embeddings with ``scale_grad_by_freq``, an unusual learning rate, and Python counters of the model that
+        grow with each micro-batch. Rank 0 reports findings as warnings. To be called before a step while
         ``looking`` is True. Nothing is raised. On rank 0 the first call may compute the loss of a few samples in eval
         mode.
 
@@ -137,8 +133,6 @@ class Checks:
                 self._mixing_due = True
             if several:
                 self._check_rates()
-            if micro_batches > 1 and self._run.optimizer is not None:
-                self.ended = self._watch_schedulers(self._run.optimizer, micro_batches)
         if several and self._steps == 2:
             self._check_statistics()
         if self._reports:
@@ -411,27 +405,6 @@ class Checks:
                     f"the learning rate is {peak:g} for a batch of {batch}, where {usual:.2g} is usual for {now.kind}"
                 )
                 self.diagnoses.report("far-rate", finding, self._run.clock + 1)
-
-    def _watch_schedulers(self, optimizer: Optimizer, micro_batches: int) -> Callable[[], None]:
-        """Return a function that reports schedulers of the optimizers with more than one step since this call."""
-        members = members_of(optimizer)
-        found = [
-            item for item in SCHEDULERS.all() if any(getattr(item, "optimizer", None) is member for member in members)
-        ]
-        before = [getattr(scheduler, "last_epoch", 0) for scheduler in found]
-
-        def look() -> None:
-            self.ended = None
-            for scheduler, then in zip(found, before, strict=True):
-                steps = getattr(scheduler, "last_epoch", 0) - then
-                if steps > 1:
-                    name = type(scheduler).__name__
-                    finding = (
-                        f"{name} took {steps} steps in one global batch, which has {micro_batches} micro-batches here"
-                    )
-                    self.diagnoses.report("fast-schedule", finding, self._run.clock)
-
-        return look
 
     def planned(self, steps: int) -> None:
         """Warn if a run makes too few updates for its data because its batch is very large, a common mistake.

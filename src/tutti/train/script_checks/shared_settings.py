@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.python_compat import LiveObjects
 
-SCHEDULERS = LiveObjects(LRScheduler)
+_SCHEDULERS = LiveObjects(LRScheduler)
 _NAMES = ("lr", "momentum", "betas", "weight_decay")
 """What scripts and schedulers change during training; other entries of a group may be an optimizer's own counts."""
 
@@ -51,14 +51,14 @@ class SharedSettings:
             self._values, self._text = values, ", ".join(f"{name} {' '.join(each)}" for name, each in found.items())
         return self._text
 
-    def scheduled(self) -> bool:
-        """Return True if a PyTorch learning-rate scheduler of one of the script's optimizers exists in this process.
+    def schedulers(self) -> list[LRScheduler]:
+        """Return the PyTorch learning-rate schedulers of the script's optimizers that exist in this process.
 
         Schedulers are all live instances of ``LRScheduler``; the garbage collector's objects are searched for those
         whose attribute ``optimizer`` is one of the script's. Not collective.
         """
         own = {id(optimizer) for optimizer in self._optimizers}
-        return any(id(getattr(scheduler, "optimizer", None)) in own for scheduler in SCHEDULERS.all())
+        return [each for each in _SCHEDULERS.all() if id(getattr(each, "optimizer", None)) in own]
 
 
 def _plain(value: Any) -> Any:
