@@ -123,7 +123,11 @@ def test_no_cycle_between_modules_at_run_time() -> None:
 DISTRIBUTED = "torch.distributed"
 
 DISTRIBUTED_PARTS = {
-    "tutti.parallel.fsdp.fully_sharded": {f"{DISTRIBUTED}.fsdp", f"{DISTRIBUTED}.device_mesh"},
+    "tutti.parallel.fsdp.fully_sharded": {
+        f"{DISTRIBUTED}.fsdp",
+        f"{DISTRIBUTED}.device_mesh",
+        f"{DISTRIBUTED}.tensor",
+    },
     "tutti.parallel.fsdp.fsdp_collectives": {f"{DISTRIBUTED}.fsdp"},
     "tutti.parallel.fsdp.sharded_reads": {f"{DISTRIBUTED}.tensor"},
     "tutti.parallel.tensor.split_reads": {f"{DISTRIBUTED}.tensor"},
@@ -133,8 +137,9 @@ DISTRIBUTED_PARTS = {
 }
 """Parts of ``torch.distributed`` that modules outside of ``comm`` and ``launcher`` use. No module calls a collective.
 
-``parallel/fsdp`` wraps ``fully_shard``, which reduces over a group of ``comm``; the two ``*_reads`` recognise DTensors,
-and cut one from a tensor at hand without communication; ``export_folder`` writes PyTorch's own file format in one
+``parallel/fsdp`` wraps ``fully_shard``, which reduces over a group of ``comm``, and lets a DTensor divide itself again
+that PyTorch has divided otherwise than its parameter; the two ``*_reads`` recognise DTensors, and cut one from a tensor
+at hand without communication; ``export_folder`` writes PyTorch's own file format in one
 process; ``torch_compat`` has the private names of every part; ``device`` asks for the backends of this PyTorch.
 """
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
@@ -460,7 +461,9 @@ class FullySharded:
         """Set the ``.grad`` of this rank's rows, which the optimizer has, to the local part of FSDP2's DTensor grads.
 
         Called before the optimizer step, which therefore uses gradients as the script has edited or cleared them in the
-        ``.grad`` of the model's DTensor parameters, or cleared them in that of the rows. Not collective.
+        ``.grad`` of the model's DTensor parameters, or cleared them in that of the rows. Collective where PyTorch has
+        divided a gradient that the script has computed along another dimension than the parameter, as it does with
+        dimensions of one element: the gradient is redistributed over the ranks that share the parameter.
 
         Args:
             edited: unused; the model's parameters whose ``.grad`` the script has edited.
@@ -468,6 +471,8 @@ class FullySharded:
         self._take_cleared()
         for each, gathered in self._training:
             own = gathered.grad
+            if isinstance(own, DTensor) and isinstance(gathered, DTensor) and own.placements != gathered.placements:
+                own = own.redistribute(gathered.device_mesh, gathered.placements)
             each.parameter.grad = None if own is None else _local(own)
 
     def _take_cleared(self) -> None:

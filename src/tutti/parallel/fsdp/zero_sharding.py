@@ -351,9 +351,11 @@ class ZeroSharding:
         self._reveal()
         if self._comm.size > 1:
             self._follow_data()
+        # A list would compare tensors by their elements.
+        assigned = set(edited)
         for whole, rows in zip(self._whole, self.rows, strict=True):
             gradient = rows.parameter.grad
-            if whole is not rows.parameter and (gradient is not None or whole in edited):
+            if whole is not rows.parameter and (gradient is not None or whole in assigned):
                 rows.parameter.grad = self._as_left(gradient, whole)
 
     def _as_left(self, gradient: Tensor | None, whole: nn.Parameter) -> Tensor | None:

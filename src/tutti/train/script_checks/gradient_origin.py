@@ -244,7 +244,7 @@ class GradientOrigin:
                 the clipped mean); has assigned one, and ``means`` is False; has computed one from a loss that is no
                 mean over samples (``plain_backward``); or has added a local gradient to a reduced one.
         """
-        found = [p for p in members if p.grad is not None and self._is_local(p)]
+        found = [p for p in members if p.grad is not None and self._is_local(p, means)]
         for parameter in found:
             gradient, made = parameter.grad, self._made.get(parameter)
             if gradient is None or (made is None and means):
@@ -276,7 +276,7 @@ class GradientOrigin:
             remedy="call run.backward(loss), after which .grad is complete, and edit it then",
         )
 
-    def _is_local(self, parameter: nn.Parameter) -> bool:
+    def _is_local(self, parameter: nn.Parameter, means: bool) -> bool:
         """Return whether ``.grad`` is local. Raises UsageError if it is the sum of a complete and a local gradient."""
         gradient = parameter.grad
         if isinstance(gradient, IncompleteGradient) and gradient.added:
@@ -288,8 +288,9 @@ class GradientOrigin:
         complete = self._complete.get(parameter)
         if complete is None or complete[0]() is not gradient:
             self._mixed.pop(parameter, None)
-            # After a reduction a new tensor in place of a complete gradient is an edit of it.
-            return complete is None or not self.exchanged
+            # After a reduction a new tensor in place of a complete gradient, or of none, is an edit. In place of none
+            # it is local if a plain backward made it, or the script declares it as a mean over its samples.
+            return not self.exchanged or (complete is None and (means or parameter in self._made))
         if self._mixed and parameter in self._mixed:
             self._refuse_mixed(self._mixed[parameter])
         return False
@@ -318,7 +319,7 @@ class GradientOrigin:
             self._refuse_mixed("the loop's body")
         for parameter in there:
             complete = self._complete.get(parameter)
-            if complete is None or (complete[0]() is not parameter.grad and not self.exchanged):
+            if not self.exchanged and (complete is None or complete[0]() is not parameter.grad):
                 if parameter.grad is not None and bool(parameter.grad.abs().sum() > 0):
                     self._refuse_mixed("the loop's body")
                 # All zeros: FSDP2 reduced a backward for gradients of the inputs alone.
