@@ -294,7 +294,7 @@ class CustomLoop:
             self._sync.begin_custom_loop()
             self._started = True
 
-    def plain_backward(self, loss: Tensor) -> AbstractContextManager[None]:
+    def plain_backward(self, loss: Tensor, gradient: Any = None) -> AbstractContextManager[None]:
         """Return a context manager for a plain ``loss.backward()`` of the script, to mark gradients of unfit losses.
 
         Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
@@ -304,10 +304,11 @@ class CustomLoop:
 
         Args:
             loss: the tensor whose ``backward`` the script calls.
+            gradient: the argument of that call, which a loss of several elements has; None for none.
         """
         if self._micro_batch is None or not self._in_body:
             return nullcontext()
-        return self._origin.plain_backward(loss, self._micro_batch)
+        return self._origin.plain_backward(loss, gradient, self._micro_batch)
 
     def _shown(self) -> Gradients:
         """Return the gradients that the script sees in ``.grad``."""

@@ -423,7 +423,8 @@ class CarriedValues(LossWatch):
             return result
         if func is Tensor.backward:
             self.check(args[0])
-            with self._run.custom.plain_backward(args[0]), self.updating():
+            gradient = args[1] if len(args) > 1 else kwargs.get("gradient")
+            with self._run.custom.plain_backward(args[0], gradient), self.updating():
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         if name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -24,7 +24,7 @@ from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient, real_numbers
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
-from tutti.torch_compat import local_tensor, tensor_version
+from tutti.torch_compat import FunctionModesDisabled, local_tensor, tensor_version
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL
 from tutti.types.micro_batch import MicroBatch
 
@@ -139,7 +139,7 @@ class GradientOrigin:
             self._in_own_backward = False
 
     @contextmanager
-    def plain_backward(self, loss: Tensor, micro_batch: MicroBatch) -> Iterator[None]:
+    def plain_backward(self, loss: Tensor, gradient: Any, micro_batch: MicroBatch) -> Iterator[None]:
         """Return a context manager around a plain ``loss.backward()`` in the body of a loop, which looks at the loss.
 
         Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
@@ -149,8 +149,12 @@ class GradientOrigin:
 
         Args:
             loss: the tensor whose ``backward`` the script calls.
+            gradient: the argument of that call; None for none. Ones, for a loss of several elements, make their sum.
             micro_batch: the micro-batch of the body.
         """
+        if loss.numel() > 1 and isinstance(gradient, Tensor) and bool((gradient == 1).all()):
+            with FunctionModesDisabled(), torch.enable_grad():
+                loss = loss.sum()
         if loss.numel() == 1 and micro_batch.samples and not micro_batch.whole:
             self._error = self._error_of(loss, micro_batch, f"step {self._run.clock + 1}, {script_line()}")
         try:

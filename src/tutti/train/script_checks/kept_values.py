@@ -392,7 +392,8 @@ class KeptValues(LossWatch):
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])
-            with self._run.custom.plain_backward(args[0]), self.updating():
+            gradient = args[1] if len(args) > 1 else kwargs.get("gradient")
+            with self._run.custom.plain_backward(args[0], gradient), self.updating():
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
