@@ -513,6 +513,8 @@ class CustomLoop:
         self._sync.show_gradients()
         self._origin.exchanged = True
         self._origin.remember()
+        if self._batch.is_watched:
+            self._lifecycle.values.note_gradients(self._shown().values(), self._is_last_body)
 
     def _show(self, gradients: Gradients) -> None:
         """Set every ``.grad`` to its entry in ``gradients``, or None."""
@@ -832,6 +834,9 @@ class CustomLoop:
         edited = self._origin.edited(members)
         if edited and not self._batch.alone:
             self._origin.check_edits()
+        if edited and self._bodies.several and self._batch.is_watched:
+            names = dict(zip(self._origin.script_parameters(), (n for n, _ in self._sync.named_trained()), strict=True))
+            self._lifecycle.values.check_edits({names[p]: p.grad for p in edited if p.grad is not None})
         self._check_settings()
         self._sync.apply_edits(edited)
         reductions = list(self._pending)

@@ -387,6 +387,43 @@ class CarriedValues(LossWatch):
         what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
         refuse_carried(self._run, what, line)
 
+    def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
+        """Record the gradients that ``run.backward`` has left in ``.grad``, to follow what the script computes of them.
+
+        Those of the global batch depend on no micro-batch; those of an earlier body depend on its own. Not collective.
+
+        Args:
+            gradients: the tensors.
+            complete: whether they are gradients of the global batch.
+        """
+        for memory in memories_of(gradients):
+            self._found.pop(memory, None)
+            if not complete:
+                self._found[memory] = {self._here: ""}
+
+    def check_edits(self, gradients: Mapping[str, Tensor]) -> None:
+        """Check that the script's edits of complete gradients depend on no micro-batch. Not collective.
+
+        Args:
+            gradients: the edited gradients of the rank's last body in a global batch, by the parameters' names.
+
+        Raises:
+            UsageError: an edit depends on samples of one of this rank's micro-batches, as by the body's loss, or on
+                values that each body keeps of its part of the gradient, such as a momentum.
+        """
+        for name, gradient in gradients.items():
+            if origins := self._origins([gradient]):
+                ranks = self._run.context.grid.data_ranks
+                raise UsageError(
+                    f"the script's edit of the gradient of {name} depends on one of several micro-batches of this rank",
+                    where=f"step {self._run.clock + 1}, {next(filter(None, origins.values()), script_line())}",
+                    why="the body runs once for each of them, and before the rank's last one .grad has the part of one"
+                    " micro-batch",
+                    remedy="edit it by values that are the same for all of them, such as run.stats; store what is kept"
+                    " of gradients, such as a momentum, where run.stepped is true; put terms of the samples into the"
+                    f" loss; or take as many workers as data ranks ({ranks}), and no micro_batch",
+                )
+
     def _follow_counts(self) -> None:
         """Follow the Python numbers of the model's modules that the code for this micro-batch has changed.
 

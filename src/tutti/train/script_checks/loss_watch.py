@@ -157,6 +157,24 @@ class LossWatch(TorchFunctionMode):
                 its own, such as values computed from another worker's samples.
         """
 
+    def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
+        """Record the gradients that ``run.backward`` has left in ``.grad``. The base class does nothing.
+
+        Args:
+            gradients: the tensors.
+            complete: whether they are gradients of the global batch, or the part of the present micro-batch.
+        """
+
+    def check_edits(self, gradients: Mapping[str, Tensor]) -> None:
+        """Check on what the script's edits of complete gradients depend, before the update. The base does nothing.
+
+        Args:
+            gradients: the edited gradients, by the parameters' names.
+
+        Raises:
+            UsageError: an edit depends on values that are not the same for every micro-batch of this rank.
+        """
+
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
         """Return a function that calls the loss function of ``run.step`` within this mode, and checks each result.
 
