@@ -55,6 +55,15 @@ REFUSED: dict[str, Loss] = {
     "logsumexp of samples": lambda net, out, want, mask: (out - want).square().mean(1).logsumexp(0),
     "product of samples": lambda net, out, want, mask: (1 + (out - want).square().mean(1)).prod(),
     "variance of features": lambda net, out, want, mask: (1 - out.var(0)).relu().mean() + mse(out, want),
+    "variance of as many features": lambda net, out, want, mask: (
+        (1 - net[0](want).var(0)).relu().mean() + mse(out, want)
+    ),
+    "square of as many means": lambda net, out, want, mask: net[0](want).mean(0).square().sum() + mse(out, want),
+    "norm of as many means": lambda net, out, want, mask: net[0](want).mean(0, keepdim=True).norm(),
+    "root of as many means": lambda net, out, want, mask: net[0](want).square().mean(0).sqrt().mean(),
+    "entropy of as many means": lambda net, out, want, mask: (lambda p: (p * p.log()).sum())(
+        net[0](want).softmax(1).mean(0)
+    ),
     "deviation": lambda net, out, want, mask: mse(out, want) - 0.1 * out.std(),
     "covariance": lambda net, out, want, mask: torch.cov(out.T).square().sum() / 9,
     "correlation": lambda net, out, want, mask: (out.T @ want / len(out) - torch.eye(3)).square().sum(),

@@ -293,9 +293,14 @@ def _text(function: str) -> str:
 
 
 def _lacks_samples(node: Any, samples: int) -> bool:
-    """Return whether a node's output is one number, several, or has no dimension of as many elements as samples."""
+    """Return whether a node's output is one number, several, or has no dimension of the samples.
+
+    A dimension of as many elements as samples is that of features in what a reduction over the samples leaves.
+    """
     shape = shape_of_node(node)
-    return is_scalar_node(node) or _stacks(node) or (shape is not None and samples not in shape)
+    if is_scalar_node(node) or _stacks(node):
+        return True
+    return shape is not None and (samples not in shape or (math.prod(shape) == samples and _is_reduced(node, samples)))
 
 
 def _stacks(node: Any) -> bool:
@@ -330,7 +335,9 @@ def _reduces(node: Any, samples: int) -> bool:
 def _over_samples(node: Any, samples: int) -> bool:
     """Return whether an input of a node has the samples as its first dimension, and the output does not have them."""
     first = any(_has_samples_first(each, samples) for each, _ in node.next_functions if each is not None)
-    return first and samples not in (shape_of_node(node) or ()) and _of_outputs(node, samples)
+    left = shape_of_node(node) or ()
+    lacks = samples not in left or (math.prod(left) == samples and _reduces_samples(node, samples))
+    return first and lacks and _of_outputs(node, samples)
 
 
 def _has_samples_first(node: Any, samples: int) -> bool:
@@ -338,17 +345,20 @@ def _has_samples_first(node: Any, samples: int) -> bool:
 
     After a mean over the samples it is that of the features, of which there may be as many.
     """
+    return (shape_of_node(node) or ())[:1] == (samples,) and not _is_reduced(node, samples)
+
+
+def _is_reduced(node: Any, samples: int) -> bool:
+    """Return whether a node's output is computed by element of what a reduction over the samples has left."""
     shape = shape_of_node(node)
-    if not shape or shape[0] != samples:
-        return False
     alike = (graph_within(each) for each in nodes_below(node, lambda each: shape_of_node(each) == shape))
-    return not any(
-        _function(each) in _REDUCTIONS | _MIXING
-        and reduces_first_dimension(each)
-        and (shape_of_node(_only_input(each)) or ())[:1] == (samples,)
-        for each in alike
-        if _only_input(each) is not None
-    )
+    return any(_reduces_samples(each, samples) for each in alike)
+
+
+def _reduces_samples(node: Any, samples: int) -> bool:
+    """Return whether a node reduces the first dimension of a tensor that has as many rows as there are samples."""
+    before = _only_input(node) if _function(node) in _REDUCTIONS | _MIXING else None
+    return before is not None and reduces_first_dimension(node) and (shape_of_node(before) or ())[:1] == (samples,)
 
 
 def _contracts(node: Any, samples: int) -> bool:
