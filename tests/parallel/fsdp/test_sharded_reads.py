@@ -319,6 +319,26 @@ def test_a_norm_of_a_sharded_gradient_is_that_of_the_whole() -> None:
         assert got == pytest.approx(want, rel=1e-12)
 
 
+def extremes(strategy: str) -> list[float]:
+    """Largest elements of gradients and weights, of which a rank may have none, as scripts log them."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 3).double(), torch.linspace(-1, 1, 96, dtype=torch.float64).view(12, 8)
+    run = tutti.prepare(model, "sgd:lr=0.1", x, strategy=strategy, workers=tutti.size(), batch_size=6)
+    found = []
+    for batch in run.microbatches(0):
+        run.backward(model(batch).square().mean())
+        found += [p.grad.abs().max().item() for p in model.parameters()]  # type: ignore[union-attr]
+        found += [p.detach().amin().item() for p in model.parameters()]
+        run.gated_step()
+    return found
+
+
+def test_the_largest_element_where_a_rank_has_none_is_that_of_the_whole() -> None:
+    want = worlds.alone(extremes, strategy="single")
+    for got in worlds.run(4, extremes, strategy="sharded"):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [

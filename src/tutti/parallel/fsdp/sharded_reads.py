@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,7 +12,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import TuttiError, UsageError, script_line
@@ -48,6 +49,8 @@ from tutti.torch_compat import (
 _WORDS = ("DTensor", "placement", "tensor subclasses", "sharded dimension", "Sharding propagation")
 """Words of PyTorch's errors about a ``DTensor`` that an operation cannot take."""
 _FIGURES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__format__"))
+_EXTREMES = frozenset(("max", "min", "amax", "amin", "argmax", "argmin"))
+"""Functions that PyTorch does not compute of a shard without elements."""
 _DESCRIBED = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__"))
 _ON_ROWS = (
     DRAWS
@@ -316,6 +319,8 @@ class _ShardMode(EditWatch):
             _refuse_draw(name)
         if isinstance(first, DTensor) and name in _FIGURES and not _is_whole(first):
             return self._figure(func, first, args, kwargs)
+        if name in _EXTREMES and isinstance(first, DTensor) and _has_empty_shard(first) and _by_script():
+            return self._of_wholes(func, args, kwargs)
         if self.wholes and func not in METADATA and (rows := self._rows(args, kwargs)) is not None:
             return self._elementwise(func, args, kwargs, rows)
         if self.written and func not in METADATA and any(each in self.full for each in tensors_among(args, kwargs)):
@@ -601,6 +606,17 @@ def _shards_all(result: Any) -> bool:
 def _is_whole(tensor: DTensor) -> bool:
     """Return whether each rank has all of a ``DTensor``'s values, added up over the ranks."""
     return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _has_empty_shard(tensor: DTensor) -> bool:
+    """Return whether a rank of a ``DTensor`` has no elements of it; the same answer on all of its ranks."""
+    shards = [
+        (tensor.shape[each.dim], tensor.device_mesh.size(axis))
+        for axis, each in enumerate(tensor.placements)
+        if isinstance(each, Shard)
+    ]
+    # PyTorch gives all ranks but the last ones equally many rows.
+    return any(size == 0 or math.ceil(size / math.ceil(size / ranks)) < ranks for size, ranks in shards)
 
 
 def _refuse_draw(name: str) -> NoReturn:
