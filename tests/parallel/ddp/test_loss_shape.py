@@ -66,6 +66,7 @@ REFUSED: dict[str, Loss] = {
     ),
     "deviation": lambda net, out, want, mask: mse(out, want) - 0.1 * out.std(),
     "covariance": lambda net, out, want, mask: torch.cov(out.T).square().sum() / 9,
+    "covariance by einsum": lambda net, out, want, mask: torch.einsum("bi,bj->ij", out, out).div(8).square().sum(),
     "correlation": lambda net, out, want, mask: (out.T @ want / len(out) - torch.eye(3)).square().sum(),
     "moment of features": lambda net, out, want, mask: out.mean(0).square().sum(),
     "entropy of the mean": lambda net, out, want, mask: (out.softmax(1).mean(0) * out.softmax(1).mean(0).log()).sum(),
@@ -103,6 +104,8 @@ TAKEN: dict[str, Loss] = {
     "distance of as many weights": lambda net, out, want, mask: (
         mse(out, want) + (net[0].weight - net[2].weight.T).norm() + (net[0].weight - net[2].weight.T).abs().max()
     ),
+    "sum by einsum": lambda net, out, want, mask: torch.einsum("bi,bi->", out, want) / 8 + mse(out, want),
+    "products by einsum": lambda net, out, want, mask: torch.einsum("bi,ij->bj", out, want[:3]).square().mean(),
     "sum of as many columns' means": lambda net, out, want, mask: net[0](want).square().mean(0).sum(),
     "two terms": lambda net, out, want, mask: 0.3 * mse(out, want) + out.abs().mean() / 4,
     "learned weights": lambda net, out, want, mask: mse(out, want) * (-net[0].bias[0]).exp() + net[0].bias[0],

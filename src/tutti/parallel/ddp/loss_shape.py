@@ -329,6 +329,8 @@ def _reduces(node: Any, samples: int) -> bool:
         return True
     if name == "Mm":
         return _contracts(node, samples)
+    if name == "Bmm":
+        return _contracts_alone(node, samples)
     return name in _REDUCTIONS and _over_samples(node, samples)
 
 
@@ -371,6 +373,16 @@ def _contracts(node: Any, samples: int) -> bool:
     rows = second is None or (shape_of_node(second) or ())[:1] == (samples,)
     outputs = all(_of_outputs(each, samples) for each in (first, second) if each is not None)
     return transposed and rows and samples not in (shape_of_node(node) or ()) and outputs
+
+
+def _contracts_alone(node: Any, samples: int) -> bool:
+    """Return whether a product of two single matrices sums over the samples, as that of ``einsum("bi,bj->ij")``."""
+    (first, _), (second, _) = node.next_functions
+    left = shape_of_node(node) or ()
+    columns = first is None or (shape_of_node(first) or ())[2:] == (samples,)
+    rows = second is None or (shape_of_node(second) or ())[1:2] == (samples,)
+    outputs = all(_of_outputs(each, samples) for each in (first, second) if each is not None)
+    return left[:1] == (1,) and samples not in left and columns and rows and outputs
 
 
 def _of_outputs(node: Any, samples: int) -> bool:
