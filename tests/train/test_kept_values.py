@@ -241,6 +241,20 @@ class Target(Loss):
                 parameter.mul_(0.9)
 
 
+class Converted(Loss):
+    """A loss towards a teacher that is not trained, and that the first call moves to the samples' dtype."""
+
+    def __init__(self) -> None:
+        self.teacher = Network()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.teacher.to(batch[0])
+        with torch.no_grad():
+            towards = self.teacher(batch[0])[0]
+        scores, _ = model(batch[0])
+        return functional.cross_entropy(scores, batch[1]) + functional.mse_loss(scores, towards)
+
+
 class Uncertain(Loss):
     """Two losses with learned weights (Kendall et al., arXiv 1705.07115) that are no part of the model."""
 
@@ -267,6 +281,18 @@ class ByHand(Uncertain):
         self.weights.grad = None
 
 
+class ConvertedByHand(ByHand):
+    """The same weights, which the first call moves to the samples' dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights.data = self.weights.data.float()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.weights.data = self.weights.data.type_as(batch[0])
+        return super().__call__(model, batch)
+
+
 class Summed(Uncertain):
     """The same weights, whose gradients the script reduces over ranks."""
 
@@ -285,6 +311,7 @@ KEEPING: dict[str, Callable[[], Loss]] = {
     "a centre": Centre,
     "learned weights": Uncertain,
     "learned weights by hand": ByHand,
+    "converted weights by hand": ConvertedByHand,
 }
 SAID = "each rank has kept from its own samples", "an optimizer that tutti.prepare was not given trains tensors"
 RIGHT: dict[str, Callable[[], Loss]] = {
@@ -296,6 +323,7 @@ RIGHT: dict[str, Callable[[], Loss]] = {
     "a perturbation": Perturbed,
     "a teacher": Taught,
     "a target network": Target,
+    "a converted teacher": Converted,
     "reduced weights": Summed,
 }
 
@@ -444,14 +472,14 @@ def test_another_model_that_replicas_of_stages_train_apart_is_refused() -> None:
 
 @pytest.mark.parametrize("strategy", ["local_sgd:period=2", "parameter_server:mode=async"])
 def test_weights_by_hand_are_refused_where_workers_train_alone(strategy: str) -> None:
-    for form in ("step", "loop"):
-        for found in worlds.run(2, train, strategy=strategy, kind="learned weights by hand", form=form):
+    for form, kind in (("step", "learned"), ("loop", "learned"), ("step", "converted")):
+        for found in worlds.run(2, train, strategy=strategy, kind=f"{kind} weights by hand", form=form):
             assert isinstance(found, tuple) and "trains tensors that are not in the model" in found[0], found
 
 
 def test_values_of_each_worker_are_its_own_where_workers_train_alone() -> None:
-    for kind in ("a queue", "a target network"):
-        for found in worlds.run(2, train, strategy="local_sgd:period=2", kind=kind, form="loop"):
+    for form, kind in (("loop", "a queue"), ("loop", "a target network"), ("step", "a converted teacher")):
+        for found in worlds.run(2, train, strategy="local_sgd:period=2", kind=kind, form=form):
             assert isinstance(found, dict), found
 
 

@@ -60,6 +60,8 @@ _MOST = 4096
 """Most autograd nodes of a loss that are looked at (a guess)."""
 _NORMS = frozenset((functional.batch_norm, functional.instance_norm))
 """Functions whose second and third argument are averages of a worker's own batches."""
+_CONVERSIONS = frozenset(("to", "type_as"))
+"""Functions that take dtype and device of their second argument, and no values."""
 _STEP = ".step() in "
 """Words between the class of an optimizer and the line of its step."""
 _EXCHANGING = ("torch.distributed", "tutti.comm")
@@ -414,9 +416,30 @@ class KeptValues(LossWatch):
         for memory in memories_of(written) - self._own - self._batch:
             self._origins[memory] = origin
             self._digests.pop(memory, None)
+        tensors = [each for each in read if isinstance(each, Tensor)]
+        if len(tensors) == 1 and isinstance(result, Tensor):
+            self._note_conversion(tensors[0], result)
         for memory in memories_of(tree_leaves(result)) - self._own - self._batch:
             self._origins.setdefault(memory, origin)
         return result
+
+    def _note_conversion(self, source: Tensor, result: Tensor) -> None:
+        """Record the result of a call as a tensor that the code has only read, if the call has converted such a tensor.
+
+        A conversion is to another device or dtype, such as a frozen teacher's move to the samples' device in the loss
+        function's first call. The copy has the values of before this step, and counts as kept once they change.
+
+        Args:
+            source: the only tensor of whose values the result is computed.
+            result: the result.
+        """
+        memory = memory_of(source)
+        if memory is None or memory not in self._digests or self._origins[memory].kept:
+            return
+        with FunctionModesDisabled():
+            converted = source.shape == result.shape and (source.dtype, source.device) != (result.dtype, result.device)
+        if converted:
+            self._origin_of(result)
 
     def _joined(self, values: Iterable[Any], with_ints: bool) -> _Origin:
         """Return the origin of a result that is computed from tensors and numbers.
@@ -568,6 +591,8 @@ def _read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
         return tree_leaves((args[:1], args[3:], {key: kwargs[key] for key in kwargs if not key.startswith("running")}))
     if name.endswith(("_like", "storage")) or name.startswith("new_"):
         return []
+    if name in _CONVERSIONS:
+        return tree_leaves(args[:1])
     whole = name in REPLACING and bool(memories_of(args[:1])) and fills_tensor(name, args)
     replaces = whole and fills_memory(args[0])
     return tree_leaves((args[1:] if replaces else args, kwargs))
