@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tutti.comm import shared_memory as segments
 from tutti.comm.partition import owners
 from tutti.parallel.central_storage import central_storage
 from tutti.parallel.central_storage.central_storage import CentralAverage, CentralStorageSync
+from tutti.torch_compat import foreach_norm
 
 
 def model() -> nn.Sequential:
@@ -217,17 +219,43 @@ def closes() -> str:
     return ""
 
 
-def written() -> list[str]:
+def written(by_assignment: bool = False) -> list[str]:
     """What happens to a write of the script: of one rank it is kept, of several refused."""
     run = prepare()
     train(run, 1)
     with torch.no_grad():
         for parameter in run.model.parameters():
-            parameter.mul_(0.5)
+            if by_assignment:
+                parameter.data = parameter.data * 0.5
+            else:
+                parameter.mul_(0.5)
     try:
         return [train(run, 1)]
     except tutti.errors.UsageError as error:
         return [str(error).partition("parameter")[0]]
+
+
+def assigned() -> list[str]:
+    return written(by_assignment=True)
+
+
+def compared_within_a_step() -> str:
+    """Train with norms of which the CPU's kernels round otherwise than the accelerator's.
+
+    The last batch has one sample: the rank without samples has not seen the number of the loss, so that ranks compare.
+    """
+
+    def rounded(tensors: list[Tensor]) -> list[Tensor]:
+        return [n.double() * (1 + 2**-50 * (n.device.type == "cpu")) for n in foreach_norm(tensors)]
+
+    own = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    with patch("tutti.parallel.ddp.write_guard.foreach_norm", rounded):
+        return train(
+            tutti.prepare(
+                own, "sgd:lr=0.1", data()[:13], lambda net, batch: 0.5 * loss(net, batch), strategy="central_storage",
+                batch_size=6, seed=0,
+            )
+        )  # fmt: skip
 
 
 def written_during_a_forward() -> str:
@@ -271,10 +299,15 @@ def test_an_accelerator_computes_and_the_host_updates(size: int) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("function", [clipped_by_hand, written])
+@pytest.mark.parametrize("function", [clipped_by_hand, written, assigned])
 def test_a_custom_loop_and_a_write_do_on_an_accelerator_what_they_do_on_a_cpu(size: int, function: Any) -> None:
     there, here = worlds.run_on(DEVICE, size, function), worlds.run_on("cpu", size, function)
     assert there == here and len(set(map(str, there))) == 1
+
+
+@pytest.mark.timeout(600)
+def test_values_are_compared_by_the_kernels_of_one_device() -> None:
+    assert len(set(worlds.run_on(DEVICE, 2, compared_within_a_step))) == 1
 
 
 @pytest.mark.timeout(600)

@@ -151,16 +151,21 @@ class CentralStorageSync(AllReduceSync):
             MismatchError: ranks are in different steps, hold different parameters, or differ in batch size or settings.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
+        written: Sequence[str] | None = None
         if self._host is None or not isinstance(self._reducer, SharedReducer):
             stats = super().reduce_gradients(step_context)
         else:
+            # Before the host's tensors take the place of what the script may have assigned to ``.data``.
+            written = self._guard.written(self._guarded)
             with self._host.receiving() as received:
                 stats = super().reduce_gradients(step_context)
             self._received = None if self._has_custom_loop else received
             for parameter, gradient in received.items() if self._has_custom_loop else ():
                 parameter.grad = gradient.to(parameter.device)
         if self._run_context.comms.replica.size > 1:
-            self._guard.check(self._guarded, f"step {step_context.taken + 1}")
+            # In shared memory other ranks may have written until the exchange.
+            found = self._guard.written(self._guarded) if written is None else written
+            self._guard.refuse_written(found, self._guarded, f"step {step_context.taken + 1}")
         if self.shares_parameters:
             self._check_homes(step_context.taken + 1)
         return stats

@@ -38,16 +38,18 @@ class HostParameters:
         foreach_copy_(list(self._here.values()), list(self._homes.values()))
 
     def send(self, parameters: Collection[nn.Parameter]) -> None:
-        """Copy parameter values from their tensors on the accelerator to their tensors in host memory.
+        """Copy parameter values from the accelerator to the parameters' tensors in host memory.
 
         Each parameter has both tensors; the optimizer updates the host's, and forwards use the accelerator's. Called
-        where the script may have written the accelerator's tensors. Blocks until the values are there. Not collective.
+        where the script may have written the accelerator's tensors, or assigned other ones to ``.data``, which then
+        take their place. Blocks until the values are there. Not collective.
 
         Args:
             parameters: the parameters to copy, each a key of the constructor's ``homes`` (host tensors by parameter).
         """
         for parameter in parameters:
-            self._homes[parameter].copy_(self._here[parameter])
+            self._here[parameter] = parameter.data
+            self._homes[parameter].copy_(parameter.data)
 
     @contextmanager
     def on_host(

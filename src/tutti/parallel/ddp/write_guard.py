@@ -32,6 +32,8 @@ class WriteGuard:
     def __init__(self, why: str) -> None:
         self._why = why
         self._norms: list[float] | None = None
+        # Devices of the values that ``_norms`` are of: kernels of two devices round differently.
+        self._devices: list[torch.device] = []
         self._marks: list[tuple[int, int]] = []
         self._digests: list[int] | None = None
         self._updates = self._notes = self._looks = 0
@@ -47,6 +49,7 @@ class WriteGuard:
             named: (name, parameter) pairs; ``check`` takes the same parameters in the same order.
         """
         self._notes += 1
+        self._devices = [p.device for _, p in named]
         self._norms = _norms([p.data for _, p in named])
         self._digests = tensor_digests(p.data for _, p in named) if is_compared(self._notes) else None
         self._marks = _marks(named)
@@ -65,21 +68,38 @@ class WriteGuard:
         Raises:
             UsageError: a parameter has another norm or digest.
         """
-        if written := self.written(named):
+        self.refuse_written(self.written(named), named, where)
+
+    def refuse_written(self, written: Sequence[str], named: NamedParameters, where: str) -> None:
+        """Raise UsageError if ``written``, an earlier result of the method of this name, is not empty.
+
+        Otherwise record the parameters' version counters and addresses anew, as ``check`` does.
+
+        Args:
+            written: names of parameters that the script has written; the error names the first.
+            named: (name, parameter) pairs, the same as for ``note``.
+            where: place in the run for the error message, such as the step.
+
+        Raises:
+            UsageError: ``written`` is not empty.
+        """
+        if written:
             self._refuse(written[0], where)
         self._marks = _marks(named)
 
     def written(self, named: Sequence[tuple[str, Tensor]]) -> list[str]:
         """Return the names of parameters whose norm, or else digest, differs from the one that ``note`` recorded.
 
-        Empty before the first ``note``.
+        Empty before the first ``note``. Values that are on another device than in ``note`` are copied there, so that
+        the same kernels compute the norms.
 
         Args:
             named: (name, parameter) pairs, the same as for ``note``.
         """
         if self._norms is None:
             return []
-        pairs = zip(named, self._norms, _norms([p.data for _, p in named]), strict=True)
+        values = [p.data.to(device) for (_, p), device in zip(named, self._devices, strict=True)]
+        pairs = zip(named, self._norms, _norms(values), strict=True)
         found = [name for (name, _), a, b in pairs if a != b and not (a != a and b != b)]
         if not found and self._digests is not None:
             now = tensor_digests(p.data for _, p in named)
