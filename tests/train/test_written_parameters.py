@@ -319,6 +319,14 @@ def test_an_average_that_is_assigned_is_evaluated() -> None:
             assert got == pytest.approx(want, rel=1e-12)
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+def test_assigned_data_are_refused_where_they_would_be_lost(workers: int) -> None:
+    arguments = {"strategy": "parameter_server:mode=async", "workers": workers, "how": "assigned"}
+    for _, said in worlds.run(2, assigned_between_steps, **arguments):
+        assert "has written the parameter 0.weight outside of optimizer.step() (step 2)" in said, said
+    worlds.forget(2)
+
+
 def test_a_write_that_keeps_the_norm_is_refused_where_it_would_be_lost() -> None:
     arguments = {"strategy": "parameter_server", "workers": 2, "how": "rolled"}
     for updates, said in worlds.run(2, assigned_between_steps, **arguments):

@@ -123,9 +123,29 @@ class AsynchronousServerSync(RemoteGradients):
         self._allowed = dict.fromkeys(mine, True)
         self._guards = self._new_guards()
         self._accrued: dict[int, list[Tensor | None]] = {w: [None] * len(self._trained) for w in mine}
-        for (_, parameter), copy in zip(self._trained, first, strict=True):
-            parameter.data = copy
+        self._put(mine[0])
         return self
+
+    def _put(self, worker: int) -> None:
+        """Put a worker's parameters into the model."""
+        self._loaded_worker = worker
+        for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
+            parameter.data = copy
+
+    def _refuse_assigned(self, where: str) -> None:
+        """Refuse ``.data`` that a forward or the script has assigned with other values, which the worker would lose.
+
+        Equal values are fine: recurrent layers move theirs on GPUs (``flatten_parameters``). The worker's own tensors
+        come back in their place.
+
+        Args:
+            where: place in the run for the error message.
+        """
+        worker = self._loaded_worker
+        pairs = zip(self._trained, self._copies[worker], strict=True)
+        if any(parameter.data_ptr() != copy.data_ptr() for (_, parameter), copy in pairs):
+            self._guards[worker].check(self._trained, where)
+            self._put(worker)
 
     def _new_guards(self) -> dict[int, WriteGuard]:
         return {w: WriteGuard("the servers' parameters replace those of every worker") for w in self._run_context.mine}
@@ -197,10 +217,11 @@ class AsynchronousServerSync(RemoteGradients):
             PeerError: a server does not reply in time, or has ended.
         """
         self._step_context = step_context
+        where = f"step {step_context.taken + 1}"
+        self._refuse_assigned(where)
         self._buffers.enter(worker)
-        for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
-            parameter.data = copy
-        self._guards[worker].check(self._trained, f"step {step_context.taken + 1}")
+        self._put(worker)
+        self._guards[worker].check(self._trained, where)
         if not self._allowed[worker]:
             text = f"waiting for the slowest worker in step {step_context.taken + 1}"
             self._link.client.send(PULL, worker, step_context.taken, flags=WAIT, seen=self._seen[worker])
@@ -224,9 +245,11 @@ class AsynchronousServerSync(RemoteGradients):
         Raises:
             PeerError: a server does not reply in time, or has ended.
             UsageError: the script has changed an option of the optimizer that servers do not follow (they follow floats
-                such as weight decay, not ``nesterov``); or, on an accelerator, it has written a buffer in the way that
-                ``begin_worker`` refuses on a CPU.
+                such as weight decay, not ``nesterov``); a forward has assigned other values to a parameter's ``.data``;
+                or, on an accelerator, the script has written a buffer in the way that ``begin_worker`` refuses on a
+                CPU.
         """
+        self._refuse_assigned(f"step {self._step_context.taken + 1}")
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):
             gradients = [None] * len(gradients)
