@@ -13,7 +13,7 @@ model between steps, and the unsharded parameter that is in the model around a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tutti.checkpoint.fingerprint import tensor_digests
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
 from tutti.errors import UsageError
@@ -46,7 +45,6 @@ from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.parallel.fsdp.whole_reads import WholeReads
 from tutti.torch_compat import (
-    FunctionModesDisabled,
     gradient_hooks,
     is_dtensor,
     local_tensor,
@@ -123,8 +121,6 @@ class FullySharded:
         self._storages = {each.name: storage_key(gathered) for each, gathered in self._pairs}
         self._watched: set[str] = set()
         self._versions: dict[str, tuple[nn.Parameter, int]] = {}
-        # Memory into which FSDP2 gathers each parameter, in every forward, and its key.
-        self._memory: dict[str, tuple[Tensor, int]] = {}
         self._concealed: set[nn.Parameter] = set()
         self.reads = WholeReads(comm, {gathered: each for each, gathered in self._pairs}, self._reached)
         # Unsharded parameters by name, whose .grad is a placeholder for the rows' gradient.
@@ -501,8 +497,6 @@ class FullySharded:
             UsageError: the script has written an unsharded parameter between the forward and its backward.
         """
         self._check_writes()
-        if moved := self._moved(self._memory):
-            refuse_gathered_write(moved[0])
         self._first_step.over, self._meter.on = True, False
         for each, gathered in self._pairs:
             gradient = gathered.grad
@@ -605,18 +599,14 @@ class FullySharded:
     def _watch(self, unit: FSDPModule) -> None:
         """Register hooks that note which parameters of a wrapped module receive a gradient, frozen ones included.
 
-        The hooks are put on the unsharded parameters in the module's first forward. A hook after each forward puts
-        parameters back into the memory into which FSDP2 gathers them.
+        The hooks are put on the unsharded parameters in the module's first forward.
         """
-        own: list[str] = []
 
         def watch(module: nn.Module, args: Any) -> None:
             handle.remove()
             for name, parameter in self._unsharded().items():
                 if name not in self._watched:
                     self._watched.add(name)
-                    own.append(name)
-                    self._memory[name] = parameter.data, storage_key(parameter)
                     self._also_seen({parameter: self._twins[name][0]})
                     self._twins[name].append(parameter)
                     self._versions[name] = parameter, tensor_version(parameter)
@@ -629,36 +619,6 @@ class FullySharded:
             self.adapt_hooks()
 
         handle = cast(nn.Module, unit).register_forward_pre_hook(watch)
-        # Before FSDP2's own hook, which frees the memory.
-        cast(nn.Module, unit).register_forward_hook(lambda *_: self._put_back(own), prepend=True)
-
-    def _put_back(self, names: Sequence[str]) -> None:
-        """Put unsharded parameters back into FSDP2's memory where a forward has moved equal values elsewhere.
-
-        ``flatten_parameters`` does so, which recurrent layers of PyTorch call on GPUs when their weights are other
-        objects than before: it assigns views of one new buffer to ``.data``. FSDP2 would gather the values of later
-        steps into memory that the forward no longer reads.
-
-        Args:
-            names: names of the parameters, which have been unsharded.
-
-        Raises:
-            UsageError: the forward has assigned other values.
-        """
-        if torch.compiler.is_compiling() or not (moved := self._moved(names)):
-            return
-        with FunctionModesDisabled():
-            for name in moved:
-                (parameter, _), (gathered, _) = self._versions[name], self._memory[name]
-                here, there = tensor_digests([parameter.data, gathered])
-                if here != there:
-                    refuse_gathered_write(name)
-                parameter.data = gathered
-
-    def _moved(self, names: Iterable[str]) -> list[str]:
-        """Return the names of those unsharded parameters whose ``.data`` is no longer in FSDP2's memory."""
-        with FunctionModesDisabled():
-            return [n for n in names if storage_key(self._versions[n][0]) != self._memory[n][1]]
 
     def gathered_name(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter of which ``tensor`` is FSDP2's unsharded parameter object; else None.
