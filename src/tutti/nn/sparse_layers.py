@@ -28,6 +28,13 @@ def sparse_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
+def make_gradients_dense(model: nn.Module) -> None:
+    """Set the attribute ``sparse`` of all modules of ``model`` to False where it is True, in place."""
+    for module in model.modules():
+        if getattr(module, "sparse", False) is True:
+            setattr(module, "sparse", False)  # noqa: B010
+
+
 def check_sparse_step(optimizer: Optimizer, error: Exception, where: str | None = None) -> None:
     """Raise UsageError in place of an error of ``optimizer.step()`` that is about sparse or dense gradients.
 

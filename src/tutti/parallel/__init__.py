@@ -10,6 +10,7 @@ from tutti.parallel.combinations import (
     check_noise_scale,
     check_strategy,
     check_sync,
+    exchanges_sparse,
     noise_basis,
 )
 from tutti.parallel.registry import make_strategy
@@ -20,6 +21,7 @@ __all__ = [
     "check_noise_scale",
     "check_strategy",
     "check_sync",
+    "exchanges_sparse",
     "make_strategy",
     "noise_basis",
 ]

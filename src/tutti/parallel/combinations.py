@@ -46,7 +46,7 @@ def check_strategy(
         compiled: whether the run has ``--compile``.
         graphs: whether the mode given to ``--compile`` records CUDA graphs.
         accelerated: whether the devices are accelerators.
-        sparse: whether the model has sparse gradients.
+        sparse: whether the model has sparse gradients that the optimizer needs.
 
     Raises:
         UsageError: a package that the strategy needs is not installed, or the strategy lacks a capability that
@@ -84,7 +84,7 @@ def check_strategy(
             remedy="leave out --ema, or take mode=sync without backup",
         )
     if sparse:
-        _check_sparse(choice, devices)
+        _check_sparse(choice, devices, accelerated)
     if adaptive:
         _check_adaptive(choice, workers or ranks)
     if reproducible or adaptive:
@@ -177,15 +177,30 @@ def _check_adaptive(choice: Choice, workers: int) -> None:
         )
 
 
-def _check_sparse(choice: Choice, devices: int) -> None:
-    """Raise UsageError where the strategy supports only dense gradients on this number of devices."""
-    most = choice.row.sparse_devices
-    if most is not None and devices > most:
+def exchanges_sparse(choice: Choice, devices: int, accelerated: bool) -> bool:
+    """Return whether the strategy exchanges sparse gradients on this number of devices.
+
+    Args:
+        choice: the strategy.
+        devices: number of devices.
+        accelerated: whether the devices are accelerators.
+    """
+    row = choice.row
+    on_host = row.one_copy and row.optimizer_here and accelerated and devices > 1
+    return (row.sparse_devices is None or devices <= row.sparse_devices) and not on_host
+
+
+def _check_sparse(choice: Choice, devices: int, accelerated: bool) -> None:
+    """Raise UsageError where the strategy supports only dense gradients on these devices."""
+    if not exchanges_sparse(choice, devices, accelerated):
         able = ", ".join(name for name, row in TABLE.items() if row.sparse_devices is None and row.most_devices is None)
         raise UsageError(
-            f"strategy '{choice.name}' cannot be combined with sparse gradients" + " on several devices" * (most > 0),
-            why="it exchanges parts of dense gradients, which do not carry the row indices of a sparse one",
-            remedy=f"take one of {able}, or sparse=False in nn.Embedding: with SGD and Adagrad that is the same update",
+            f"strategy '{choice.name}' cannot be combined with sparse gradients and this optimizer"
+            + " on several devices" * (choice.row.sparse_devices != 0),
+            why="the optimizer updates the rows that a gradient names, and this strategy exchanges parts of dense"
+            " gradients, which name none",
+            remedy=f"take one of {able}; SGD or Adagrad, whose updates from dense gradients are the same; or"
+            " sparse=False in nn.Embedding, and Adam",
         )
 
 

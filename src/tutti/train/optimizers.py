@@ -134,6 +134,40 @@ def check_takes_sparse(
             continue
 
 
+def steps_alike(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module, sparse: Collection[str]) -> bool:
+    """Return whether an optimizer updates a parameter alike from a sparse gradient and from the same dense one.
+
+    So do SGD and Adagrad, and not ``SparseAdam``. To find out, optimizers of the same class and settings make four
+    steps on small parameters, each with a gradient of other rows.
+
+    Args:
+        optimizer: options of an optimizer that the run makes, or the script's optimizers.
+        model: the script's model.
+        sparse: names of the model's parameters with sparse gradients.
+
+    Returns:
+        False also where such optimizers cannot be made, or refuse one of the gradients.
+    """
+    toys = [nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2)) for _ in range(2)]
+    tried = [list(_trials(optimizer, model, sparse, toy)) for toy in toys]
+    for pair in zip(*tried, strict=True):
+        for step in range(4):
+            dense = torch.zeros(3, 2, dtype=torch.float64)
+            dense[step % 3] = 0.5 - step
+            try:
+                for trial, toy, gradient in zip(pair, toys, (dense.to_sparse(1), dense), strict=True):
+                    toy.grad = gradient
+                    trial.step()
+            except (RuntimeError, TypeError, UsageError):
+                return False
+        if not torch.allclose(toys[0], toys[1], rtol=1e-12, atol=1e-12):
+            return False
+    wanted = {id(p) for name, p in model.named_parameters() if name in sparse}
+    groups = [] if isinstance(optimizer, OptimizerChoice) else [g for each in optimizer for g in each.param_groups]
+    needed = sum(any(id(p) in wanted for p in group["params"]) for group in groups)
+    return len(tried[0]) == (1 if isinstance(optimizer, OptimizerChoice) else needed)
+
+
 def _trials(
     optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module, sparse: Collection[str], toy: nn.Parameter
 ) -> Iterator[Optimizer]:

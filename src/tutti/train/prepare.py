@@ -40,6 +40,7 @@ from tutti.launcher import context
 from tutti.nn.ac_policy import UNCACHED, turn_off_caches
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.nn.script_mode import modes_entered
+from tutti.nn.sparse_layers import make_gradients_dense
 from tutti.optim.adascale import AdaScale
 from tutti.parallel.parameter_average import make_average
 from tutti.process_context import read_identity
@@ -285,6 +286,8 @@ def prepare_run(
     begun = materialise_model(checked.model, run_context.comms.world, o.init_from, o.initial_map)
 
     # Model surgery.
+    if checked.made_dense:
+        make_gradients_dense(checked.model)
     in_bf16 = layers_left_in_bf16(checked.model) if o.precision == "fp8" else {}
     converted, dtype = convert_model(checked.model, o.batch_norm_options, run_context, o.precision, o.channels_last)
     uncached = o.checkpointing is not None and turn_off_caches(converted)
@@ -395,6 +398,8 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
         log.info("one CPU thread: reproducible sums have one order")
     if checked.sparse:
         log.info("gradients of %s are sparse", ", ".join(checked.sparse))
+    if checked.made_dense:
+        log.info("gradients of %s: dense, because the strategy exchanges no sparse ones", ", ".join(checked.made_dense))
     for name, tensor in checked.model.named_parameters():
         log.debug(
             "parameter %s: %s %s%s", name, tuple(tensor.shape), tensor.dtype, "" if tensor.requires_grad else ", frozen"

@@ -35,7 +35,13 @@ from tutti.train.batch_size_schedule import batch_size_schedule
 from tutti.train.callbacks import Callbacks
 from tutti.train.meta_model import check_state_on_meta, on_meta
 from tutti.train.model_conversion import make_loss_scale
-from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, imported_optimizer
+from tutti.train.optimizers import (
+    check_fits,
+    check_takes_sparse,
+    describe_optimizers,
+    imported_optimizer,
+    steps_alike,
+)
 from tutti.train.prepared_before import check_earlier
 from tutti.train.resume_changes import optimizer_settings
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, Models, Optimizers, RunOptions
@@ -54,6 +60,8 @@ class CheckedRun:
         trainer: the script's optimizers, or the options of the optimizer that the run makes.
         rule: how the learning rate scales with the batch size, which the run's own optimizer has yet to apply.
         sparse: names of trainable parameters with sparse gradients.
+        made_dense: names of trainable parameters whose gradients the model makes sparse, and which the run makes dense,
+            because the strategy exchanges no sparse ones and the optimizer's update is the same.
         choice: the strategy.
         grid: the device mesh, with this rank's place in it.
         sampling: the data set with its global batches.
@@ -74,6 +82,7 @@ class CheckedRun:
     trainer: Sequence[Optimizer] | OptimizerChoice
     rule: NoRule
     sparse: Sequence[str]
+    made_dense: Sequence[str]
     choice: Choice
     grid: Grid
     sampling: Sampling
@@ -179,11 +188,14 @@ def check_run(
     check_earlier(whole, optimizers)
     world = context.init()
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
+    _check_trainable(whole, trainer, sparse)
     choice = choose_strategy(o.strategy, whole)
-    _check_strategy(choice, o, world, bool(sparse))
+    alike = bool(sparse) and steps_alike(trainer, whole, sparse)
+    _check_strategy(choice, o, world, bool(sparse) and not alike)
     grid = Grid(**choice.shape(world.identity.size), rank=world.identity.rank)
     data = wrap_training_data(sampling, choice, o)
-    _check_trainable(whole, trainer, sparse)
+    made_dense = [] if parallel.exchanges_sparse(choice, grid.size, is_accelerator(world.device)) else sparse
+    sparse = [] if made_dense else sparse
     contract = _contract(choice, grid.data_ranks, samples_per_epoch(data, sampling), batch_size, o)
     if choice.row.shared_weights and grid.data_ranks > 1:
         _check_tables(whole)
@@ -206,6 +218,7 @@ def check_run(
         trainer=trainer,
         rule=rule,
         sparse=sparse,
+        made_dense=made_dense,
         choice=choice,
         grid=grid,
         sampling=sampling,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
-from tests.covering import table
+from tests.covering import in_turn, table
 from tests.parallel.models import NATIVE, trained
 from tutti.errors import UsageError
-from tutti.parallel.ddp.sparse_gradients import SparseReducer
 
 VOCABULARY = 11
 WORDS = torch.randint(0, VOCABULARY - 3, (24, 4), generator=torch.Generator().manual_seed(0))
@@ -237,8 +235,16 @@ REFUSED = ["sharded", "sharded:stage=2", "pipeline", "model_parallel", "tensor",
 
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_other_strategies_refuse_by_name_on_every_rank(strategy: str) -> None:
-    for said in worlds.run(2, refused, called=words, optimizer="sgd", workers=2, strategy=strategy):
+    for said in worlds.run(2, refused, called=words, optimizer="sparse adam", workers=2, strategy=strategy):
         assert "cannot be combined with sparse gradients" in said and "mirrored" in said
+
+
+@pytest.mark.parametrize(("strategy", "optimizer"), in_turn(REFUSED, ["sgd, momentum", "adagrad", "text"]))
+def test_other_strategies_make_gradients_dense_where_the_update_is_the_same(strategy: str, optimizer: str) -> None:
+    devices = 4 if strategy.startswith("hybrid") else 2
+    want = worlds.alone(words, optimizer=optimizer, workers=4, strategy="single", clip=0.5)
+    for got in worlds.run(devices, words, optimizer=optimizer, workers=4, strategy=strategy, clip=0.5):
+        close(got, want)
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "pipeline", "model_parallel", "tensor"])
@@ -350,14 +356,3 @@ def test_a_model_on_the_meta_device_is_refused_by_name(buffer: bool, name: str) 
     for devices in (1, 2):
         for said in worlds.run(devices, refused, called=on_meta, buffer=buffer):
             assert name in said and "to_empty" in said
-
-
-def test_uncoalesced_sums_are_scaled() -> None:
-    """On an accelerator a sum of two sparse gradients, accumulated over reductions, is not coalesced."""
-    parameter = nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
-    dense: Any = SimpleNamespace(scale=lambda factor: None)
-    reducer = SparseReducer(dense, [parameter], dense)
-    reducer._summed = {parameter: torch.zeros(4)}
-    reducer.scale(0.5)
-    assert parameter.grad.to_dense().tolist() == [0.0, 2.5, 0.0, 0.0]

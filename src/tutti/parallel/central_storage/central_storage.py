@@ -33,7 +33,6 @@ from tutti.launcher.malloc_tuning import give_back
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import ScriptMode
-from tutti.nn.sparse_layers import sparse_parameters
 from tutti.nn.swap import buffers, parameters
 from tutti.optim.mixing import needs_closure
 from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
@@ -104,7 +103,7 @@ class CentralStorageSync(AllReduceSync):
         Raises:
             UsageError: the ranks are on several hosts or cannot share memory; the optimizer needs tensors of several
                 owners together; a trial step of the optimizer draws from PyTorch's global random generator; or, on
-                accelerators, the model has sparse gradients or the optimizer needs a closure.
+                accelerators, the optimizer needs a closure.
             MismatchError: ranks hold models with different parameters or buffers.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
@@ -128,10 +127,10 @@ class CentralStorageSync(AllReduceSync):
         """Sum the ranks' gradients and loss sums, and divide the gradients by the global count of samples or tokens.
 
         All ranks of the node share one copy of the parameters, each of which one rank owns (updates). Each rank
-        receives the summed gradients of the parameters that it owns; in a custom training loop, and where the gradients
-        of logical workers (fixed shares of the global batch) are summed in a fixed order, those of all parameters.
-        Collective over the data ranks, by barriers around sums in shared memory (for the fixed order by all-to-alls and
-        all-gathers); blocks until all of them call it.
+        receives the summed gradients of the parameters that it owns, and all sparse ones; in a custom training
+        loop, and where the gradients of logical workers (fixed shares of the global batch) are summed in a
+        fixed order, those of all parameters. Collective over the data ranks, by barriers around sums in shared
+        memory (for the fixed order by all-to-alls and all-gathers); blocks until all of them call it.
 
         Args:
             step_context: the step under way: its loss scale, by which the gradients are divided, and its number, batch
@@ -519,15 +518,10 @@ class CentralStorageSync(AllReduceSync):
             return TreeReducer(named, run_context)
         if run_context.comms.replica.size == 1:
             return OverlappedReducer(named, run_context, "fp32", 1)
-        if self._host is not None and any(p.requires_grad for p in sparse_parameters(self._replica.parts).values()):
-            raise UsageError(
-                "central_storage has no sum of sparse gradients for accelerators",
-                where=f"rank {self._run_context.comms.replica.global_rank}",
-                why="the owners of parameters receive sums in host memory, and the rows of sparse gradients are on the "
-                "device",
-                remedy="set sparse=False, or take strategy='mirrored' or the device cpu",
-            )
-        mine = [rank for (_, p), rank in zip(named, self._owner, strict=True) if p.requires_grad]
+        if not any(p.requires_grad for _, p in named):
+            return OverlappedReducer(named, run_context, "fp32", 1)
+        owner = {name: rank for (name, _), rank in zip(self._named, self._owner, strict=True)}
+        mine = [owner[name] for name, p in named if p.requires_grad]
         shared = attach_shared(named, run_context, owners=None if self._has_custom_loop else mine, of_devices=True)
         if shared is None:
             raise _no_memory(run_context.comms.replica.size * sum(p.nbytes for _, p in named if p.requires_grad))
