@@ -489,6 +489,10 @@ class Communicator:
         """
         return dict(self._collectives)
 
+    def collective_facts(self) -> dict[str, dict[str, int]]:
+        """Return ``collective_traffic`` for ``summary.json``: kind → ``{"calls": N, "bytes": N}``. Local."""
+        return {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in self._collectives.items()}
+
     # --- control: every call is compared first ---------------------------------------------------------------------
 
     def share_control(self, like: Communicator | None = None) -> None:

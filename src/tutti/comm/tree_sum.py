@@ -91,6 +91,18 @@ class TreeSum:
         self._pieces[worker, worker + 1] = vector
         merge_siblings(self._pieces, worker, self._workers, Tensor.add_)
 
+    def add_subtree(self, node: Node, vector: Tensor) -> None:
+        """Add the sum over a subtree of logical workers that the caller has added up in tree order itself. Local.
+
+        A logical worker is a fixed share of the global batch. Takes the place of calls of ``add`` where no two ranks
+        share a worker.
+
+        Args:
+            node: one of the rank's ``subtree_roots``, a range (low, high) of workers.
+            vector: sum of these workers' vectors, shape (length,); this object keeps and overwrites it.
+        """
+        self._pieces[node] = vector
+
     def total(self) -> Tensor:
         """Return the sum of the vectors of all logical workers, which ``add`` was given; bit-identical on every rank.
 

@@ -27,13 +27,13 @@ from tutti.optim.factory import is_known
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
-from tutti.parallel.ddp.buckets import ReducedSums, largest_vector
+from tutti.parallel.ddp.buckets import FIRST_BYTES, ReducedSums, largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
-from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer
+from tutti.parallel.ddp.reducers import WIRE_DTYPES, OverlappedReducer, Reducer, StartedSum, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
-from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
+from tutti.parallel.ddp.sparse_gradients import SparseReducer, with_sparse_gradients
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.unsharded_gradients import UnshardedGradients
@@ -231,8 +231,8 @@ class AllReduceSync(UnshardedGradients):
             part: the worker's sums of loss, count and metrics; None if the worker had no samples on this rank.
 
         Raises:
-            UsageError: gradients are summed worker by worker, and one is sparse in more than its first dimension, or
-                sparse although no module that holds the parameter has an attribute ``sparse`` that is True.
+            UsageError: gradients are summed worker by worker, and one is sparse although no module that holds the
+                parameter has an attribute ``sparse`` that is True.
         """
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
@@ -511,24 +511,27 @@ class AllReduceSync(UnshardedGradients):
         return [p for name, p in self._named if p.requires_grad and name not in lent]
 
     def facts(self) -> dict[str, object]:
-        """Return the messages and bytes that each link between data ranks has carried so far, for ``summary.json``.
+        """Return the messages and bytes of the gradients' sums so far, for ``summary.json``.
 
         Collective over the data ranks if tutti's own all-reduce schedule (option ``algorithm`` of the strategy, such as
-        a ring) sums the gradients; the all-reduce of PyTorch's process group counts nothing.
+        a ring) sums the gradients.
 
         Returns:
-            A dict with ``algorithm``, the name of the schedule, and ``links``, a list of dicts with the data ranks
-            ``from`` and ``to`` (indices among the data ranks, from 0), and the numbers of ``messages`` and ``bytes``
-            sent on this link. An empty dict without such a schedule.
+            With such a schedule ``algorithm``, its name, and ``links``, a list of dicts with the data ranks ``from``
+            and ``to`` (indices among the data ranks, from 0), and the numbers of ``messages`` and ``bytes`` sent on
+            this link. With sparse gradients also ``collectives``, calls and bytes of this rank's collectives by kind,
+            among them the all-gathers of rows. Otherwise an empty dict.
 
         Raises:
             PeerError: a rank is lost, or does not take part within the timeout.
         """
-        if self._scheduled is None:
-            return {}
-        traffic = self._run_context.comms.replica.traffic()
-        links = [{"from": a, "to": b, **counted._asdict()} for (a, b), counted in traffic.items()]
-        return {"algorithm": self._scheduled.schedule.name, "links": links}
+        comm, found = self._run_context.comms.replica, dict[str, object]()
+        if isinstance(self._reducer, SparseReducer):
+            found["collectives"] = comm.collective_facts()
+        if self._scheduled is not None:
+            links = [{"from": a, "to": b, **counted._asdict()} for (a, b), counted in comm.traffic().items()]
+            found |= {"algorithm": self._scheduled.schedule.name, "links": links}
+        return found
 
     # --- custom training loops -------------------------------------------------------------------------------------
 
@@ -851,8 +854,20 @@ class AllReduceSync(UnshardedGradients):
         broadcast_state(comm, replica.parts)
 
     def _new_reducer(self) -> Reducer:
-        reducer = self._make_reducer(self._named)
-        return with_sparse_gradients(reducer, self._replica.parts, self._run_context.comms.replica)
+        return with_sparse_gradients(
+            self._make_reducer,
+            self._named,
+            self._replica.parts,
+            self._run_context,
+            self._replica.not_owned,
+            WIRE_DTYPES.get(self._config.wire),
+            self._start_scheduled if self._config.schedule is not None else None,
+        )
+
+    def _start_scheduled(self, flat: Tensor, text: str) -> StartedSum:
+        """Start an all-reduce by the schedule that ``_make_reducer`` has made."""
+        assert self._scheduled is not None
+        return self._scheduled.start(flat, text)
 
     def _share_copies(self) -> None:
         """Make gradients of a replica's copies of parameters equal, where rounding may differ. Collective there.
@@ -909,7 +924,8 @@ class AllReduceSync(UnshardedGradients):
             return TreeReducer(named, run_context, borrowed)
         bytes_ = int((config.bucket_mb or _BUCKET_MB) * 2**20)
         if config.schedule is not None and run_context.comms.replica.size > 1:
-            largest = largest_vector(named, bytes_)
+            # Dense sums of sparse gradients have pieces of at most ``FIRST_BYTES``.
+            largest = max(largest_vector(named, bytes_), FIRST_BYTES)
             if self._scheduled is None:
                 self._scheduled = ScheduledAllReduce(run_context.comms, config.schedule, largest)
             # Parameters that are thawed later may be on one stage alone, and its data ranks alone call this again.
@@ -919,7 +935,8 @@ class AllReduceSync(UnshardedGradients):
             shared = attach_shared(named, run_context, borrowed)
             if shared is not None:
                 return shared
-            if config.algorithm == "shared_memory" and run_context.comms.replica.size > 1:
+            dense = any(p.requires_grad for _, p in named)
+            if config.algorithm == "shared_memory" and run_context.comms.replica.size > 1 and dense:
                 raise UsageError(
                     "these ranks cannot share memory",
                     why="they are on several hosts or on GPUs, the processor is not x86-64, or /dev/shm is too small",

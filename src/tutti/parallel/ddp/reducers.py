@@ -20,7 +20,7 @@ from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext
 
-_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Reducer(Protocol):
@@ -222,7 +222,7 @@ class OverlappedReducer:
             members = [trainable[i][1] for i in group]
             rides = n == len(groups) - 1 and wire == "fp32" and members[0].dtype in (torch.float32, torch.float64)
             self._buckets.append(Bucket(members, members[0].dtype, device, self._tail.size if rides else 0))
-            narrow = _WIRE.get(wire)
+            narrow = WIRE_DTYPES.get(wire)
             self._wires.append(None if narrow is None else torch.empty_like(self._buckets[-1].flat, dtype=narrow))
         if not self._buckets or self._buckets[-1].tail.numel() == 0:
             self._buckets.append(Bucket([], torch.float64, device, self._tail.size))

@@ -1,178 +1,256 @@
-"""All-reduce of sparse gradients (``nn.Embedding(sparse=True)``); the optimizer receives sparse gradients again.
+"""Sum of sparse gradients (``nn.Embedding(sparse=True)``) over ranks by all-gather of their indices and values.
 
-An optimizer treats a sparse gradient differently from a dense one with the same numbers: ``SparseAdam`` updates the
-rows that the gradient names, a row of zeros among them, and no other. One device's gradient names the rows of all
-samples of the global batch; the sum over several ranks therefore names the union of the ranks' rows.
+A rank sends the rows that its samples name, and not the whole table. An optimizer treats a sparse gradient differently
+from a dense one with the same numbers: ``SparseAdam`` updates the rows that the gradient names, a row of zeros among
+them, and no other. One device's gradient names the rows of all samples of the global batch; the sum over several ranks
+therefore names the union of the ranks' rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from tutti.comm.communicator import Communicator
+from tutti.comm.uneven_gather import gather_uneven
+from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.nn.sparse_layers import sparse_parameters
-from tutti.parallel.ddp.buckets import ReducedSums
-from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer
+from tutti.parallel.ddp.buckets import FIRST_BYTES, ReducedSums
+from tutti.parallel.ddp.gradient_arithmetic import own_part, squares_by
+from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, StartAllReduce, TreeReducer
+from tutti.parallel.ddp.sparse_addends import RankAddends, SparseAddends, Term, WorkerAddends
 from tutti.torch_compat import sparse_indices, sparse_values
+from tutti.types.optimizer_protocols import NamedParameters
+from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext
 
+_DENSE, _NONE = -1, 0
+_CHUNK_BYTES = FIRST_BYTES
+"""Largest piece of a dense sum: no gradient bucket's memory is smaller, and schedules have as much."""
 
-@dataclass
-class TouchedRows:
-    """Rows of one parameter that have an entry in its sparse gradients of the current step.
+
+@dataclass(frozen=True)
+class RowForm:
+    """A parameter's gradient as a matrix: its sparse dimensions are the rows, the others the columns.
 
     Attributes:
-        rows: (rows of the parameter,) int32, 1 for a row that has an entry in a sparse gradient, else 0.
-        dense: whether a gradient was dense, as where another layer uses the same weight.
-        made: the dense copy of the sparse gradient, which has replaced it as ``.grad``; None before that.
+        shape: of the parameter.
+        sparse: number of sparse dimensions, 1 for an embedding.
+        dtype: of the values as they are sent.
     """
 
-    rows: Tensor
-    dense: bool = False
-    made: Tensor | None = None
+    shape: torch.Size
+    sparse: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the matrix."""
+        return math.prod(self.shape[: self.sparse])
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a row."""
+        return math.prod(self.shape[self.sparse :])
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """Dtype of row numbers in messages."""
+        return torch.int32 if self.rows <= 1 << 31 else torch.int64
+
+    def fewer_bytes(self, rows: Sequence[int]) -> bool:
+        """Return whether an all-gather of the ranks' rows sends fewer bytes than an all-reduce of the whole matrix.
+
+        Of an all-gather of m bytes a rank, and of an all-reduce of M bytes, a ring sends (R-1)·m and 2·(R-1)/R·M bytes
+        a rank (Thakur et al. 2005). The matrix has one more column, of flags for rows that have an entry.
+
+        Args:
+            rows: number of rows that each of the R ranks has.
+
+        >>> form = RowForm(torch.Size([100, 3]), 1, torch.float32)
+        >>> form.fewer_bytes([100, 0]), form.fewer_bytes([100, 100, 100])
+        (True, False)
+        """
+        sent = self.index_dtype.itemsize + self.width * self.dtype.itemsize
+        return len(rows) * max(rows) * sent <= 2 * self.rows * (self.width + 1) * self.dtype.itemsize
+
+    def matrix(self, index: Tensor, values: Tensor) -> Tensor:
+        """Return a coalesced sparse matrix (rows, width) with one sparse dimension.
+
+        Args:
+            index: (n,), increasing row numbers.
+            values: n · width elements.
+        """
+        index, values, size = index.long().unsqueeze(0), values.view(index.numel(), self.width), (self.rows, self.width)
+        return torch.sparse_coo_tensor(index, values, size, is_coalesced=True, check_invariants=False)
+
+    def matrix_of(self, gradient: Tensor) -> Tensor:
+        """Return a coalesced sparse gradient as a matrix."""
+        index, *more = gradient.indices()
+        for size, other in zip(self.shape[1:], more, strict=False):
+            index = index * size + other
+        return self.matrix(index, gradient.values())
+
+    def gradient(self, index: Tensor, values: Tensor) -> Tensor:
+        """Return a coalesced sparse gradient in the parameter's shape, from row numbers (n,) and values (n, width)."""
+        indices = torch.stack(torch.unravel_index(index, self.shape[: self.sparse]))
+        # Also a copy, which does not keep the memory of a whole message.
+        values = values.view(len(values), *self.shape[self.sparse :]) + 0.0
+        return torch.sparse_coo_tensor(indices, values, self.shape, is_coalesced=True, check_invariants=False)
 
 
 class SparseReducer:
-    """Sums sparse gradients over data ranks by a reducer of dense ones, which it wraps.
+    """Sums sparse gradients over the data ranks by an all-gather of rows, beside a reducer of all other gradients.
 
-    Converts sparse gradients to dense before the sum, and the sum back to a sparse tensor with the rows that any rank's
-    gradient has. With several ranks this takes one more all-reduce a step, of a number for each row of ``parameters``
-    and one for each parameter.
+    A step takes two more all-gathers: of the numbers of rows, and of indices and values. Where the ranks name so many
+    rows that a dense all-reduce sends fewer bytes, all ranks take that by the same numbers, and the sum is sparse again
+    afterwards. A parameter of which any rank has a dense gradient, as where another layer uses the same weight, has a
+    dense sum. The order of addition is that of the ranks, or in reproducible mode that of the tree over logical workers
+    (fixed shares of the global batch).
+
+    Collective over the data ranks: the constructor makes shared memory for small messages.
 
     Args:
-        reducer: sums dense gradients over the data ranks.
-        parameters: parameters that may have a sparse gradient, the same on every rank.
-        comm: the data ranks.
+        reducer: sums the gradients of all other parameters over the data ranks.
+        parameters: (name, parameter) pairs that may have a sparse gradient, the same on every rank.
+        run_context: communicators and settings of the run.
+        borrowed: names of parameters that another rank of the replica counts in the norm.
+        narrow: dtype of values in messages; None for the parameter's own.
+        all_reduce: starts the all-reduce of a dense vector; None takes the all-reduce of the backend.
     """
 
-    def __init__(self, reducer: Reducer, parameters: Sequence[nn.Parameter], comm: Communicator) -> None:
-        self._reducer, self._comm, self._parameters = reducer, comm, set(parameters)
-        self._order = list(parameters)
-        self._touched: dict[Tensor, TouchedRows] = {}
-        self._summed: dict[nn.Parameter, Tensor] = {}
-        self._armed = False
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: NamedParameters,
+        run_context: RunContext,
+        borrowed: Collection[str] = (),
+        narrow: torch.dtype | None = None,
+        all_reduce: StartAllReduce | None = None,
+    ) -> None:
+        self._reducer, self._comm, self._begins = reducer, run_context.comms.replica, run_context.begins_worker
+        self._order, self._narrow = [p for _, p in parameters], narrow
+        self._places = {p: i for i, p in enumerate(self._order)}
+        self._lent = {p for name, p in parameters if name in borrowed}
+        self._measured, self._wide = run_context.gradient_variance, widest_float(self._comm.device)
+        self._by_worker = isinstance(reducer, TreeReducer)
+        self._addends: SparseAddends = (
+            WorkerAddends(self._comm, run_context.workers)
+            if self._by_worker
+            else RankAddends(self._comm, all_reduce, _CHUNK_BYTES, narrow)
+        )
+        # For each parameter the sparse dimensions of its gradients in this step, _NONE, or _DENSE.
+        self._kinds = [_NONE] * len(self._order)
+        self._comm.share_memory()
 
     @property
     def listens(self) -> bool:
         """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter.
 
-        True if the wrapped reducer, which sums the gradients once they are dense, needs the hook because it starts
-        all-reduces during backward.
+        True if the reducer of the other parameters needs the hook because it starts all-reduces during backward.
         """
         return self._reducer.listens
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Tell the wrapped reducer, which sums dense gradients, that this rank's last backward of the step follows.
-
-        From now on ``gradient_ready`` converts sparse gradients to dense ones; before, autograd accumulates them as
-        sparse gradients.
+        """Tell the reducer of the other parameters that this rank's last backward of the step follows.
 
         Args:
-            step_context: the step under way, handed on to the wrapped reducer, which compares it over ranks.
+            step_context: the step under way, which the ranks compare.
             loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if these sums are not known yet.
         """
-        self._armed = True
         self._reducer.prepare_for_backward(step_context, loss_sums)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Convert ``parameter.grad`` from sparse to dense, and report it as complete to the wrapped reducer.
+        """Report a complete gradient to the reducer of the other parameters; a sparse one waits for ``finish``.
 
-        The wrapped reducer sums the dense gradients over the data ranks. Called by autograd as a post-accumulate-grad
-        hook. Before ``prepare_for_backward`` a gradient stays sparse.
+        Called by autograd as a post-accumulate-grad hook.
 
         Args:
             parameter: the parameter whose gradient backward has just completed.
-
-        Raises:
-            UsageError: the gradient is sparse in more than its first dimension (as by ``torch.gather`` with
-                ``sparse_grad=True``).
         """
-        # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
-        if self._armed and parameter in self._parameters:
-            self._make_dense(parameter)
-        self._reducer.gradient_ready(parameter)
+        if parameter not in self._places:
+            self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Convert a logical worker's sparse gradients to dense, and call ``collect`` of the wrapped reducer.
+        """Take a logical worker's sparse gradients, if the other gradients are summed worker by worker, too.
 
-        A logical worker is one of N fixed shares of the global batch. The wrapped reducer sums dense gradients over the
-        data ranks; if it sums worker by worker, its ``collect`` adds the worker's ``.grad`` to the sum. If it sums
-        during backward instead (``listens`` is True), this call converts nothing: ``gradient_ready`` and ``finish`` do.
+        A logical worker is one of N fixed shares of the global batch. The ``.grad`` of the parameters is None then.
+        Otherwise autograd accumulates the gradients of the rank's workers.
 
         Args:
-            step_context: the step under way, handed on to the wrapped reducer, which compares it over ranks.
+            step_context: the step under way, which the ranks compare; its loss scale is taken out of a measured
+                gradient variance.
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
-
-        Raises:
-            UsageError: a gradient is sparse in more than its first dimension, so that its entries are not whole rows.
         """
-        if not self._reducer.listens:
-            self._make_all_dense()
+        if self._by_worker and (loss_sums is not None or self._begins):
+            term = self._take()
+            if self._measured:
+                squares = [0.0 if t is None else float(_values(t).double().square().sum()) for t in term]
+                term.append(own_part(squares, step_context, loss_sums)[:-1].to(self._comm.device, self._wide))
+            self._addends.put(worker, term)
         self._reducer.collect(step_context, worker, loss_sums)
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Sum the gradients over the data ranks, as dense tensors, and make the sums of sparse gradients sparse again.
+        """Sum all gradients over the data ranks and set each trained parameter's ``.grad`` to its sum.
 
-        Collective over the data ranks: the collectives of the wrapped reducer and one all-reduce. The sum of a
-        parameter's gradients has a row where any rank's sparse gradient has one; the all-reduce finds these rows. Where
-        any rank's gradient was dense, the sum stays dense.
+        Collective over the data ranks: the collectives of the other parameters' reducer, an all-gather of numbers of
+        rows, and an all-gather of rows, an all-reduce of dense vectors, or both.
 
         Args:
-            step_context: the step under way, handed on to the wrapped reducer, which compares it over ranks.
+            step_context: the step under way, which the ranks compare.
             loss_sums: this rank's ``[loss, count, *metrics]``, summed over its logical workers (fixed shares of the
                 global batch); None if this rank had no samples.
 
         Returns:
             A ``ReducedSums`` (named tuple), equal on all data ranks: sums over the global batch of loss (``loss``),
             count of samples or tokens (``samples``) and metrics (``metrics``, a list of floats); whether a rank asks to
-            stop (``stop``); for each parameter whether any rank had a gradient (the list ``used``).
+            stop (``stop``); for each parameter whether any rank had a gradient (the list ``used``, sparse parameters
+            last); and the sequence ``own`` of the other parameters' reducer with the sparse ones' numbers.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
-            UsageError: a gradient is sparse in more than its first dimension, so that its entries are not whole rows;
-                or the script's edits of parameters or gradients that are split over ranks differ between these ranks.
+            UsageError: gradients of a parameter are sparse in different numbers of dimensions; a gradient of another
+                parameter is sparse; or the script's edits of parameters or gradients that are split over ranks differ
+                between these ranks.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
-        self._armed = False
-        self._make_all_dense()
         sums = self._reducer.finish(step_context, loss_sums)
-        touched, self._touched = self._touched, {}
-        states = [touched.get(p) or TouchedRows(_no_rows(p)) for p in self._order]
-        table = torch.cat([torch.cat([s.rows, s.rows.new_tensor([int(s.dense)])]) for s in states])
-        if self._comm.size > 1:
-            self._comm.start_all_reduce(table, f"rows of sparse gradients in step {step_context.taken + 1}").wait()
-        self._summed = {}
-        for parameter, part in zip(self._order, table.split([len(p) + 1 for p in self._order]), strict=True):
-            if parameter.grad is not None and not part[-1]:
-                self._summed[parameter] = parameter.grad
-                parameter.grad = _sparse(parameter.grad, part[:-1].nonzero().squeeze(1))
-        return sums
+        if not self._by_worker:
+            self._addends.put(0, self._take())
+        terms, text = self._addends.take(), f"sparse gradients in step {step_context.taken + 1}"
+        plan = self._plan(terms, text)
+        totals = self._gather(terms, plan, f"rows of {text}") | self._reduce(terms, plan, f"sum of {text}")
+        own: list[float] = []
+        if self._measured:
+            vectors = [squares for term in terms if (squares := term[-1]) is not None]
+            own = self._addends.dense_total(vectors, len(self._order), self._wide, f"squares of {text}").tolist()
+        for place, parameter in enumerate(self._order):
+            # ``central_storage`` has parameters in host memory here, and accelerators have computed the gradients.
+            parameter.grad = totals[place].to(parameter.device) if place in totals else None
+        used = [parameter.grad is not None for parameter in self._order]
+        return sums._replace(used=[*sums.used, *used], own=[*sums.own[:-1], *own, *sums.own[-1:]])
 
     def release(self) -> None:
-        """Let the wrapped reducer move sums of dense gradients out of memory that ranks share. Not collective.
+        """Let the reducer of the other parameters move sums out of memory that ranks share. Not collective.
 
         A script may then keep views of ``.grad``. Sparse gradients have memory of their own.
         """
-        sparse = {p: p.grad for p in self._summed}
         self._reducer.release()
-        for parameter, gradient in sparse.items():
-            parameter.grad = gradient
 
     def squares(self) -> list[float]:
         """Return sums of squares of all reduced gradients, sparse ones included, which add up to their squared L2 norm.
 
-        The wrapped reducer, which has summed the gradients in dense form, computes the numbers. Not collective.
+        Not collective.
 
         Returns:
-            Python floats, depending on the wrapped reducer one for each trained parameter or a single one for all.
+            The numbers of the other parameters' reducer, and one for each parameter that may have a sparse gradient.
         """
-        return self._reducer.squares()
+        return [*self._reducer.squares(), *squares_by(self._order, self._lent)]
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that ``finish`` has summed, dense and sparse ones, by ``factor``, in place.
@@ -182,69 +260,174 @@ class SparseReducer:
         Args:
             factor: the number that each element is multiplied by.
         """
-        sparse = {p: p.grad for p in self._summed if p.grad is not None}
-        for parameter in sparse:
-            parameter.grad = self._summed[parameter]
         self._reducer.scale(factor)
-        for parameter, gradient in sparse.items():
-            sparse_values(gradient).mul_(factor)
-            parameter.grad = gradient
-
-    def _make_all_dense(self) -> None:
         for parameter in self._order:
-            self._make_dense(parameter)
+            if parameter.grad is not None:
+                _values(parameter.grad).mul_(factor)
 
-    def _make_dense(self, parameter: Tensor) -> None:
-        """Note the rows of a sparse ``.grad`` and replace it by a dense copy.
+    def _take(self) -> Term:
+        """Move the gradients out of ``.grad``, sparse ones as coalesced matrices, and note their kinds."""
+        term: Term = []
+        for place, parameter in enumerate(self._order):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                term.append(None)
+                continue
+            gradient = gradient.detach()
+            if not gradient.is_sparse:
+                self._kinds[place] = _DENSE
+                term.append(gradient)
+                continue
+            gradient = gradient.coalesce()
+            if self._kinds[place] != _DENSE:
+                self._kinds[place] = gradient.sparse_dim()
+            term.append(RowForm(gradient.shape, gradient.sparse_dim(), gradient.dtype).matrix_of(gradient))
+        return term
 
-        Raises UsageError unless the entries of the gradient are whole rows.
+    def _plan(self, terms: Sequence[Term], text: str) -> _Plan:
+        """Agree with all ranks how each gradient is summed. Collective: an all-gather of a few integers."""
+        here, counts = len(self._order), self._addends.counts(len(terms), f"numbers of {text}")
+        rows = [[0 if t is None or not t.is_sparse else t._nnz() for t in term[:here]] for term in terms]
+        rows += [[0] * here] * (max(counts) - len(rows))
+        mine = torch.tensor([self._kinds, *rows], device=self._comm.device)
+        self._kinds = [_NONE] * here
+        table = self._comm.gather_slices(mine.flatten(), f"numbers of rows of {text}")
+        kinds, *by_term = table.view(self._comm.size, -1, here).transpose(0, 1).tolist()
+        plan = _Plan([[by_term[n][rank] for n in range(count)] for rank, count in enumerate(counts)])
+        for place, parameter in enumerate(self._order):
+            found = {row[place] for row in kinds} - {_NONE}
+            if _DENSE in found:
+                plan.reduced[place] = None
+            elif len(found) > 1:
+                raise UsageError(
+                    f"gradients of a parameter of shape {list(parameter.shape)} are sparse in {min(found)} dimensions"
+                    f" on one device and in {max(found)} on another",
+                    why="PyTorch has no sum of such tensors",
+                    remedy="use the parameter alike on all devices, or leave out sparse_grad=True",
+                )
+            elif found:
+                form = RowForm(parameter.shape, found.pop(), self._narrow or parameter.dtype)
+                sent = [sum(row[place] for row in rows) for rows in plan.rows]
+                (plan.gathered if form.fewer_bytes(sent) else plan.reduced)[place] = form
+        return plan
+
+    def _gather(self, terms: Sequence[Term], plan: _Plan, text: str) -> dict[int, Tensor]:
+        """Return sums by place of the parameter, from an all-gather of the rows of all ranks' terms. Collective."""
+        vectors: list[Tensor] = []
+        lengths: list[list[int]] = [[] for _ in plan.rows]
+        for place, form in plan.gathered.items():
+            found = [matrix for term in terms if (matrix := term[place]) is not None]
+            vectors.append(self._joined([sparse_indices(m) for m in found], form.index_dtype))
+            vectors.append(self._joined([sparse_values(m) for m in found], form.dtype))
+            for sizes, counted in zip(lengths, plan.rows, strict=True):
+                count = sum(row[place] for row in counted)
+                sizes += [count, count * form.width]
+        gathered = gather_uneven(self._comm, vectors, lengths, text) if vectors else []
+        totals: dict[int, Tensor] = {}
+        for n, (place, form) in enumerate(plan.gathered.items()):
+            ranks: list[list[Tensor | None]] = []
+            for counted, received in zip(plan.rows, gathered, strict=True):
+                counts = [row[place] for row in counted]
+                indices = received[2 * n].split(counts)
+                values = received[2 * n + 1].to(self._order[place].dtype).split([form.width * n for n in counts])
+                ranks.append([form.matrix(i, v) for i, v in zip(indices, values, strict=True)])
+            if (total := self._addends.total(ranks)) is not None:
+                totals[place] = form.gradient(sparse_indices(total)[0], sparse_values(total))
+        return totals
+
+    def _joined(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        empty = torch.empty(0, dtype=dtype, device=self._comm.device)
+        return torch.cat([empty, *(tensor.flatten().to(dtype) for tensor in tensors)])
+
+    def _reduce(self, terms: Sequence[Term], plan: _Plan, text: str) -> dict[int, Tensor]:
+        """Return sums by place of the parameter, from a sum of dense vectors. Collective; one vector for each dtype.
+
+        Where all terms are sparse, the vector has a flag for each row, and the sum is sparse.
         """
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        if parameter not in self._touched:
-            self._touched[parameter] = TouchedRows(_no_rows(parameter))
-        touched = self._touched[parameter]
-        if gradient is touched.made:
-            return
-        if not gradient.is_sparse:
-            touched.dense = True
-            return
-        if gradient.sparse_dim() != 1:
-            raise UsageError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse in {gradient.sparse_dim()} "
-                "dimensions",
-                why="several devices sum sparse gradients whose entries are whole rows",
-                remedy="leave out sparse_grad=True",
-            )
-        touched.rows[sparse_indices(gradient)[0]] = 1
-        parameter.grad = touched.made = gradient.to_dense()
+        totals: dict[int, Tensor] = {}
+        for dtype in sorted({self._order[place].dtype for place in plan.reduced}, key=str):
+            forms = {place: form for place, form in plan.reduced.items() if self._order[place].dtype == dtype}
+            sizes = [self._order[place].numel() + (form.rows if form else 0) for place, form in forms.items()]
+            vectors = []
+            for term in terms:
+                vectors.append(torch.zeros(sum(sizes), dtype=dtype, device=self._comm.device))
+                for (place, form), part in zip(forms.items(), vectors[-1].split(sizes), strict=True):
+                    _fill(part, term[place], form)
+            whole = self._addends.dense_total(vectors, sum(sizes), dtype, text)
+            for (place, form), part in zip(forms.items(), whole.split(sizes), strict=True):
+                if form is None:
+                    totals[place] = part.view(self._order[place].shape)
+                else:
+                    numbers, flags = part.split([form.rows * form.width, form.rows])
+                    index = flags.nonzero().squeeze(1)
+                    totals[place] = form.gradient(index, numbers.view(form.rows, form.width).index_select(0, index))
+        return totals
 
 
-def with_sparse_gradients(reducer: Reducer, parts: Sequence[nn.Module], comm: Communicator) -> Reducer:
-    """Wrap a reducer such that it also sums sparse gradients (``nn.Embedding(sparse=True)``). Not collective.
+@dataclass
+class _Plan:
+    """How the sparse gradients of a step are summed, equal on all ranks.
+
+    Attributes:
+        rows: for each rank, each of its terms and each parameter the number of rows.
+        gathered: forms of gradients that are all-gathered, by place of the parameter.
+        reduced: forms of gradients that are summed as dense vectors; None where the sum stays dense.
+    """
+
+    rows: list[list[list[int]]]
+    gathered: dict[int, RowForm] = field(default_factory=dict)
+    reduced: dict[int, RowForm | None] = field(default_factory=dict)
+
+
+def _fill(part: Tensor, gradient: Tensor | None, form: RowForm | None) -> None:
+    """Write a term's gradient, and with ``form`` flags of its rows, into a vector of zeros."""
+    if gradient is None:
+        return
+    if not gradient.is_sparse:
+        part.copy_(gradient.reshape(-1))
+        return
+    index, (rows, width) = sparse_indices(gradient)[0], gradient.shape
+    part[: rows * width].view(rows, width).index_copy_(0, index, sparse_values(gradient))
+    if form is not None:
+        part[rows * width :].index_fill_(0, index, 1)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return sparse_values(gradient) if gradient.is_sparse else gradient
+
+
+def with_sparse_gradients(
+    make: Callable[[NamedParameters], Reducer],
+    named: NamedParameters,
+    parts: Sequence[nn.Module],
+    run_context: RunContext,
+    borrowed: Collection[str] = (),
+    narrow: torch.dtype | None = None,
+    all_reduce: StartAllReduce | None = None,
+) -> Reducer:
+    """Build a reducer that also sums sparse gradients (``nn.Embedding(sparse=True)``).
+
+    Collective over the data ranks where a trained parameter may have sparse gradients, and as ``make`` is.
 
     Args:
-        reducer: sums dense gradients over the data ranks.
+        make: builds the reducer of dense gradients of (name, parameter) pairs.
+        named: (name, parameter) pairs; those with ``requires_grad`` are reduced.
         parts: the modules on this rank; those with an attribute ``sparse`` that is True have sparse gradients.
-        comm: the data ranks.
+        run_context: communicators and settings of the run.
+        borrowed: names of parameters that another rank of the replica counts in the norm.
+        narrow: dtype of values in messages; None for the parameter's own.
+        all_reduce: starts the all-reduce of a dense vector; None takes the all-reduce of the backend.
 
     Returns:
-        A ``SparseReducer`` around ``reducer``; ``reducer`` itself where no trained parameter has sparse gradients, or
-        for an ``OverlappedReducer`` of a single data rank, which leaves ``.grad`` unchanged.
+        A ``SparseReducer`` around the reducer of all other parameters; the reducer of all parameters where none has
+        sparse gradients, or for an ``OverlappedReducer`` of a single data rank, which leaves ``.grad`` unchanged.
     """
-    if comm.size == 1 and isinstance(reducer, OverlappedReducer):
-        # This reducer leaves every ``.grad`` of a single rank unchanged.
+    found = {p for p in sparse_parameters(parts).values() if p.requires_grad}
+    reducer = make([(name, p) for name, p in named if p not in found])
+    if not found:
         return reducer
-    found = [p for p in sparse_parameters(parts).values() if p.requires_grad]
-    return SparseReducer(reducer, found, comm) if found else reducer
-
-
-def _no_rows(parameter: Tensor) -> Tensor:
-    return torch.zeros(len(parameter), dtype=torch.int32, device=parameter.device)
-
-
-def _sparse(gradient: Tensor, rows: Tensor) -> Tensor:
-    """Return rows (n,) of a dense gradient as a coalesced sparse tensor."""
-    values = gradient.index_select(0, rows)
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, gradient.shape, is_coalesced=True, check_invariants=False)
+    if run_context.comms.replica.size == 1 and isinstance(reducer, OverlappedReducer):
+        # This reducer leaves every ``.grad`` of a single rank unchanged.
+        return make(named)
+    sparse = [(name, p) for name, p in named if p in found]
+    return SparseReducer(reducer, sparse, run_context, borrowed, narrow, all_reduce)

@@ -547,8 +547,7 @@ class LocalSGDSync(LocalGradients):
             ``{"collectives": {KIND: {"calls": N, "bytes": N}}}``: number of calls and bytes of the tensors, both
             integers, by the kind of collective that was called, such as ``all_to_all`` and ``all_gather``.
         """
-        counted = self._run_context.comms.replica.collective_traffic()
-        return {"collectives": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in counted.items()}}
+        return {"collectives": self._run_context.comms.replica.collective_facts()}
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Do nothing when the script has added parameter groups to its optimizer.
@@ -651,8 +650,8 @@ class LocalSGDSync(LocalGradients):
         }
         self._reducer: Reducer | None = None
         if self._joint_steps:
-            reducer = TreeReducer(self._named, self._run_context)
-            self._reducer = with_sparse_gradients(reducer, self._replica.parts, comm)
+            make = partial(TreeReducer, run_context=self._run_context)
+            self._reducer = with_sparse_gradients(make, self._named, self._replica.parts, self._run_context)
 
     def _put(self, worker: int) -> None:
         """Put this worker's parameters into the model."""
