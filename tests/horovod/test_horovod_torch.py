@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -147,6 +148,40 @@ def broadcasts() -> list[Any]:
 def test_model_and_optimizer_are_those_of_the_root() -> None:
     zero, one, two = run(3, with_horovod, inside=broadcasts)
     assert zero == one == two and len(one[1]) == 4 and one[2][0]["lr"] == 0.2
+
+
+ROWS = [[[1, 1, 4], [], [2]], [[5], [1], None], [[3, 4], None, []], [None, [0], [0, 5, 5, 5]]]
+"""For each step and rank the rows of the table that its loss reads; None: it does not read the table."""
+
+
+def sparse_steps(kind: str, ranks: int, dense: bool, plain: bool) -> list[list[float]]:
+    torch.manual_seed(0)
+    rows = nn.Embedding(6, 2, sparse=True).double()
+    optimizer = {
+        "sgd": lambda: torch.optim.SGD(rows.parameters(), 0.5, momentum=0.9),
+        "adagrad": lambda: torch.optim.Adagrad(rows.parameters(), 0.5),
+        "sparse adam": lambda: torch.optim.SparseAdam(rows.parameters(), 0.1),
+    }[kind]()
+    if not plain:
+        optimizer = hvd.DistributedOptimizer(optimizer, rows.named_parameters(), sparse_as_dense=dense)
+    for step in ROWS:
+        optimizer.zero_grad()
+        for rank, read in enumerate(step[:ranks]):
+            if (plain or rank == hvd.rank()) and read is not None:
+                loss = rows(torch.tensor(read, dtype=torch.int64)).square().sum() * (rank + 1)
+                (loss / ranks if plain else loss).backward()
+        optimizer.step()
+    return rows.weight.tolist()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "sparse adam"])
+def test_sparse_gradients_of_unequal_and_of_no_rows_equal_plain_pytorch(kind: str) -> None:
+    for ranks in (2, 3):
+        [want] = run(1, sparse_steps, kind=kind, ranks=ranks, dense=False, plain=True)
+        for dense in (False, True) if kind != "sparse adam" else (False,):
+            given = {"kind": kind, "ranks": ranks, "dense": dense, "plain": False}
+            for got in run(ranks, with_horovod, inside=sparse_steps, **given):
+                assert np.allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
 def messages() -> list[str]:

@@ -115,6 +115,8 @@ class _Distributed:
         self._synchronized, self._should_synchronize = False, True
         self._backward: dict[Tensor, _Backward] = {}
         self._sparse: dict[Tensor, Any] = {}
+        # Parameters that have had sparse gradients: one that a rank misses counts as a gradient without rows.
+        self._had_sparse: set[Tensor] = set()
         self._frozen: list[Tensor] = []
         self._buckets: list[_Bucket] = []
         self._hooks: list[Any] = []
@@ -206,6 +208,7 @@ class _Distributed:
         return f"{_TOO_MANY} (rank {mpi_ops.rank()}, parameter '{self._parameter_names[parameter]}')"
 
     def _start_sparse(self, parameter: Tensor, gradient: Tensor) -> None:
+        self._had_sparse.add(parameter)
         self._sparse[parameter] = mpi_ops.sparse_allreduce_async(
             gradient, f"gradient.{self._parameter_names[parameter]}", self.op, self.process_set
         )
@@ -218,8 +221,12 @@ class _Distributed:
             if self._sparse and parameter in self._sparse:
                 continue
             found = parameter.grad
+            if found is None and parameter in self._had_sparse and not self.sparse_as_dense:
+                self._start_sparse(parameter, torch.zeros_like(parameter).to_sparse(1))
+                continue
             gradient = torch.zeros_like(parameter) if found is None else found
             if gradient.is_sparse:
+                self._had_sparse.add(parameter)
                 gradient = gradient.to_dense()
             compressed, context = self._compression.compress(gradient)
             # The collective's own writes count for the alias.
@@ -292,7 +299,7 @@ class _Distributed:
                 gradient.copy_(self._compression.decompress(sent.compressed, sent.context))
             # A parameter that was frozen meanwhile must not move by weight decay or momentum.
             if not sent.present and parameter.requires_grad:
-                parameter.grad = gradient
+                parameter.grad = gradient.to_sparse(1) if parameter in self._had_sparse else gradient
             elif parameter.grad is not None and parameter.grad.is_sparse:
                 # Optimizers for sparse gradients take no dense ones.
                 parameter.grad = gradient.to_sparse(parameter.grad.sparse_dim())
