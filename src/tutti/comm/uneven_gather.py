@@ -35,10 +35,12 @@ def gather_uneven(
     """
     sizes = [vector.element_size() for vector in vectors]
     longest = max(sum(_aligned(n * size) for n, size in zip(row, sizes, strict=True)) for row in lengths)
-    mine = torch.empty(longest, dtype=torch.uint8, device=comm.device)
-    for place, vector in zip(_split(mine, lengths[comm.rank], vectors), vectors, strict=True):
+    whole = torch.empty(comm.size * longest, dtype=torch.uint8, device=comm.device)
+    parts = [whole[rank * longest : (rank + 1) * longest] for rank in range(comm.size)]
+    for place, vector in zip(_split(parts[comm.rank], lengths[comm.rank], vectors), vectors, strict=True):
         place.copy_(vector)
-    parts = comm.gather_slices(mine, text).split(longest) if longest else [mine] * comm.size
+    if longest:
+        comm.gather_into(whole, parts[comm.rank], text)
     return [_split(part, row, vectors) for part, row in zip(parts, lengths, strict=True)]
 
 

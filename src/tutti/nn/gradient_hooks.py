@@ -55,9 +55,26 @@ def hook_package(hook: Any) -> str:
 def has_gradient_hook(parameter: Tensor) -> bool:
     """Return whether a parameter has a hook registered by ``Tensor.register_hook``.
 
-    ``register_post_accumulate_grad_hook`` does not count.
+    ``register_post_accumulate_grad_hook`` does not count, and ``coalesce_micro_batches`` neither.
     """
-    return bool(gradient_hooks(parameter))
+    return any(hook is not _coalesced for hook in (gradient_hooks(parameter) or {}).values())
+
+
+def coalesce_micro_batches(parameter: Tensor) -> None:
+    """Coalesce each sparse gradient of a parameter from now on, before autograd adds it to ``.grad``.
+
+    Rows that a micro-batch names twice are then added to each other first, and not to the sum of earlier micro-batches,
+    which another rank may have. A second call does nothing.
+
+    Args:
+        parameter: a trainable leaf.
+    """
+    if _coalesced not in (gradient_hooks(parameter) or {}).values():
+        parameter.register_hook(_coalesced)
+
+
+def _coalesced(gradient: Tensor) -> Tensor:
+    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 def has_accumulation_hook(parameter: Tensor) -> bool:

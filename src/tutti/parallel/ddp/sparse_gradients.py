@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tutti.comm.uneven_gather import gather_uneven
 from tutti.device import widest_float
 from tutti.errors import UsageError
+from tutti.nn.gradient_hooks import coalesce_micro_batches
 from tutti.nn.sparse_layers import sparse_parameters
 from tutti.parallel.ddp.buckets import FIRST_BYTES, ReducedSums
 from tutti.parallel.ddp.gradient_arithmetic import own_part, squares_by
@@ -145,6 +146,8 @@ class SparseReducer:
         )
         # For each parameter the sparse dimensions of its gradients in this step, _NONE, or _DENSE.
         self._kinds = [_NONE] * len(self._order)
+        for parameter in self._order if self._by_worker else ():
+            coalesce_micro_batches(parameter)
         self._comm.share_memory()
 
     @property
