@@ -187,3 +187,23 @@ def test_statistics_are_reset_between_epochs() -> None:
     for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
         torch.testing.assert_close(again[name], once[name])
         assert not torch.equal(more[name], once[name])
+
+
+def counted_between_steps(loop_first: bool) -> dict[str, Tensor]:
+    """``run.step``, perhaps after an epoch of the script's own loop, and a write between two steps."""
+    model, optimizer = built()
+    run = tutti.prepare(model, optimizer, DATA, mean, workers=2, batch_size=4, shuffle=False, strategy="single")
+    for batch in run.microbatches(0) if loop_first else ():
+        optimizer.zero_grad()
+        run.backward(mean(model, batch))
+        optimizer.step()
+    for batch in run.epoch(1):
+        run.step(batch)
+        set_count(model, 0)
+    return run.state()
+
+
+@pytest.mark.parametrize("loop_first", [False, True])
+def test_a_write_between_steps_is_refused_after_a_custom_loop_too(loop_first: bool) -> None:
+    with pytest.raises(UsageError, match="has written the buffer seen"):
+        counted_between_steps(loop_first)

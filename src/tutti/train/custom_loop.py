@@ -139,7 +139,7 @@ class CustomLoop:
         self._carried, self._skipped = CarriedState(run), SkippedBodies(run)
         self.stepped = False
         # Loops over micro-batches: whether there has been one, and how many are open.
-        self._started, self._open = False, 0
+        self._open = 0
         self._batch = _GlobalBatch()
         # The body under way: its micro-batch, whether it is the rank's last of the batch, its reductions so far.
         self._micro_batch: MicroBatch | None = None
@@ -213,6 +213,9 @@ class CustomLoop:
             self._run.checks.end_body()
             self._lifecycle.values.end()
             self._sync.leave_custom_loop()
+            if self._open:
+                # The loop was in the body of another one, which goes on.
+                self._sync.begin_custom_loop()
 
     def _bodies_of(self, batch: Batch) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of a global batch; the script's loop body runs on each."""
@@ -290,9 +293,7 @@ class CustomLoop:
             )
         self.end_step()
         self._batch.is_open, self._batch.ending = False, None
-        if not self._started:
-            self._sync.begin_custom_loop()
-            self._started = True
+        self._sync.begin_custom_loop()
 
     def plain_backward(self, loss: Tensor, gradient: Any = None) -> AbstractContextManager[None]:
         """Return a context manager for a plain ``loss.backward()`` of the script, to mark gradients of unfit losses.

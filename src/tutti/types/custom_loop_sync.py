@@ -52,11 +52,12 @@ class CustomLoopSync(GradientSync, Protocol):
         rank has a part of them only, or none, as with parameter servers, ``.grad`` is the part, or from
         ``add_gradients`` on a placeholder, with which the script computes as with the whole gradient.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
-        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
-        write and that the script writes after an update: from now on, except between ``leave_custom_loop`` and the next
-        step, only the rank's last worker takes the script's value, and the other workers keep theirs. Resets to zeros
-        (ones for a variance), and writes to buffers that no forward writes, go to all workers.
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
+        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
+        that forwards write and that the script writes after an update: from now on, until
+        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
+        theirs. Resets to zeros (ones for a variance), and writes to buffers that no forward writes, go to all
+        workers.
 
         Raises:
             UsageError: under ``central_storage``, shared memory has too little room.
@@ -64,7 +65,7 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes between now and the next step concern all logical workers of this rank.
+        """Let buffers that the script writes after its own loop concern all logical workers of this rank.
 
         Called after each epoch of the script's own loop, and where the script leaves the loop by ``break``. A logical
         worker is a fixed share of the global batch, with its own copy of buffers such as batch-norm statistics; a rank

@@ -306,11 +306,12 @@ class CentralStorageSync(AllReduceSync):
         gradients. The first call is collective over the data ranks, which allocate shared memory for another reducer of
         gradients. Later calls change nothing and are not collective.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
-        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
-        write and that the script writes after an update. From now on, except between ``leave_custom_loop`` and the next
-        step, only the rank's last worker takes the script's value, and the other workers keep theirs; without this
-        call, such a write raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance.
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
+        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
+        that forwards write and that the script writes after an update. From now on, until
+        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
+        theirs; without this call, such a write raises UsageError in the next step, unless it is a reset to
+        zeros, or to ones for a variance.
 
         Raises:
             UsageError: the shared memory has no room.

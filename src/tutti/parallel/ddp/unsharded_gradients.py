@@ -92,17 +92,18 @@ class TrainedGradients(UnshardedGradients):
     def begin_custom_loop(self) -> None:
         """Keep the other logical workers' buffers when the script writes a buffer in its own training loop.
 
-        Called once, before the first step of the script's own training loop. A logical worker is one of N fixed shares
-        of the global batch, with its own buffers (batch-norm statistics); a rank may compute several. The call changes
-        a rule for a rank with several workers, for a buffer that forwards write and that the script writes after an
-        update. From now on, except between ``leave_custom_loop`` and the next step, only the rank's last worker takes
-        the script's value, and the other workers keep theirs; without this call, such a write raises UsageError in the
-        next step, unless it is a reset to zeros, or to ones for a variance. Not collective.
+        Called before the first step of each of the script's own training loops. A logical worker is one of N
+        fixed shares of the global batch, with its own buffers (batch-norm statistics); a rank may compute
+        several. The call changes a rule for a rank with several workers, for a buffer that forwards write and
+        that the script writes after an update. From now on, until ``leave_custom_loop``, only the rank's last
+        worker takes the script's value, and the other workers keep theirs; without this call, such a write
+        raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance. Not
+        collective.
         """
         self._buffers.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes between now and the next step concern all logical workers of this rank.
+        """Let buffers that the script writes after its own loop concern all logical workers of this rank.
 
         Called when the script's own training loop over an epoch has ended, also by ``break``. A logical worker is one
         of N fixed shares of the global batch, with its own buffers; a rank may compute several. Within the loop only

@@ -173,15 +173,15 @@ class WorkerBuffers:
 
         A logical worker is one of N fixed shares of the global batch, with its own buffers (batch-norm statistics); a
         rank may compute several. The call changes a rule for a rank with several workers, for a buffer that forwards
-        write and that the script writes between an update (``finish``) and the next ``enter``. From now on, except
-        after ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
+        write and that the script writes between an update (``finish``) and the next ``enter``. From now on, until
+        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
         theirs. Without this call such a write raises UsageError in the next step. Unchanged: a reset to zeros (ones for
         a variance), and a write to a buffer that no forward writes, go to all workers of the rank. Not collective.
         """
         self._custom = True
 
     def leave_custom_loop(self) -> None:
-        """Treat the script's writes to buffers from now until the next ``enter`` as writes outside a custom loop.
+        """Treat the script's writes to buffers as writes outside a custom loop, until the next ``begin_custom_loop``.
 
         Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
         global batch with its own buffers; a rank may compute several. On a rank with several workers, a reset to zeros
@@ -189,6 +189,7 @@ class WorkerBuffers:
         other write there raises UsageError in the next step. Writes that the script made within the loop, before this
         call, are settled here: of buffers that forwards write only the last worker takes the values. Not collective.
         """
+        self._custom = False
         if self._writer == _Writer.LAST_BODY:
             self._follow_writes()
             self._writer = _Writer.SCRIPT

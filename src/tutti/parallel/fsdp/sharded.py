@@ -708,11 +708,12 @@ class ShardedSync:
         With FSDP2 the model then has other parameter objects, its unsharded ones. From now on, clearing their ``.grad``
         also clears the sharded gradient. ZeRO stage 1 needs no preparation for gradients. Not collective.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
-        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
-        write and that the script writes after an update. From now on, except between ``leave_custom_loop`` and the next
-        step, only the rank's last worker takes the script's value, and the other workers keep theirs; without this
-        call, such a write raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance.
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
+        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
+        that forwards write and that the script writes after an update. From now on, until
+        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
+        theirs; without this call, such a write raises UsageError in the next step, unless it is a reset to
+        zeros, or to ones for a variance.
         """
         self._buffers.begin_custom_loop()
         if self._reads is not None:
@@ -723,7 +724,7 @@ class ShardedSync:
             engine.begin_custom_loop()
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes between now and the next step concern all logical workers of this rank.
+        """Let buffers that the script writes after its own loop concern all logical workers of this rank.
 
         Called when the script's own training loop over an epoch has ended. A logical worker is a fixed share of the
         global batch with its own buffers (batch-norm statistics); a rank may compute several. Within the loop only the

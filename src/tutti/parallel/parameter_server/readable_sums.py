@@ -57,12 +57,12 @@ class ReadableServerSync(SynchronousServerSync):
     def begin_custom_loop(self) -> None:
         """Begin custom training loops: from now on the script can read the summed gradients in ``.grad``.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
-        the global batch, has its own. It concerns a rank that computes several workers, and a buffer that forwards
-        write and that the script writes after an update. From now on, except between ``leave_custom_loop`` and the next
-        step, only the rank's last worker takes the script's value, and the other workers keep theirs; without this
-        call, such a write raises UsageError in the next step, unless it is a reset to zeros, or to ones for a variance.
-        Not collective.
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
+        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
+        that forwards write and that the script writes after an update. From now on, until
+        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
+        theirs; without this call, such a write raises UsageError in the next step, unless it is a reset to
+        zeros, or to ones for a variance. Not collective.
         """
         super().begin_custom_loop()
         self.gradient_at = "rank"
