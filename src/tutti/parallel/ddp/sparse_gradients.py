@@ -290,7 +290,7 @@ class SparseReducer:
     def _plan(self, terms: Sequence[Term], text: str) -> _Plan:
         """Agree with all ranks how each gradient is summed. Collective: an all-gather of a few integers."""
         here, counts = len(self._order), self._addends.counts(len(terms), f"numbers of {text}")
-        rows = [[0 if t is None or not t.is_sparse else t._nnz() for t in term[:here]] for term in terms]
+        rows = [[0 if t is None or not t.is_sparse else len(sparse_values(t)) for t in term[:here]] for term in terms]
         rows += [[0] * here] * (max(counts) - len(rows))
         mine = torch.tensor([self._kinds, *rows], device=self._comm.device)
         self._kinds = [_NONE] * here
