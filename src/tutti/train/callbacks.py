@@ -42,6 +42,7 @@ class Callbacks:
             ``"all"``.
 
     Attributes:
+        own: the callbacks, in the order given.
         reason: why a callback has stopped training; None while it goes on.
         in_epoch: whether ``on_epoch_begin`` has been called and ``on_epoch_end`` has not.
 
@@ -321,7 +322,7 @@ class Callbacks:
     def load_run(self, saved: Mapping[str, Any]) -> None:
         """Load the callbacks' states from a checkpoint of ``tutti train``, and why a callback had stopped training.
 
-        A run that a callback had stopped remains stopped after the load.
+        A run that a callback had stopped remains stopped after the load, if this run has callbacks.
 
         Args:
             saved: entries of the checkpoint's manifest: ``callbacks`` (list of states), ``callback_names`` and

@@ -77,7 +77,8 @@ class Contribution:
 
     Attributes:
         gradients: gradient by parameter; parameters without a gradient are missing.
-        used: which parameters backward reached, where backward itself reduces gradients (FSDP2).
+        used: under FSDP2, whose backward reduces gradients by itself: for each parameter of ``pop_reached``, in its
+            order, whether a backward on this rank has given it a gradient; empty under other strategies.
         loss_sums: loss sums of each logical data-parallel worker (a fixed share of the global batch) by its number, in
             increasing order.
     """
@@ -1197,10 +1198,11 @@ class CustomLoop:
     # --- clearing --------------------------------------------------------------------------------------------------
 
     def cleared(self, index: int, set_to_none: bool) -> None:
-        """Clear the gradients that the script sees in ``.grad``, after its call of an optimizer's ``zero_grad()``.
+        """Clear ``.grad`` of the model's own parameter objects after the script has called ``optimizer.zero_grad()``.
 
-        These are the gradients of the script's own parameter objects, where the optimizer has other ones, such as
-        shards. Further deletes the record of whether they were reduced over ranks. Not collective.
+        The wrapped ``zero_grad`` calls this method once the optimizer has cleared the parameters in its groups. Where
+        these are other objects than the model's, such as shards, ``.grad`` of the model's parameters is cleared, too.
+        Also deletes the record of which gradients were reduced over ranks. Not collective.
 
         Args:
             index: index of the optimizer among those passed to ``tutti.prepare``.

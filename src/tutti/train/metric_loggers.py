@@ -36,7 +36,8 @@ class MetricLogger(ABC):
 
     Attributes:
         identity: name or id of the run at the service; None where the service has none, or before ``open``.
-        failed: whether an exception has ended ``tutti train``, which reports it without a traceback.
+        failed: whether an exception has ended training in ``tutti train``, which sets this attribute; it decides the
+            argument of ``close`` at the exit of the process.
     """
 
     ranks = "first"

@@ -40,8 +40,7 @@ class NoiseProbe:
         run_context: mesh, communicators and logical data-parallel workers (fixed shares of the global batch) of this
             rank.
         choice: the strategy.
-        basis: which gradients are compared, all computed at the same parameters: see ``noise_basis``.
-        every: interval of measurements in steps.
+        every: interval of measurements in steps; the first step is measured, too.
     """
 
     def __init__(
@@ -88,8 +87,12 @@ class NoiseProbe:
 
         Returns:
             A function with the arguments and the result of ``replica.run``: (micro-batches, loss function, gradient
-            hook) → ``LossSums``. In measured steps this function also records the squared norms of the gradients, to
-            measure the gradient noise scale, and does not call the hook; in other steps it is ``replica.run`` itself.
+            hook) → ``LossSums``. In the first step and every ``every``-th one after it, this function also records the
+            squared norms of the gradients, to measure the gradient noise scale, and does not call the hook; in other
+            steps it is ``replica.run`` itself.
+
+        Raises:
+            UsageError: the step is measured, and the strategy's workers make updates of their own, as under local SGD.
         """
         measured = self.begin(step_context)
         if measured is None:

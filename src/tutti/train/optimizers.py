@@ -35,7 +35,8 @@ def factory(
         rule: the rule that scales the learning rate of an optimizer made from options with the batch size; ``NoRule``
             is the base class of all rules, and itself leaves the rate.
         batch_size: samples of the global batch, for ``rule``.
-        sparse: names of parameters that may have sparse gradients.
+        sparse: names of parameters that may have sparse gradients; if there are any, an optimizer made from options
+            uses none of PyTorch's fused kernels, which do not take them.
 
     Returns:
         A function that takes (name, parameter) pairs and returns an optimizer over these parameters. Several optimizers

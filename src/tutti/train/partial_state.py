@@ -25,7 +25,9 @@ _PASSED_BY = frozenset((__name__, "collections.abc", "contextlib"))
 
 @dataclass(frozen=True)
 class StatePart:
-    """The parameter of which this rank has a part, and whose optimizer state is a part, too.
+    """Name and shapes of a parameter of which this rank has a part: its rows (sharding) or slice (tensor parallelism).
+
+    Tensors of optimizer state with the part's shape, such as ``exp_avg``, are parts in the same way.
 
     Attributes:
         name: the parameter's name in the model.
@@ -41,15 +43,19 @@ class StatePart:
 class PartialState(MutableMapping[Tensor, Any]):
     """Mapping in place of ``optimizer.state`` where parameters are sharded or split over tensor ranks.
 
-    The optimizer, PyTorch and tutti find the plain state in it. The script finds each tensor as a ``StateSlice``, from
-    which it can read no figure that another rank would read otherwise.
+    Its result depends on the caller. The optimizer's ``step``, PyTorch and tutti get the plain state. The script gets
+    this rank's part of each tensor as a ``StateSlice``, which allows element-wise functions alone: a norm of a part,
+    for example, would differ between ranks and raises UsageError.
 
     Args:
         plain: the optimizer's own state.
         optimizer: the optimizer.
-        parts: by parameter of the optimizer's groups, its part; None for a parameter that every rank has whole.
-        member: maps a parameter of the model to the object that the optimizer's groups have.
-        refuse: raises ``UsageError`` where the script may not ask at all; None where it may.
+        parts: function from a parameter in the optimizer's groups to a ``StatePart``; it returns None for a parameter
+            that every rank has whole.
+        member: function from a parameter of the script's model to the object in the optimizer's groups that stands for
+            it; any other tensor is returned as it is.
+        refuse: function without arguments that raises UsageError if the script must not use the state at all; it is
+            called before each use by the script. None if the script may use it.
     """
 
     def __init__(
@@ -189,10 +195,14 @@ class _Entry(MutableMapping[str, Any]):
 
 
 class StateSlice(Tensor):
-    """This rank's part of a tensor of optimizer state; shares its memory.
+    """This rank's part of a tensor of optimizer state, as the script reads it; shares the memory of the optimizer's.
 
-    Functions that act element by element give the part of their result on the whole tensor, and may write. Sizes are
-    those of the whole tensor. All others raise ``UsageError``.
+    Element-wise functions return the part of their result on the whole tensor, and may write in place. ``shape``,
+    ``size()`` and ``numel()`` give sizes of the whole tensor. Other functions on values raise UsageError.
+
+    Attributes:
+        tutti_part: the parameter, with the shapes of the whole and of the part.
+        tutti_key: name of the state, such as ``exp_avg``.
     """
 
     tutti_part: StatePart
@@ -326,12 +336,16 @@ def _spec(piece: Tensor | TensorSlice) -> ShardSpec:
 
 
 class StateGuard:
-    """Keeps a guard in place of a script's ``optimizer.state``, also where the script sets the attribute anew.
+    """Replaces a script's ``optimizer.state`` by a mapping that refuses reads and writes which need the whole state.
+
+    Used where this rank does not hold all optimizer state. The constructor sets ``optimizer.state`` to this mapping,
+    the guard; ``check`` does so again after the script has assigned the attribute.
 
     Args:
-        optimizer: the script's optimizer, whose ``state`` becomes the guard.
-        guard: maps the plain state to the mapping that takes its place.
-        replaced: called with a mapping that the script has set as ``optimizer.state``, before ``guard`` takes it.
+        optimizer: the script's optimizer.
+        guard: function from the plain state to the guard, such as a ``PartialState``.
+        replaced: called by ``check`` with the mapping that the script has assigned to ``optimizer.state``, before
+            ``guard``; raises UsageError if the assignment cannot take effect.
     """
 
     def __init__(

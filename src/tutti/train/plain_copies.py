@@ -31,9 +31,9 @@ def leave_hooks_out_of_copies(model: nn.Module) -> None:
 
 
 class ModelHook:
-    """Callable for module hooks that calls ``act``; copies and pickles of the module leave it out.
+    """Hook of tutti on a module, which calls ``act``; copies and pickles of the module leave the hook out.
 
-    PyTorch sets attributes on some hooks, which a method does not take.
+    An object and no bound method, because PyTorch sets attributes on some hooks.
 
     Args:
         act: function that is called with the arguments that PyTorch gives the hook.

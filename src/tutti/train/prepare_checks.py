@@ -65,7 +65,7 @@ class CheckedRun:
         choice: the strategy.
         grid: the device mesh, with this rank's place in it.
         sampling: the data set with its global batches.
-        data: the data set as the run reads it.
+        data: the data set as a ``Source``, which is read by index, or a ``Stream``, which is read in order.
         contract: how the first global batches are divided into workers' shares and micro-batches.
         epochs: the global batches of all epochs, with the growth of the batch.
         noise: gradient noise that is added; None for none.

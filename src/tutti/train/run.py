@@ -153,7 +153,8 @@ class Run:
         hooks: refuses gradient hooks that the strategy cannot call.
         trainability: detects parameters that the script thaws, freezes or replaces.
         conversions: refuses conversions of the model to another dtype or device.
-        model_code: context manager around the run's own code, whose reads and writes of parameters are not checked.
+        model_code: function without arguments that returns a context manager for code of tutti and the model, in which
+            reads and writes of parameters are not checked as the script's are.
         state_guards: guards of ``state`` and step hooks of the caller's optimizers where this rank has a part of it;
             ``accumulate_steps`` adds those of each optimizer that it wraps.
         checks: checks for common mistakes, and their findings.
@@ -786,8 +787,8 @@ class Run:
 
         Returns:
             A dict of whole tensors by name. A tensor may be the model's own, which the next step changes, or a copy,
-            whose writes raise UsageError, because they would be lost: keep ``copy.deepcopy`` of them, and give
-            ``model.load_state_dict`` what is written.
+            whose writes raise UsageError, because they would be lost (with ``averaged`` they raise nothing): keep
+            ``copy.deepcopy`` of them, and give ``model.load_state_dict`` what is written.
 
         Raises:
             UsageError: ``averaged``, and the run keeps no average; the script has replaced a parameter of the model, or

@@ -32,7 +32,8 @@ NOTHING_NAMED = NamedChanges()
 class Checkpoints(CheckpointManager):
     """Saves and restores the checkpoints of one run, and deletes old ones.
 
-    Collective: the constructor broadcasts within each replica and from rank 0 to all ranks.
+    The constructor is collective over all ranks: rank 0 broadcasts the folder, and the ranks of each replica broadcast
+    the names and shapes of their tensors to one another. Nothing is written yet.
 
     Args:
         run: the run to save and to restore.

@@ -24,16 +24,17 @@ _guards: WeakSet[StepHookGuard] = WeakSet()
 
 
 class StepHookGuard:
-    """Watches the step hooks of a script's optimizer whose step has parts of parameters, or is made by another object.
+    """Refuses step hooks of a script's optimizer that would act otherwise than in plain PyTorch.
 
-    PyTorch calls a hook of ``register_step_pre_hook`` or ``register_step_post_hook`` with whole parameters and
-    gradients. Where the optimizer steps on parts of them, its hooks may compute with these element by element.
+    A step hook is a function of ``register_step_pre_hook`` or ``register_step_post_hook``, which expects whole
+    parameters and gradients. If the optimizer steps on this rank's parts of them, a hook may compute with the parts
+    element by element, and raises UsageError for other functions. If another object makes the updates, so that PyTorch
+    does not call the hook for all parameters, the hook is refused altogether.
 
     Args:
         optimizer: the script's optimizer.
         strategy: name of the strategy, for the error.
-        is_part: returns whether this rank has a part of a parameter; None where the optimizer's hooks are not called,
-            or not for all parameters.
+        is_part: function that returns whether a tensor is this rank's part of a parameter; None to refuse all hooks.
     """
 
     def __init__(self, optimizer: Optimizer, strategy: str, is_part: Callable[[Tensor], bool] | None) -> None:

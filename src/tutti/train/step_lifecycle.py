@@ -50,8 +50,8 @@ class StepLifecycle:
     Attributes:
         context: facts of the step under way that all workers share.
         drawn: this rank's part of the global batch under way; None for a batch that the caller made.
-        rate: factor on the learning rates of the epoch's phase: below 1 where the batch size could not grow as much as
-            its schedule asks.
+        rate: factor on the learning rates in the present epoch, from the batch-size schedule: below 1 where the batch
+            size could not grow as much as the schedule asks, else 1.
         values: the check of losses that depend on samples of another logical worker, or on those that this rank alone
             has had in earlier steps.
         loaders: the check for DataLoaders of the script that advance with every micro-batch.
@@ -312,8 +312,8 @@ class StepLifecycle:
 
         Outside of it the wrapped ``step`` of these optimizers is the script's call in a custom training loop. If the
         run has no schedule of its own (``Run.lr_schedule`` is None), the optimizers' learning rates are multiplied
-        within the context by the attribute ``rate``, the factor of the epoch's phase, and restored at its end. If it
-        has one, the script's optimizers get its learning rates. Not collective.
+        within the context by the attribute ``rate``, the batch-size schedule's factor, and restored at its end. Not
+        collective.
         """
         run = self._run
         self.in_update = True

@@ -27,6 +27,9 @@ Length: TypeAlias = int | Duration
 class TrainPlan:
     """Length of training, and intervals of evaluations and checkpoints.
 
+    A length or interval is a number of steps (int), or a ``Duration`` in samples or whole epochs where the number of
+    steps in it is not known beforehand: for streams and growing batches.
+
     Attributes:
         total: length of the run.
         evaluate: interval of evaluations; None: only at the end.
@@ -63,9 +66,10 @@ def ended(length: Length, run: Run) -> bool:
 
 
 class Due:
-    """Tells after each step whether a periodic event, such as an evaluation, is due.
+    """Callable without arguments that tells after each step whether a periodic event, such as an evaluation, is due.
 
-    The event is due when a further whole interval has been trained, and at the end of the run.
+    The result is True when a further whole interval has been trained since the previous call, and at the end of the
+    run. Must be called once after each step. Not collective.
 
     Args:
         every: the interval in steps, samples or epochs; None: only at the end.

@@ -39,14 +39,14 @@ class _Body(NamedTuple):
 
 
 class BodyTrace:
-    """Finds numbers and branches in which the bodies of one global batch differ, without a reason in their samples.
+    """Finds a custom loop's body that computes otherwise for a later micro-batch, though its samples give no reason.
 
-    A rank with several micro-batches runs the body of a custom loop once for each. Where two micro-batches have equal
-    shapes, and a body has read no value of a tensor, numbers that it gives to PyTorch, and the graph of its loss, can
-    differ from those of the first body for one reason alone: Python objects that each body moves, such as a counter. On
-    other devices another body would have another number. Bodies that draw from the global generators of Python and
-    NumPy are not compared. ``CarriedValues``, a torch-function mode, calls ``begin_batch``, ``begin`` and ``note``. Not
-    collective.
+    A rank with several micro-batches runs the body once for each. The Python numbers that a body passes to PyTorch, and
+    the autograd graph of its loss, are compared with those of the first body of this global batch whose micro-batch has
+    equal shapes. If neither body has read a value of a tensor, they can differ for one reason alone: a Python object
+    that every body changes, such as a counter; with another number of devices a body would find another value in it.
+    Bodies that draw from the global generators of Python and NumPy are not compared. ``CarriedValues``, a
+    torch-function mode, calls ``begin_batch``, ``begin``, ``note`` and ``other_graph``. Not collective.
     """
 
     def __init__(self) -> None:

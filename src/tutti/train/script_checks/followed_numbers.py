@@ -15,7 +15,11 @@ _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
 
 class FollowedNumber:
-    """A number whose results of arithmetic have its origins; ``FollowedNumbers`` makes it. A copy or pickle is plain.
+    """Base of numbers that remember their origins: the micro-batches from whose samples they were computed.
+
+    ``FollowedNumbers.follow`` makes them. The result of ``+``, ``-``, ``*``, ``/``, ``//``, ``%``, ``**``, ``abs`` and
+    ``round`` with such a number is such a number, too, with the origins of all operands, while ``is_followed`` of
+    its ``group`` returns True. ``float()``, ``int()``, copies and pickles are plain numbers.
 
     Attributes:
         origins: for each place (logical worker, a fixed share of the global batch, and micro-batch) of whose samples
@@ -33,13 +37,13 @@ class FollowedNumber:
 
 
 class FollowedFloat(FollowedNumber, float):
-    """A float whose results of arithmetic have its origins."""
+    """A float that remembers from which micro-batches' samples it was computed, and passes this on in arithmetic."""
 
     plain_type = float
 
 
 class FollowedInt(FollowedNumber, int):
-    """An int whose results of arithmetic have its origins."""
+    """An int that remembers from which micro-batches' samples it was computed, and passes this on in arithmetic."""
 
     plain_type = int
 

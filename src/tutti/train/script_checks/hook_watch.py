@@ -71,10 +71,12 @@ class HookWatch:
         return {name: original for name, each in self._originals.items() if (original := each()) is not None}
 
     def watch(self, replica: ReplicaRunner) -> None:
-        """Check the gradient hooks of this rank's part of the model from now on, and let them see whole gradients.
+        """Let ``check_hooks``, ``check_part`` and ``check_sum`` examine this rank's part of the model from now on.
 
-        Called when the model has been split over ranks, and again when it gets other parameters to train. Not
-        collective.
+        Until then they examine the whole model that the constructor got. Where this rank computes parts of gradients,
+        ``check_hooks`` then also wraps the script's ``register_hook`` hooks, so that each is given the whole gradient
+        (``ReplicaRunner.adapt_hooks``). Called when the model has been split over ranks, and again when it gets other
+        parameters to train. Not collective.
 
         Args:
             replica: this rank's part of the model.

@@ -46,7 +46,11 @@ _READS = 8
 
 
 class LossWatch(TorchFunctionMode):
-    """Function mode over the code that computes the loss of a micro-batch, in some steps of a run.
+    """Base of torch-function modes that follow values through a script's calls of PyTorch, and check its losses.
+
+    A mode is entered (``begin``) for the code that computes the loss of one micro-batch, the loss function or the body
+    of a custom loop; ``check`` is called with the loss, and ``end`` leaves the mode. Subclasses decide which steps are
+    checked, and on which values a loss must not depend.
 
     Args:
         run: the run.
@@ -241,9 +245,9 @@ class LossWatch(TorchFunctionMode):
 
 
 class WatchHook(ModelHook):
-    """A ``ModelHook`` that does nothing within ``vmap`` and ``grad`` of ``torch.func``.
+    """A ``ModelHook`` (tutti's hook on a module) that does nothing within ``vmap`` and ``grad`` of ``torch.func``.
 
-    Tensors there wrap others and have no storage; the module is a function, and no state leaves its call.
+    Tensors within these transforms have no storage by which the hook could recognise them.
     """
 
     def __call__(self, *args: Any) -> None:
@@ -342,6 +346,6 @@ def memories_of(values: Iterable[Any]) -> set[StorageWeakRef]:
 
 
 def fills_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is as large as its storage; for one split over tensor ranks, this rank's slice is."""
+    """Return whether a tensor has all bytes of its storage; of one split over tensor ranks this rank's slice counts."""
     own = _own(tensor)
     return own.nbytes == own.untyped_storage().nbytes()

@@ -74,14 +74,15 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class OtherSteps:
-    """Finds steps of optimizers that no ``tutti.prepare`` was given, of tensors that are not in a run's model.
+    """Reports each step of an optimizer that ``tutti.prepare`` was not given, on tensors that are not in a run's model.
 
-    Learned weights of a loss, class centres, a discriminator or a probe have gradients of this rank's samples alone,
-    unless the script reduces them over ranks.
+    Such tensors, as learned weights of a loss, class centres or a discriminator, have gradients of this rank's samples
+    alone, unless the script reduces them over ranks. ``look`` finds the optimizers of the process and hooks them.
 
     Args:
         run: the run.
-        note: called before such a step with the name of the optimizer's class, and its parameters that have gradients.
+        note: called before such a step with the name of the optimizer's class, and a list of those tensors that have
+            gradients.
     """
 
     def __init__(self, run: Run, note: Callable[[str, Sequence[Tensor]], None]) -> None:

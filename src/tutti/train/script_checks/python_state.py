@@ -302,7 +302,10 @@ class PythonState:
 
 
 def is_of_script(kind: type) -> bool:
-    """Return whether objects of a type are a script's own, and not those of Python, PyTorch or tutti.
+    """Return whether objects of a type are a script's own, judged by the module that defines the type.
+
+    False for types of Python's standard library, NumPy, PyTorch and tutti, and for Python modules, classes and
+    tensors; True for all others, such as those of the script's other libraries, and for ``types.SimpleNamespace``.
 
     Args:
         kind: the type.
