@@ -40,8 +40,10 @@ class RngSnapshot(NamedTuple):
 class RngStreams:
     """The streams of random numbers that one model draws from on one device, so that draws do not depend on the rank.
 
-    Each micro-batch seeds the device's generator. A module that draws (dropout and its like) draws from a stream of its
-    own, seeded by the micro-batch, the module's name and the number of the call.
+    Each micro-batch seeds the device's generator (``enter``). A module that draws (dropout and its like) draws from a
+    stream of its own: a forward pre-hook, which the constructor registers, seeds the generator by the micro-batch, the
+    module's name and the number of the call. The hook raises UsageError if the script recomputes such a module in
+    backward (its own ``torch.utils.checkpoint``) that was called several times in the micro-batch.
 
     Args:
         model: the part of the model on this rank; module names are those of the whole model.

@@ -42,8 +42,8 @@ class ScriptEdits:
     Attributes:
         line: place in the script of the most recent edit on this rank, as ``FILE:LINE``; ``the script`` before the
             first.
-        ids: ``id`` of each tensor with a record, and of some that are gone: a look into weak references takes
-            microseconds. A function mode may add those of other tensors that it follows.
+        ids: ``id`` of each tensor that has a record, for a fast test whether a call concerns one; ids of tensors that
+            are deleted may remain. A function mode may add the ids of other tensors whose calls it handles.
     """
 
     def __init__(self) -> None:

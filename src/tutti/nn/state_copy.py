@@ -40,12 +40,13 @@ class StateCopy(Tensor):
     """Copy of a whole tensor of the model that stands for the model's own in a state dict, or for a view of it.
 
     In plain PyTorch a state dict and views have the model's own values: updates change them, and writes to them change
-    the model. A gathered copy does neither. Reads give the values, until the model has changed; results are plain
-    tensors, but views of the copy are again such copies. Copies and pickles are plain tensors.
+    the model. A gathered copy does neither. Functions of PyTorch may therefore read it until the model has changed, and
+    raise UsageError afterwards; a write raises it always. Results are plain tensors, but views of the copy are again
+    such copies. ``copy.deepcopy`` gives a plain tensor.
 
     Attributes:
         called: the tensor's name in the model.
-        source: the model's tensor.
+        source: tells whether the model's tensor still has the values of which the copy was made.
     """
 
     called: str

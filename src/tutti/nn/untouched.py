@@ -19,8 +19,8 @@ def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
     """Return a context for a trial forward of the model on ``device``, which undoes the forward's side effects.
 
     On entry the model moves to ``device``; within the context gradients are disabled. The model's device, its buffers,
-    the attributes that its modules write and the RNG states are restored on exit, also after an error, which is raised
-    on. A forward that would write a parameter in place raises RuntimeError before the write.
+    the attributes that its modules write and the RNG states are restored on exit, also after an error, which
+    propagates. A forward that would write a parameter in place raises ParameterWriteError before the write.
 
     Args:
         plain: the whole model.

@@ -137,16 +137,17 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 class ParameterWriteError(RuntimeError):
-    """A forward would write a parameter, in a context of ``parameters_unwritten``."""
+    """Raised within ``parameters_unwritten`` in place of a call of PyTorch that would write a parameter in place."""
 
 
 def parameters_unwritten(parts: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-    """Return a context in which code that would write a parameter in place raises RuntimeError before the write.
+    """Return a context manager in which a write of a parameter in place raises ParameterWriteError before the write.
 
-    For forwards that must leave the model as it is. Compiled code is not seen.
+    For trial forwards, which must leave the model as it is. A call is a write if its name says so (``may_write``) and
+    its first argument, or ``out``, shares memory with a parameter. Calls in code of ``torch.compile`` are not seen.
 
     Args:
-        parts: modules with the parameters.
+        parts: the modules whose parameters must not be written, submodules included.
     """
     return _NoWrites(parameter for _, parameter in parameters(list(parts)))
 
