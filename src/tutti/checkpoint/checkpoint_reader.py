@@ -24,9 +24,11 @@ _MOST_LISTED = 8
 
 
 class CheckpointReader:
-    """Reads tensors of a checkpoint, or regions of them, by group and name (as ``SavedState``).
+    """Reads tensors of a checkpoint, or regions of them, by group and name; implements the protocol ``SavedState``.
 
-    A group is a kind of state: ``model`` for parameters and buffers, ``optim`` for optimizer state, and so on.
+    A group is a kind of state: ``model`` for parameters and buffers, ``ema`` for averaged weights, ``optim`` for
+    optimizer state, ``workers`` for the state of each logical worker (fixed share of the global batch). No method is
+    collective: each rank reads for itself.
 
     Args:
         manifest: the manifest of a verified checkpoint.
@@ -94,15 +96,17 @@ class CheckpointReader:
 
 
 class WeightsReader:
-    """Gives the weights and buffers of a file the interface of a checkpoint (``SavedState``).
+    """Gives the weights and buffers of a file the interface of a checkpoint (the protocol ``SavedState``).
 
-    They form the group ``model``, the only one, so that a run that loads this object starts with a fresh optimizer
-    state.
+    All tensors are in the group ``model`` (kind of state: parameters and buffers); the other groups are empty, so that
+    a run that loads this object starts with a fresh optimizer state. Not collective.
 
     Args:
-        weights: the tensors to read.
-        specs: for each tensor on this rank its shape and place, and the other names of tied weights.
-        kept: whole tensors by name that replace those of ``weights``.
+        weights: the tensors of the file, read on demand.
+        specs: for each tensor on this rank, by its name in the model, a ``ShardSpec``, of which the other names of tied
+            weights are used.
+        kept: whole tensors by name, which are returned in place of those of ``weights``: initial values of tensors that
+            the file lacks or has in another shape.
     """
 
     def __init__(

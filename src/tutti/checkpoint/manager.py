@@ -53,7 +53,8 @@ class CheckpointManager:
         keep: number of newest checkpoints to keep.
         warn: receives the text of each warning, such as a failed save.
         most_failures: number of consecutive failed saves at which ``wait`` and ``begin_save`` raise DiskError.
-        best: criterion of the best checkpoint, which is kept besides; None to keep none.
+        best: held-out metric, and whether higher is better, by which the best checkpoint is chosen, which is kept
+            besides; None to keep none.
 
     Attributes:
         folder: folder of the checkpoints.
