@@ -27,7 +27,9 @@ _BLOCK = 64
 class CropFlip:
     """Augmentation that shifts images by up to ``pad`` pixels with black borders, and mirrors half of them at random.
 
-    The standard augmentation of CIFAR (He et al. 2015, arXiv:1512.03385, §4.2): pad by 4, crop back, flip.
+    A callable: ``augmentation(images, bits)`` takes images (samples, channels, height, width) and one uint64 of random
+    bits for each, and returns new images of the same shape and dtype. It is the standard augmentation of CIFAR (He et
+    al. 2015, arXiv:1512.03385, §4.2): pad by 4, crop back, flip.
 
     Attributes:
         pad: largest shift in pixels, in each direction.

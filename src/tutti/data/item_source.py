@@ -37,7 +37,8 @@ class ItemSource:
 
     Args:
         items: the data set, with ``__len__`` and ``__getitem__``.
-        functions: of the script, which make a batch of items.
+        functions: the script's collate functions, if any. They are not called here; random generators that they keep
+            are seeded and restored as those of the data set.
     """
 
     def __init__(self, items: Any, *functions: Callable[..., Any]) -> None:

@@ -31,6 +31,7 @@ class Stream:
         processes: loader processes of each rank; from two on the data set divides its samples over them.
 
     Attributes:
+        name: name of the class of ``data``, for messages.
         samples: samples in an epoch; None if the number of samples or batches is unknown until the stream ends.
         stated: ``len(data)``; None if ``data`` has no length, or shards itself.
     """
