@@ -202,7 +202,7 @@ class Callbacks:
         self._left_training = True
 
     def end_left(self, run: Run) -> None:
-        """Make up for what a ``break`` out of a loop has left out: a step's end, ``on_step_end`` and ``on_train_end``.
+        """Call ``on_step_end`` and ``on_train_end`` if a ``break`` out of a loop has left them out, and end its step.
 
         First ends the step of a custom loop that was left, which under local SGD may average the workers' parameters
         (collective over the data ranks). Then calls ``on_step_end`` if a loop over batches was left (``leave_step``)

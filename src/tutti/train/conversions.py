@@ -82,8 +82,8 @@ class ModelConversions:
     def check(self, step: int) -> None:
         """Raise UsageError if parameters have another dtype or device than in ``tutti.prepare``. Not collective.
 
-        To be called before each step. Only a model that the script has converted since the last step, such as by
-        ``model.half()``, is looked at.
+        The run calls this before each step. Parameters are compared only if the script has called a conversion, such
+        as ``model.half()``, since the last step; a model that was converted back passes.
 
         Args:
             step: number of the coming step, from 1, which the error names.

@@ -53,7 +53,7 @@ from tutti.types.micro_batch import LossFn
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
-    """The arguments of ``tutti.prepare`` after all checks, and what follows from them.
+    """The arguments of ``tutti.prepare`` after all checks, parsed, and the plan of batches that follows from them.
 
     Attributes:
         model: the script's model; several models as children of one module.

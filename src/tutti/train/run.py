@@ -83,7 +83,7 @@ class RunSettings:
         noise_probe: measures the gradient noise scale, None for never.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
         named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
-        fault_tolerant: whether the strategy goes on without a rank that is killed.
+        fault_tolerant: whether training continues on the other ranks if a rank is killed.
         warn: receives each warning's text, on rank 0; None for Python's ``warnings`` and stderr.
         schedulers: PyTorch's schedulers, which the run steps.
         callbacks: the script's callbacks.
@@ -128,7 +128,7 @@ class Run:
         optimizers: the caller's optimizers; none where ``tutti.prepare`` was given options.
         hooks: refuses gradient hooks that the strategy cannot call.
         conversions: refuses conversions of the model to another dtype or device.
-        settings: what the run does around each step.
+        settings: options that act before and after each step, and the objects made of them.
 
     Attributes:
         model: the module to call in a custom training loop.
@@ -161,14 +161,15 @@ class Run:
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
         schedulers: PyTorch's schedulers, which the run steps.
         callbacks: the script's callbacks.
-        settings: what the run does around each step, as given to the constructor.
+        settings: the argument ``settings``.
         shared_settings: learning rates, momenta and weight decays of the caller's optimizers, equal on all ranks.
-        changes: what resumes have changed by name: step, and both values of each setting.
-        parted: whether logical workers have had parameters of their own after a step (local SGD).
-        returned: digests of the tensors that ``state`` has returned since ``parted`` became true, on a rank with
-            several workers.
-        lost_ranks: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
-            strategy does not go on without them.
+        changes: settings that the user has changed on resuming, a list of ``{"step": …, "changed": {name: [saved,
+            now]}}``, one for each resume that changed any.
+        parted: whether an update of this run has left logical workers with different parameters (local SGD).
+        returned: ``tensor_digest`` of each tensor that ``state`` has returned since ``parted`` became true, on a rank
+            with several workers; ``load_state_dict`` accepts these tensors alone on a single data rank.
+        lost_ranks: tracker of ranks that were killed while the run continued; None on ranks other than 0, and if
+            training ends when a rank is killed.
     """
 
     def __init__(

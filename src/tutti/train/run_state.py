@@ -55,8 +55,8 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
         ``global_batch_size`` (samples of a step over all ranks), ``batch_growth`` (text of the schedule by which the
         global batch grows, such as ``30ep,factor=5``; None without one), ``training_samples`` (size of the data set),
         ``seed``, ``optimizer_class`` (class names joined by ``+``; absent without an optimizer), ``clip`` (largest norm
-        of a gradient; None for no clipping) and ``config_sha256``, the SHA-256 in hexadecimal of the JSON text of all
-        others but ``clip``.
+        of a gradient; None for no clipping) and ``config_sha256``, the SHA-256 in hexadecimal of the JSON text of the
+        entries before ``clip``.
     """
     contract = run.feed.contract
     known: dict[str, Any] = {

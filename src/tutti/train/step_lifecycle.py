@@ -40,7 +40,7 @@ class StepLifecycle:
 
     ``begin`` makes this rank's micro-batches of the global batch before the forwards; ``updating`` surrounds the update
     of the parameters; ``count_batch`` and ``count_update`` bring the run's counters, schedulers, average and loss scale
-    up to date. The object keeps what is true of the step under way; what a checkpoint holds are attributes of the run.
+    up to date. Attributes of this object last for one step; state that a checkpoint holds is in attributes of the run.
     A worker is a logical worker, a fixed share of the global batch.
 
     Args:

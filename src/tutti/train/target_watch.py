@@ -155,7 +155,7 @@ class TargetWatch:
         return True
 
     def summary(self) -> dict[str, Any]:
-        """Return what ``summary.json`` says about the target (``--until``) and early stopping (``--patience``).
+        """Return the entries of ``summary.json`` on the target (``--until``) and early stopping (``--patience``).
 
         Returns:
             A dict with the key ``target`` if the run has a target and ``early_stopping`` if it has a patience. The

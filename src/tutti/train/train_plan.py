@@ -98,10 +98,13 @@ def make_train_plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int
         epochs: global batches of all epochs.
 
     Returns:
-        A pair: the plan, and the number of steps in the run, None for a stream of unknown length.
+        A pair: a ``TrainPlan``, and the run's number of steps as its learning-rate schedule counts them (with AdaScale
+        scale-invariant steps, with ``regime_batch`` steps of that batch size); None if the length is in epochs of a
+        stream of unknown length.
 
     Raises:
-        UsageError: a length in epochs rounds to no step, or is a part of an epoch of unknown length.
+        UsageError: the length of the run is less than half a step; or a length or interval is a part of an epoch of
+            unknown length.
     """
     dataset = epochs.first.dataset
 
@@ -215,8 +218,8 @@ def make_lr_schedule(config: TrainConfig, epochs: Epochs, plateau: Plateau | Non
         A function from the number of steps so far (an int from 0) to the factor (a float).
 
     Raises:
-        UsageError: a length in epochs rounds to no step, or is a part of an epoch of unknown length; or the schedule
-            decreases over the whole run, and the run's number of steps is unknown.
+        UsageError: the length of the run is less than half a step; a length is a part of an epoch of unknown length; or
+            the schedule decreases over the whole run, and the run's number of steps is unknown.
     """
     total = make_train_plan(config, epochs)[1]
     scaled = config.lr_rule.factor(epochs.first.batch)

@@ -311,10 +311,11 @@ class CarriedValues(LossWatch):
             self._trace.begin(worker_place(micro_batch, self._run), micro_batch.batch)
 
     def ended(self) -> None:
-        """End the check of a micro-batch: let compiled code run compiled again, and record what numbers modules keep.
+        """End the check of a micro-batch; ``end`` calls this. Compiled code runs compiled again.
 
-        ``end`` calls this. Numbers that remember from which samples they were computed, and that the script may keep,
-        are replaced by plain floats and ints after the last micro-batch that is checked in the run.
+        Records the Python numbers that the code for the micro-batch has left in attributes of modules, for the trials
+        of later micro-batches. After the last micro-batch that is checked in the run, numbers that remember from which
+        samples they were computed (``FollowedFloat``), and that the script may keep, become plain floats and ints.
         """
         self._uncompiled.close()
         self._left -= 1

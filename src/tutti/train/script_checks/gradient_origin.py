@@ -139,13 +139,13 @@ class GradientOrigin:
             self._in_own_backward = False
 
     @contextmanager
-    def plain_backward(self, loss: Tensor, gradient: Any, micro_batch: MicroBatch) -> Iterator[None]:
-        """Return a context manager around a plain ``loss.backward()`` in the body of a loop, which looks at the loss.
+    def plain_backward(self, loss: Tensor, micro_batch: MicroBatch) -> Iterator[None]:
+        """Return a context manager around a plain ``loss.backward()``, which marks gradients that cannot be averaged.
 
         Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
         over micro-batches. Gradients that such a loss makes within the context are marked: ``local`` raises UsageError
-        for them, unless the script clears them before. A micro-batch that is the whole global batch is not looked at.
-        Not collective.
+        for them, unless the script clears them before. Nothing is marked for a micro-batch that is the whole global
+        batch, a dummy micro-batch, or a loss of several elements. Not collective.
 
         Args:
             loss: the tensor whose ``backward`` the script calls.
@@ -236,7 +236,7 @@ class GradientOrigin:
         """Return the parameters whose ``.grad`` is local: of one micro-batch on this rank, not yet reduced.
 
         Args:
-            members: parameters to look at.
+            members: parameters, as the script's model has them, whose ``.grad`` is examined.
             means: whether gradients that the script assigned to ``.grad`` count as means over the micro-batch's
                 samples, as ``run.reduce_gradients`` declares.
 
@@ -341,7 +341,7 @@ class GradientOrigin:
         script cannot read, counts once the script has written to it. Not collective.
 
         Args:
-            members: parameters to look at, as the script's model has them.
+            members: parameters, as the script's model has them, whose ``.grad`` is examined.
 
         Returns:
             A list in the order of ``members``; empty if no gradient was edited.

@@ -102,12 +102,13 @@ _NOTHING, _SAMPLES = _Origin(), _Origin(samples=True)
 class KeptValues(LossWatch):
     """Function mode that finds values of earlier steps' samples on which a loss depends, to compare them over ranks.
 
-    A memory of losses, a queue of embeddings, a running mean or a tensor that the script trains by itself holds on each
-    data rank what this rank's samples gave; on one device it would hold what all samples gave. The mode follows tensors
-    that the code for an earlier step has computed from samples, or that have changed since, up to the loss. A digest of
-    the values that reach it goes over the data ranks with the gradients (``StepContext.written``), at no further
-    message, and ``compare`` then refuses values that differ. The first five steps are watched, and the two steps after
-    each 2ᵏ - 1; in the first five also numbers of ``item`` and ``tolist``, through arithmetic (``FollowedFloat``).
+    A memory of losses, a queue of embeddings, a running mean or a tensor that the script trains by itself holds, on
+    each data rank, values of this rank's samples; on one device it would hold values of all samples. The mode follows
+    tensors that the code for an earlier step has computed from samples, or that have changed since, up to the loss. A
+    digest of the values on which the loss depends goes over the data ranks together with the gradients
+    (``StepContext.written``), without a message of its own; where it differs, ``compare`` raises UsageError. Watched
+    are steps 1 to 5, and steps 2ᵏ and 2ᵏ + 1; in the first five steps numbers of ``item`` and ``tolist`` are followed,
+    too, through arithmetic (``FollowedFloat``).
 
     Left out are parameters and buffers of the model, of which each logical worker (share of the global batch) has its
     own; batches; averages of norm layers; and recurrent states, which the model's modules are given with a dimension of

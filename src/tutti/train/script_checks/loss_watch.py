@@ -148,9 +148,10 @@ class LossWatch(TorchFunctionMode):
 
     @abstractmethod
     def check(self, loss: Any) -> None:
-        """Check on what the loss of the present micro-batch depends; do nothing outside of ``begin`` and ``end``.
+        """Check the values on which the loss of the present micro-batch depends.
 
-        Abstract. Not collective. A logical worker, below, is a fixed share of the global batch.
+        Abstract. Does nothing outside of ``begin`` and ``end``. Not collective. A logical worker, below, is a fixed
+        share of the global batch.
 
         Args:
             loss: return value of the loss function, of which a tuple's first element is the loss; or the loss that the

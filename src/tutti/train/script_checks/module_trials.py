@@ -59,9 +59,9 @@ class ModuleTrials:
     def begin_batch(self) -> None:
         """Record the numbers and texts in the script's modules before a global batch. Not collective.
 
-        A value that the script has written since the code of the last micro-batch ended counts, for every logical
-        worker (fixed share of the global batch), as one that the worker itself has left. So does what the body of a
-        custom loop for that last micro-batch has written after its backward.
+        A value that the script has written between two global batches, after the code of the last micro-batch, counts
+        for every logical worker (fixed share of the global batch) as one that the worker itself has left. A value that
+        the body of a custom loop for that micro-batch has written after its backward counts likewise.
         """
         modules = {module for part in self._run.replica.parts for module in part.modules()}
         self._begun = {module: _values(module) for module in modules if is_of_script(type(module))}

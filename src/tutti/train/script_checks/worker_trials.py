@@ -58,7 +58,8 @@ class WorkerTrials:
 
     Args:
         run: the run.
-        kept: compares numbers over data ranks.
+        kept: the run's check of values that ranks have kept; it compares the numbers that ``watched`` passes to it over
+            the data ranks.
     """
 
     def __init__(self, run: Run, kept: KeptValues) -> None:
