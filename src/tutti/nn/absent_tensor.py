@@ -125,8 +125,8 @@ def put_away(
             the parameter or persistent buffer in ``plain`` (of a tied one, the first name); tensors without an entry
             are "on another rank".
         here: the modules that this rank computes; their tensors stay, and so do all non-persistent buffers.
-        undo: called before an operation on a parameter's placeholder is refused, to take back what the script has
-            written to other parameters; None for nothing.
+        undo: function without arguments that is called before an operation on a parameter's placeholder raises the
+            error, to revert writes that the script has made to other parameters; None for no call.
         device: device of the placeholders, so that a script groups parameters alike on every rank; None for that of
             the tensors.
     """

@@ -71,8 +71,8 @@ UNCACHED = "set to False, as activation checkpointing computes forwards again, w
 def turn_off_caches(model: nn.Module) -> bool:
     """Set ``config.use_cache`` of a model and its submodules, where it is True, to False.
 
-    Models of Hugging Face then make no cache of keys and values. With activation checkpointing a forward would find in
-    it what its first computation has put there, and compute something else.
+    Models of Hugging Face then make no cache of keys and values. With activation checkpointing the second computation
+    of a forward would find the entries of the first one in the cache, and give another result.
 
     Args:
         model: the model; its configurations are changed in place.

@@ -164,7 +164,7 @@ def clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
 
 
 def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
-    """Clear a gradient as the script has cleared the placeholder that it sees in ``.grad``, and return what is left.
+    """Clear a real gradient as the script has cleared the placeholder of it in ``.grad``; return the gradient or None.
 
     Called where the script was shown a placeholder (``conceal``) in place of ``gradient``, to carry a ``zero_grad()``
     of the script over. None and zeros differ: an optimizer passes over a parameter without gradient, while momentum and
@@ -172,7 +172,7 @@ def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
 
     Args:
         gradient: the real gradient; zeroed in place if the script has zeroed the placeholder.
-        shown: what the script left in ``.grad``: the placeholder, or None if the script has set ``.grad`` to None.
+        shown: the present ``.grad``: the placeholder, or None if the script has set ``.grad`` to None.
 
     Returns:
         None if ``shown`` is None, else ``gradient``.

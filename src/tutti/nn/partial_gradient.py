@@ -106,7 +106,7 @@ class GradientParts:
             split: how the gradient is split. The script can then compute with the ``.grad`` of the first of
                 ``parameters`` as with the whole gradient. With None, and with the ``.grad`` of the other
                 ``parameters``, the script can only scale and clamp the gradient in place and take its norms.
-            elsewhere: whether this rank has no part of the gradient, and others have.
+            elsewhere: whether only other ranks of the group have the gradient or parts of it.
             whole: whether each rank has the whole gradient or no part of it, as with pipeline stages. The script can
                 then also read the gradient, and add tensors to it, without ``split``.
         """
@@ -224,7 +224,7 @@ class PartGradient(IncompleteGradient):
         probe: a tensor of shape (3,), edited like the gradient.
         how_split: how the gradient is split; None where the script can only take norms, scale and clamp it.
         on_edit: function without arguments that is called after each edit of the part.
-        elsewhere: whether this rank has no part of the gradient, and others have.
+        elsewhere: whether only other ranks of the group have the gradient or parts of it.
         whole: whether each rank has the whole gradient or no part of it; the script may then add tensors to it.
         added_to: sums of the tensors that the script has added; None for tensors that this rank does not have.
     """

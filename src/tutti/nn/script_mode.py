@@ -292,8 +292,8 @@ def self_of(frame: FrameType) -> Any:
 
     A function counts as a method if its first argument is named ``self``, and also, under any name of the argument, if
     it is the method ``step`` of the argument's class, as of an optimizer. Local variables of other functions are not
-    read, since CPython then keeps a copy of all of them with the frame: what the script's ``main`` deletes would not be
-    freed.
+    read, since CPython then keeps a copy of all of them with the frame, and objects that the script deletes would not
+    be freed.
 
     Args:
         frame: the frame.

@@ -68,7 +68,7 @@ class Untraced:
         ]
 
     def undo(self) -> list[str]:
-        """Restore what the modules had when this snapshot was made, in place.
+        """Restore attributes, hooks and tensors of the modules, in place, as they were when this snapshot was made.
 
         Called after the model's forward was traced. Attributes and hooks that were added are deleted; lists and dicts
         get their former members back; buffers that were written in place get their former values.
