@@ -27,8 +27,8 @@ class CheckpointReader:
     """Reads tensors of a checkpoint, or regions of them, by group and name; implements the protocol ``SavedState``.
 
     A group is a kind of state: ``model`` for parameters and buffers, ``ema`` for averaged weights, ``optim`` for
-    optimizer state, ``workers`` for the state of each logical worker (fixed share of the global batch). No method is
-    collective: each rank reads for itself.
+    optimizer state, ``workers`` for the state of each logical worker (fixed share of the global batch), or another of
+    ``manifest.GROUPS``. No method is collective: each rank reads for itself.
 
     Args:
         manifest: the manifest of a verified checkpoint.

@@ -70,19 +70,20 @@ def scan(folder: Path) -> list[Manifest]:
 
     Returns:
         A list of manifests (path, step, records of files and tensors, and ``facts``, the run's other state as JSON).
-        Checkpoints whose manifest cannot be read are left out.
+        Checkpoints whose manifest cannot be read are left out. A step occurs twice if a crash has interrupted the save
+        that was to replace its checkpoint; the newer one comes first.
     """
     return _scan(folder)[0]
 
 
 def other_folder(folder: Path) -> tuple[str, str] | None:
-    """Return what a path without checkpoints in it is instead, and what to give in its place.
+    """Describe a path that is no folder of checkpoints, such as a file or a run's directory, for an error.
 
     Args:
         folder: the path that a user has given as a run's ``checkpoints``.
 
     Returns:
-        A pair of texts for an error, (what ``folder`` is, what to do), if it is a file, a single checkpoint, or the
+        A pair of texts, the description of ``folder`` and a remedy, if it is a file, a single checkpoint, or the
         directory of a run, which has its checkpoints in a subfolder. None otherwise: a missing or empty folder may be
         that of a run that has yet to begin.
     """

@@ -377,8 +377,8 @@ def share_folder(comm: Communicator, folder: Path) -> None:
         folder: folder of the run's checkpoints; the same path on all ranks.
 
     Raises:
-        CheckpointError: some ranks cannot see rank 0's folder; the text names them.
-        DiskError: rank 0 cannot write there.
+        CheckpointError: on every rank, if some ranks cannot see rank 0's folder; the text names them.
+        DiskError: on every rank, if rank 0 cannot write there.
         PeerError: a rank has ended, or did not make the call in time.
     """
     mark, failed = folder / f".seen-{secrets.token_hex(8)}", ""

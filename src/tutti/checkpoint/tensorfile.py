@@ -83,7 +83,8 @@ class SliceRecord:
         part: shape of the slice.
 
     Raises:
-        ValueError: an unknown dtype, or a slice that does not lie within its tensor.
+        ValueError: an unknown dtype, a shape of more than 64 dimensions or 2⁶³ - 1 bytes, or a slice that does not lie
+            within its tensor.
     """
 
     name: str
