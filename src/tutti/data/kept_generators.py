@@ -30,7 +30,8 @@ class KeptGenerators:
     """Finds and seeds generators of Python, NumPy and PyTorch in the objects and functions that make a sample.
 
     A data set's own generator advances with every sample that is read. On several devices each reads other samples, so
-    that the draws would depend on the number of devices. Not collective.
+    that the draws would depend on the number of devices. The caller calls ``look``, and then, within ``restored``,
+    ``seed`` with a key of each sample before the data set makes the sample. Not collective.
 
     Args:
         roots: the data set, and functions that make a sample or a batch.
@@ -78,7 +79,7 @@ class KeptGenerators:
                 _restore(generator, state)
 
     def states(self) -> list[bytes]:
-        """Return the pickled states of the generators that ``look`` has found, in order, to be compared with others."""
+        """Return the pickled state of each generator that ``look`` has found, in order, for a comparison of states."""
         return [pickle.dumps(_state(generator)) for generator in self._found]
 
 

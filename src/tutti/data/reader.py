@@ -99,7 +99,7 @@ class BatchReader(Protocol):
         """
 
     def state(self) -> Any:
-        """Return what a checkpoint needs, besides epoch and batch number, to go on reading the data from here.
+        """Return the state that a checkpoint needs, beside epoch and batch number, to continue reading from here.
 
         Called on every rank when the run saves a checkpoint; no communication.
 
