@@ -312,7 +312,7 @@ class StepLifecycle:
 
         Outside of it the wrapped ``step`` of these optimizers is the script's call in a custom training loop. If the
         run has no schedule of its own (``Run.lr_schedule`` is None), the optimizers' learning rates are multiplied
-        within the context by the attribute ``rate``, the batch-size schedule's factor, and restored at its end. Not
+        within the context by the attribute ``rate``, the factor of the epoch's phase, and restored at its end. Not
         collective.
         """
         run = self._run

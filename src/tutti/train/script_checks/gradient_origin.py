@@ -140,12 +140,12 @@ class GradientOrigin:
 
     @contextmanager
     def plain_backward(self, loss: Tensor, micro_batch: MicroBatch) -> Iterator[None]:
-        """Return a context manager around a plain ``loss.backward()``, which marks gradients that cannot be averaged.
+        """Return a context manager around a plain ``loss.backward()`` in the body of a loop, which looks at the loss.
 
         Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
         over micro-batches. Gradients that such a loss makes within the context are marked: ``local`` raises UsageError
         for them, unless the script clears them before. Nothing is marked for a micro-batch that is the whole global
-        batch, a dummy micro-batch, or a loss of several elements. Not collective.
+        batch, or a dummy micro-batch. Not collective.
 
         Args:
             loss: the tensor whose ``backward`` the script calls.

@@ -78,8 +78,7 @@ class Checks:
         diagnoses: the findings.
         looking: whether ``look`` must be called in the next step. With several data-parallel workers that do not step
             together (asynchronous parameter servers) only in the first step.
-        ended: function without arguments that the custom loop calls after each global batch while it is set; it reports
-            schedulers that stepped more than once in the batch, and sets this attribute to None. None for no call.
+        ended: function without arguments, to call after the next global batch of a custom loop; None for none.
     """
 
     def __init__(self, run: Run, warn: Callable[[str], None] | None) -> None:
