@@ -30,7 +30,8 @@ class WarmStart:
 
     Attributes:
         path: the checkpoint directory, file or folder that was read.
-        fitted: how the tensors that were read differ from the model's, as far as that was allowed.
+        fitted: names of the tensors in which source and model differ, as ``init_map`` allowed: unused, new or of
+            another shape.
     """
 
     path: str

@@ -186,7 +186,7 @@ class CarriedValues(LossWatch):
 
     A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
     running mean in an attribute that is no buffer belongs to the samples of one logical worker, a fixed share of the
-    global batch. On a rank that computes several workers in turn, each would get the values of the one before. The mode
+    global batch. On a rank that computes several workers in turn, each would get its predecessor's values. The mode
     follows tensors from the micro-batches of the first two global batches through the script's and the model's calls of
     PyTorch, and numbers of ``item`` and ``tolist`` through arithmetic (``FollowedFloat``). It changes no call and is
     not collective. A model in stages and a collective of split layers are one call each (``single_call``), whose

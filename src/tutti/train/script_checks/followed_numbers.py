@@ -49,7 +49,9 @@ class FollowedInt(FollowedNumber, int):
 
 
 class FollowedNumbers:
-    """Makes numbers that remember their origins, and replaces them by plain numbers at the end.
+    """Makes numbers that remember from which micro-batches' samples they were computed (their origins).
+
+    ``make_plain`` replaces them by plain numbers once the origins are no longer needed.
 
     Args:
         is_followed: returns whether results of arithmetic are to have origins now; if not, they are plain numbers. A

@@ -38,23 +38,22 @@ class WorkerTrials:
     """Raises UsageError where a micro-batch's loss depends on Python objects that another logical worker has changed.
 
     A running mean, a counter or an array that the loss function or the model keeps would have other values if each
-    logical worker (fixed share of the global batch) had a device of its own. In the first eight steps, the 16th, 32nd
-    and so on, if the micro-batches of the rank's earlier workers have changed such objects, the loss of the next
-    worker's first micro-batch is computed without gradients: with the values before the step, with the present ones,
-    and where the two differ once more with those before the step, to leave out losses that draw by themselves. No call
-    leaves a trace in the objects of a ``PythonState``, in buffers or in RNG streams. Values on which the loss does not
-    depend, such as means for a log, are allowed. ``CarriedValues`` finds such values by the script's calls of PyTorch
-    and arithmetic, and names the line; the trials find values that pass through ``float()``, ``math``, NumPy or a
-    condition.
+    logical worker (fixed share of the global batch) had a device of its own. A trial computes a micro-batch's loss
+    anew, without gradients: with former values of such objects, with the present ones and, where the two losses differ,
+    once more with the former ones, to leave out losses that draw random numbers by themselves. A trial leaves no trace
+    in the objects of a ``PythonState``, in buffers or in RNG streams. Values on which the loss does not depend, such as
+    means for a log, are allowed. Trials depend on this rank's share of the work:
 
-    On a rank that shares a worker's micro-batches with others, the loss of each micro-batch is tried with the values
-    from before and from after its forward.
+    - Several workers: in steps 1 to 8, 16, 32, …, for the first micro-batch of each worker but the first, if the
+      workers before it have changed objects in this step. Former values are those from before the step.
+    - One worker, whose micro-batches other ranks share: in the same steps, for each micro-batch whose forward has
+      changed objects. Former values are those from before the forward.
+    - One worker alone, beside other data ranks: in steps 2 to 8, for numbers, and containers of numbers, that have
+      changed since step 1. Nothing is refused here: ``kept`` compares the numbers over the data ranks.
 
-    Losses are not tried if the model is split or sharded over ranks, whose forwards are collective, nor with
-    ``TUTTI_DIAGNOSTICS=off``.
-
-    On a rank with one worker, in steps 2 to 8, the numbers, and containers of numbers, that have changed since the
-    first step are tried; those on which the loss depends are compared with other ranks' by ``kept``.
+    No loss is tried if forwards are collective, as of a model that is split or sharded over ranks, nor with
+    ``TUTTI_DIAGNOSTICS=off``. ``CarriedValues`` finds such values by the script's calls of PyTorch and arithmetic, and
+    names the line; the trials find values that pass through ``float()``, ``math``, NumPy or a condition.
 
     Args:
         run: the run.
