@@ -190,9 +190,10 @@ class WeightsReader:
 
 
 class GivenState:
-    """Gives full tensors in memory the interface of a checkpoint (``SavedState``), so that a run loads them like one.
+    """Gives full tensors in memory the interface of a checkpoint (the protocol ``SavedState``), to be loaded like one.
 
-    Loading it leaves the state of optimizers on the ranks as it is.
+    For ``load_state_dict`` of a model in training, and for the state of parameter servers. A run that loads this object
+    keeps the state of the ranks' own optimizers. Not collective.
 
     Args:
         tensors: full tensors by name.
