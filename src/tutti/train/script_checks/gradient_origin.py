@@ -139,7 +139,7 @@ class GradientOrigin:
             self._in_own_backward = False
 
     @contextmanager
-    def plain_backward(self, loss: Tensor, micro_batch: MicroBatch) -> Iterator[None]:
+    def plain_backward(self, loss: Tensor, gradient: Any, micro_batch: MicroBatch) -> Iterator[None]:
         """Return a context manager around a plain ``loss.backward()`` in the body of a loop, which looks at the loss.
 
         Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
