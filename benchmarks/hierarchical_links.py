@@ -38,18 +38,18 @@ def measure(elements: int, rounds: int) -> dict[str, Any] | None:
     import torch
 
     import tutti
-    from tutti.comm.grid import Grid
     from tutti.comm.mesh_communicators import Communicators
+    from tutti.comm.rank_mesh import RankMesh
     from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
     from tutti.launcher import context
 
     tutti.init("cpu", timeout=120)
     torch.set_num_threads(1)
-    grid = Grid(replica=tutti.size(), rank=tutti.rank())
+    mesh = RankMesh(replica=tutti.size(), rank=tutti.rank())
     sums: dict[str, Callable[[torch.Tensor], None]] = {}
     lines = {}
     for algorithm in ("ring", "hierarchical"):
-        comms = Communicators(context.current(), grid)
+        comms = Communicators(context.current(), mesh)
         lines[algorithm] = comms.replica
         run = ScheduledAllReduce(comms, algorithm, 4 * elements)  # type: ignore[arg-type]
         sums[algorithm] = lambda flat, run=run: run.sum(flat, "sum")  # type: ignore[misc]

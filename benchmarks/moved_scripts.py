@@ -91,7 +91,7 @@ def play(script: Path, arguments: Sequence[str], dtype: str, modules: Path | Non
     if not runs:
         raise RuntimeError(f"{script} does not call tutti.prepare")
     state = {name: tensor.detach().cpu().numpy() for name, tensor in runs[-1].state().items()}
-    return Played(state, runs[-1].clock)
+    return Played(state, runs[-1].global_step)
 
 
 def played(o: argparse.Namespace, devices: int) -> Played:

@@ -31,8 +31,8 @@ from paired import order, paired_ratio
 from torch import nn
 
 import tutti
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.config.sync_config import ParameterServerConfig
 from tutti.launcher import context
 from tutti.parallel.parameter_server.request_handlers import AsyncHandler
@@ -119,8 +119,8 @@ def rank(rounds: int) -> None:
     """One of the two; rank 0 prints what it found."""
     torch.set_num_threads(1)
     tutti.init("cpu", timeout=60)
-    grid = Grid(replica=2, rank=tutti.rank())
-    run_context = RunContext(grid, Communicators(context.current(), grid), 2, range(tutti.rank(), tutti.rank() + 1))
+    mesh = RankMesh(replica=2, rank=tutti.rank())
+    run_context = RunContext(mesh, Communicators(context.current(), mesh), 2, range(tutti.rank(), tutti.rank() + 1))
     rows = [race(size, run_context, rounds) for size in SIZES]
     if tutti.rank() == 0:
         print(json.dumps(rows))

@@ -58,7 +58,7 @@ with run.stopping() as reason:
             if run.stepped:
                 scheduler.step()
                 sums = [sums[0] + run.stats.loss * run.stats.count, sums[1] + run.stats.count]
-                if run.stats.stop or run.clock % SAVE_EVERY == 0:
+                if run.stats.stop or run.global_step % SAVE_EVERY == 0:
                     save()
                 if run.stats.stop:
                     sys.exit(reason.exit_code)

@@ -68,9 +68,9 @@ def script(
         seen = saved["seen"]
 
     def left(where: str) -> bool:
-        if (run.clock, where) == stop:
+        if (run.global_step, where) == stop:
             run.save(folder, {"scheduler": scheduler.state_dict(), "seen": seen})
-        return (run.clock, where) == stop
+        return (run.global_step, where) == stop
 
     for epoch in run.epochs(EPOCHS):
         for batch in run.microbatches(epoch) if own else run.epoch(epoch):
@@ -85,10 +85,10 @@ def script(
             scheduler.step()
             if left("in"):
                 return None
-        seen.append(run.clock)
+        seen.append(run.global_step)
         if left("after"):
             return None
-    return run.weights_sha256(), seen, run.clock, run.updates, optimizer.param_groups[0]["lr"]
+    return run.weights_sha256(), seen, run.global_step, run.updates, optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["custom loop", "run.step"])
@@ -141,7 +141,7 @@ def kept(folder: str) -> list[str]:
     for batch in run.epoch(0):
         run.step(batch)
         path = run.save(folder, keep=3)
-        assert json.loads((path / "manifest.json").read_text())["step"] == run.clock
+        assert json.loads((path / "manifest.json").read_text())["step"] == run.global_step
     return sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -220,7 +220,7 @@ def rescaled(folder: str, workers: int, strategy: str = "mirrored", **options: A
         merged = {name: t.numpy() for name, t in run.gradient_sync.merged().items()}
         for own in statistics(run):
             assert all(np.allclose(own[name], merged[name], atol=1e-12) for name in own)
-    begun = run.clock, run.weights_sha256()
+    begun = run.global_step, run.weights_sha256()
     for batch in run.epoch(1):
         run.step(batch)
     return [str(w.message) for w in said], begun, run.weights_sha256()

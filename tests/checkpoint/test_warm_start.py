@@ -98,7 +98,7 @@ def loaded(name: str, folder: str, strategy: str) -> list[Any]:
             net.load_state_dict(safetensors.torch.load_file(here / "file.safetensors"))
         run = prepare(net, strategy, init_from=source, ema="0.5:warmup")
         start = run.weights_sha256()
-        assert (run.clock, run.updates) == (0, 0) and run.weights_sha256(averaged=True) == start
+        assert (run.global_step, run.updates) == (0, 0) and run.weights_sha256(averaged=True) == start
         train(run, 1)
         told.append([start, run.weights_sha256(), run.weights_sha256(averaged=True)])
     return told

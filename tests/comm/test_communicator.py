@@ -14,15 +14,15 @@ from tests import worlds
 from tutti.checkpoint.gather import GatheredParts
 from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.errors import MismatchError, NotEnoughMemory, TuttiError
 from tutti.launcher import context
 from tutti.types.shard_spec import ShardSpec
 
 
 def line() -> Communicator:
-    return Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).world
+    return Communicators(context.current(), RankMesh(replica=tutti.size(), rank=tutti.rank())).world
 
 
 def every_collective() -> list[Any]:
@@ -134,8 +134,8 @@ def rows_and_neighbours() -> list[Any]:
     send = torch.tensor([[100.0 * rank + 10 * to + row] for to in range(size) for row in range(parts[rank])])
     receive = torch.zeros(sum(parts), 1)
     comm.exchange_slices(send, receive, parts, parts[rank], "rows")
-    grid = Grid(stage=size, rank=rank)
-    stages = Communicators(context.current(), grid).p2p_channels({"down": 1, "up": -1}, "stage")
+    mesh = RankMesh(stage=size, rank=rank)
+    stages = Communicators(context.current(), mesh).p2p_channels({"down": 1, "up": -1}, "stage")
     # All send both ways before any receives, the last rank and the first among them.
     sent = [stages.start_send(torch.tensor([rank, n]), (rank + 1) % size, "down") for n in range(9)]
     sent += [stages.start_send(torch.tensor([-rank, n]), (rank - 1) % size, "up") for n in range(9)]

@@ -10,16 +10,16 @@ import torch
 import tutti
 from tests import worlds
 from tutti.comm.differentiable import TensorRanks
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import even_share
+from tutti.comm.rank_mesh import RankMesh
 from tutti.launcher import context
 
 
 def ranks() -> TensorRanks:
     world = context.current()
-    grid = Grid(tensor=world.identity.size, rank=world.identity.rank)
-    return TensorRanks(Communicators(world, grid).axis("tensor"))
+    mesh = RankMesh(tensor=world.identity.size, rank=world.identity.rank)
+    return TensorRanks(Communicators(world, mesh).axis("tensor"))
 
 
 def computed(length: int, dim: int) -> Any:

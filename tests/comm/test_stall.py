@@ -15,8 +15,8 @@ import tutti
 from tests import worlds
 from tutti.comm import stall
 from tutti.comm.communicator import Communicator
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.comm.shared_memory import attach_small
 from tutti.comm.stall import Call, StallInspector, TellFailures, _Notes, is_complete
 from tutti.errors import DataError, PeerError
@@ -33,7 +33,7 @@ def pool() -> Iterator[worlds.Pool]:
 
 
 def late(seconds: float) -> float:
-    comm = Communicators(context.current(), Grid(replica=3, rank=tutti.rank())).world
+    comm = Communicators(context.current(), RankMesh(replica=3, rank=tutti.rank())).world
     if tutti.rank() == 1:
         time.sleep(seconds)
     tensor = torch.ones(1)
@@ -42,7 +42,7 @@ def late(seconds: float) -> float:
 
 
 def different_calls(odd: int) -> str:
-    comm = Communicators(context.current(), Grid(replica=3, rank=tutti.rank())).world
+    comm = Communicators(context.current(), RankMesh(replica=3, rank=tutti.rank())).world
     try:
         if tutti.rank() == odd:
             comm.start_all_reduce(torch.ones(4), "gradient bucket 0 in step 7").wait()
@@ -62,7 +62,7 @@ def test_a_slow_rank_is_waited_for_and_a_deadlock_is_found(pool: worlds.Pool) ->
 
 def after_a_slow_barrier() -> str:
     """Rank 0 is late at a barrier in shared memory, where the others wait long; then it waits there alone."""
-    comm = Communicators(context.current(), Grid(replica=3, rank=tutti.rank())).world
+    comm = Communicators(context.current(), RankMesh(replica=3, rank=tutti.rank())).world
     small = attach_small(comm)
     assert small is not None
     try:
@@ -83,7 +83,7 @@ def test_how_long_ranks_waited_at_a_barrier_before_hides_no_deadlock(pool: world
 
 
 def without(missing: list[int], later: int = -1) -> str:
-    comm = Communicators(context.current(), Grid(replica=3, rank=tutti.rank())).world
+    comm = Communicators(context.current(), RankMesh(replica=3, rank=tutti.rank())).world
     if tutti.rank() in missing:
         return ""
     if tutti.rank() == later:
@@ -222,7 +222,7 @@ def reads_and_sums(comm: Communicator, bad: Sequence[int]) -> float:
 
 
 def errors_between_collectives() -> str:
-    comm = Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).world
+    comm = Communicators(context.current(), RankMesh(replica=tutti.size(), rank=tutti.rank())).world
     try:
         reads_and_sums(comm, [0])
     except (DataError, PeerError) as error:
@@ -241,7 +241,7 @@ def test_an_error_of_one_rank_between_collectives_reaches_the_others(size: int) 
 
 
 def errors_of_all_ranks() -> float:
-    comm = Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).world
+    comm = Communicators(context.current(), RankMesh(replica=tutti.size(), rank=tutti.rank())).world
     for _ in range(2):
         with pytest.raises(DataError):
             reads_and_sums(comm, range(3))

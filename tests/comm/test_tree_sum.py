@@ -8,9 +8,9 @@ from torch import Tensor
 
 import tutti
 from tests import worlds
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import even_share
+from tutti.comm.rank_mesh import RankMesh
 from tutti.comm.tree_sum import TreeSum
 from tutti.launcher import context
 
@@ -34,7 +34,7 @@ def literal(low: int, high: int, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def sums(dtype: torch.dtype) -> list[bytes]:
-    comm = Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).replica
+    comm = Communicators(context.current(), RankMesh(replica=tutti.size(), rank=tutti.rank())).replica
     found = []
     for workers in WORKERS:
         for length in LENGTHS:

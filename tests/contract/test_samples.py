@@ -128,7 +128,7 @@ def seen(
                 steps.append(list(zip(*(field.tolist() for field in fields(batch)), strict=True)))
                 reached.append(list(called))
                 called.clear()
-        told.append((run.context.grid.data_rank, steps, reached))
+        told.append((run.context.mesh.data_rank, steps, reached))
     return told
 
 
@@ -210,7 +210,7 @@ def evaluated(strategy: str, workers: int, data_workers: int = 0, sizes: tuple[i
         for batch in (4, 512):
             called.clear()
             result = run.evaluate(adapt(Augmented(size)), batch=batch)
-            told.append((result.loss, result.metrics, result.samples, run.context.grid.data_rank, list(called)))
+            told.append((result.loss, result.metrics, result.samples, run.context.mesh.data_rank, list(called)))
     return told
 
 

@@ -83,10 +83,10 @@ def saver(run: tutti.Run, folder: str, warnings: list[str]) -> Checkpoints:
 
 
 def train(run: tutti.Run, until: int) -> None:
-    while run.clock < until:
+    while run.global_step < until:
         for batch in run.epoch(*run.at):
             run.step(batch)
-            if run.clock == until:
+            if run.global_step == until:
                 return
 
 
@@ -107,7 +107,7 @@ def resume(strategy: str, optimizer: str, workers: int | None, folder: str, **ch
         facts = saver(run, folder, []).restore()
     except CheckpointError as error:
         return str(error)
-    assert facts is not None and run.clock == SAVED_AT
+    assert facts is not None and run.global_step == SAVED_AT
     train(run, STEPS)
     return outcome(run)
 

@@ -62,7 +62,7 @@ def trained(urls: str, data_workers: int, resume: str = "", save: str = "") -> t
         for batch in run.epoch(epoch):
             seen[-1] += batch[1].tolist()
             losses.append(run.step(batch))
-            if save and run.clock == 2:
+            if save and run.global_step == 2:
                 run.save(save)
                 return seen, losses
     return seen, losses

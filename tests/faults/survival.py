@@ -31,7 +31,7 @@ class Samples(Samples):
 
 def step(self, batch, real=Run.step):
     global BEGAN, STEP, CALL, ARMED
-    STEP, CALL = self.clock, 0
+    STEP, CALL = self.global_step, 0
     if BEGAN is None:
         BEGAN, ARMED = STEP, signal.getsignal(signal.SIGTERM)
         mark("began")

@@ -51,16 +51,16 @@ def leg(strategy: str, folder: str, until: int, optimizer: str, **settings: Any)
     checkpoints = Checkpoints(run, Path(folder), context.current(), facts, keep=1, warn=warnings.append)
     checkpoints.restore()
     ids, losses = {}, {}
-    while run.clock < until:
+    while run.global_step < until:
         for batch in run.epoch(*run.at):
-            losses[run.clock] = run.step(batch)
-            ids[run.clock - 1] = batch[2].tolist()
-            if run.clock == until:
+            losses[run.global_step] = run.step(batch)
+            ids[run.global_step - 1] = batch[2].tolist()
+            if run.global_step == until:
                 break
     checkpoints.save({})
     checkpoints.wait()
     state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
-    return {"part": run.context.grid.data_rank, "ids": ids, "losses": losses, "state": state, "warnings": warnings}
+    return {"part": run.context.mesh.data_rank, "ids": ids, "losses": losses, "state": state, "warnings": warnings}
 
 
 def chain(folder: Path, places: Sequence[Place], stops: Sequence[int], **settings: Any) -> Any:

@@ -44,7 +44,7 @@ class Saving:
 
     def step(self, spare: int | None = None) -> str:
         """Train and save while the disk has ``spare`` pages (None: enough); what too many failures said."""
-        self.run.step(next(iter(self.run.epoch(*divmod(self.run.clock, self.run.steps_per_epoch)))))
+        self.run.step(next(iter(self.run.epoch(*divmod(self.run.global_step, self.run.steps_per_epoch)))))
         first = context.current().identity.rank == 0
         filler = fill(self.disk, spare) if first and spare is not None else None
         try:

@@ -50,7 +50,7 @@ def model():
 
 def step(self, batch, real=Run.step):
     global STEP
-    STEP = self.taken
+    STEP = self.local_step
     return real(self, batch)
 
 Run.step = step
@@ -246,10 +246,10 @@ chosen = task()
 options = dict(strategy="parameter_server:mode=async", workers=5, batch_size=20)
 run = tutti.prepare(chosen.model(), "sgd:lr=0.01,momentum=0.9", chosen.train, chosen.loss, **options)
 epoch = 0
-while run.clock < 40:
+while run.global_step < 40:
     for batch in run.epoch(epoch):
         run.step(batch)
-        if tutti.rank() == 2 and run.clock == 20:
+        if tutti.rank() == 2 and run.global_step == 20:
             os.kill(os.getpid(), signal.SIGKILL)
     epoch += 1
 run.save("saved")

@@ -198,7 +198,7 @@ def out_of_step(case: str, culprit: int, strategy: str) -> None:
         run.state()
     if case == "skips" and other:
         # The optimizer's clock runs ahead, as in a loop that goes on from another step.
-        run.taken += 1
+        run.local_step += 1
         next(batches)
     for _ in range(4):
         run.step(next(batches))

@@ -35,17 +35,17 @@ run = tutti.prepare(model(), "sgd:lr=0.02", samples(), loss, strategy=mode, work
 with open(f"{sys.argv[3]}/pid{tutti.rank()}", "w") as file:
     file.write(str(os.getpid()))
 epoch = 0
-while run.clock < 60:
+while run.global_step < 60:
     for batch in run.epoch(epoch):
         run.step(batch)
         with open(f"{sys.argv[3]}/{tutti.rank()}", "w") as file:
-            file.write(str(run.clock))
+            file.write(str(run.global_step))
         time.sleep(0.02)
         pids = run.gradient_sync._link.pids()
-        if tutti.rank() == 0 and run.clock == kill and pids:
+        if tutti.rank() == 0 and run.global_step == kill and pids:
             print("server", pids[0], flush=True)
             os.kill(pids[0], signal.SIGKILL)
-        if run.clock == 60:
+        if run.global_step == 60:
             break
     epoch += 1
 print("weights", run.weights_sha256(), flush=True)

@@ -18,8 +18,8 @@ from tests.faults.commands import write_task
 from tests.forkserver import run
 from tests.launching import SAFETY_NET, SOURCE
 from tutti.comm import shared_memory as segments
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.comm.shared_memory import attach
 from tutti.errors import UsageError
 from tutti.launcher import context
@@ -33,7 +33,7 @@ pytestmark = [
 
 def comms() -> Communicators:
     world = context.current()
-    return Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank))
+    return Communicators(world, RankMesh(replica=world.identity.size, rank=world.identity.rank))
 
 
 def meet_and_read(room: int) -> tuple[list[int], list[Path]]:

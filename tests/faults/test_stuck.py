@@ -145,7 +145,7 @@ model = torch.nn.Linear(4, 1)
 
 
 def loss(model, batch):
-    if tutti.rank() == 1 and run.clock == 5:
+    if tutti.rank() == 1 and run.global_step == 5:
         while True:
             pass
     return model(batch[0]).square().mean()

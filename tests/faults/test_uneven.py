@@ -60,7 +60,7 @@ def train(
             losses += [run.step(batch) for batch in run.epoch(epoch)]
     one = Items(1) if items else samples(1)
     evaluation = run.evaluate(tutti.data.adapt.adapt(one))
-    return {name: t.numpy().copy() for name, t in run.state().items()}, [*losses, evaluation.loss], run.clock
+    return {name: t.numpy().copy() for name, t in run.state().items()}, [*losses, evaluation.loss], run.global_step
 
 
 CASES = [

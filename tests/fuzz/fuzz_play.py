@@ -92,14 +92,14 @@ class Player:
         return {**self.run.state(), **({"losses": torch.tensor(seen)} if seen else {})}
 
     @property
-    def clock(self) -> int:
+    def global_step(self) -> int:
         """Global batches before this one; a rank may run the body several times for one."""
-        return self.run.clock if self.by == "tutti" else self.number  # type: ignore[no-any-return]
+        return self.run.global_step if self.by == "tutti" else self.number  # type: ignore[no-any-return]
 
     # --- the body -----------------------------------------------------------------------------------------------------
 
     def body(self, loop: Loop, batch: Any) -> None:
-        clock = self.clock
+        clock = self.global_step
         if loop.skip and clock % loop.skip == loop.skip - 1:
             return
         if loop.zero == "before" and clock % loop.every == 0:
@@ -263,7 +263,7 @@ class Player:
     # --- edits at one step --------------------------------------------------------------------------------------------
 
     def edit(self, where: str, clock: int | None = None, behind: int = 0) -> None:
-        clock = (self.clock if clock is None else clock) - behind
+        clock = (self.global_step if clock is None else clock) - behind
         for edit in self.script.edits:
             if (edit.step, edit.where) == (clock, where) and edit not in self.done:
                 self.done.add(edit)

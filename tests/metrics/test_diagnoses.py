@@ -441,7 +441,7 @@ def normalised(then: Any, own: bool, norm: bool = True, frozen: bool = False, wo
             run.optimizer.step()
         else:
             run.step(batch)
-        if own and run.stepped and run.clock == 3 and then is not again:
+        if own and run.stepped and run.global_step == 3 and then is not again:
             then(run)
             run.model[1].train(not frozen)
     then(run)

@@ -99,7 +99,7 @@ def windowed(folder: str, first: int, steps: int) -> list[int]:
     window.look()
     for batch in run.epoch(0, 1):
         if "_draw" in vars(run):
-            named.append(run.clock)
+            named.append(run.global_step)
         run.step(batch)
         window.look()
     window.close()

@@ -229,7 +229,7 @@ def train(name: str, strategy: str, workers: int) -> Any:
         for batch in run.microbatches(0):
             optimizer.zero_grad()
             run.backward(loss_of(model, batch))
-            {**EDITS, **REFUSED}[name](model, run.clock, state)
+            {**EDITS, **REFUSED}[name](model, run.global_step, state)
             optimizer.step()
     except (tutti.errors.UsageError, tutti.errors.MismatchError) as error:
         return str(error), all(torch.equal(run.state()[name], value) for name, value in begin.items())

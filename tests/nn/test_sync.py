@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.covering import in_turn
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.nn import norms, sync
@@ -36,9 +36,9 @@ DTYPES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.06}
 
 def converted(model: nn.Module, workers: int = 8) -> nn.Module:
     world = context.current()
-    grid = Grid(world.identity.size, rank=world.identity.rank)
+    mesh = RankMesh(world.identity.size, rank=world.identity.rank)
     return sync.convert_sync_batch_norm(
-        model, Communicators(world, grid).new_group("batch norm"), workers, grid.data_ranks
+        model, Communicators(world, mesh).new_group("batch norm"), workers, mesh.data_ranks
     )
 
 

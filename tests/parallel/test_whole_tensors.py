@@ -15,8 +15,8 @@ from tests import worlds
 from tests.covering import Continuations, in_turn, shared_out, thinned
 from tests.parallel.mixers import loss, prepared, state, trained
 from tutti.comm.communicator import Communicator
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.parallel.whole_tensors import GatheredTensor, WholeTensors, axis
@@ -121,7 +121,7 @@ class Failing(torch.optim.SGD):
 
 def failed_step() -> tuple[list[Any], bool]:
     """This rank's rows of a tensor for each rank, after a failed step of every owner; whether gradients are as set."""
-    comm = Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).world
+    comm = Communicators(context.current(), RankMesh(replica=tutti.size(), rank=tutti.rank())).world
     regions = [[(slice(rank, rank + 1), slice(0, 2))] for rank in range(comm.size)]
     parameters = [torch.nn.Parameter(torch.full((1, 2), float(comm.rank))) for _ in range(comm.size)]
     gradients = [torch.full((1, 2), float(number)) for number in range(comm.size)]
@@ -208,7 +208,7 @@ def save(strategy: str, optimizer: str, folder: str) -> None:
 def resume(strategy: str, optimizer: str, folder: str) -> dict[str, Any]:
     """The second epoch."""
     run = prepared(strategy, optimizer)
-    assert saver(run, folder).restore() is not None and run.clock == 2
+    assert saver(run, folder).restore() is not None and run.global_step == 2
     for batch in run.epoch(1):
         run.step(batch)
     return state(run)

@@ -343,12 +343,12 @@ def by_cells(case: Case, workers: int) -> Result:
                 total, count = case.loss(model, batch)
             run.backward(given(case, total, count))
             optimizer.step()
-            if run.clock > len(losses):
+            if run.global_step > len(losses):
                 losses.append(run.stats.loss)  # type: ignore[union-attr]
                 if scheduler:
                     scheduler.step()
         # A rank without a sample in the last batch never saw it.
-        losses += [run.stats.loss] * (run.clock - len(losses))  # type: ignore[union-attr]
+        losses += [run.stats.loss] * (run.global_step - len(losses))  # type: ignore[union-attr]
     return numbers(model), losses, rates(optimizer)
 
 

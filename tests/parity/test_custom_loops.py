@@ -138,7 +138,7 @@ def a_scheduler_fits(before: bool) -> None:
             if run.stepped:
                 scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.01 / 2**3
-    assert run.clock == 3
+    assert run.global_step == 3
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from tests import worlds
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.data.adapt import TensorSource
 from tutti.errors import UsageError
 from tutti.launcher import context
@@ -44,7 +44,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int, dict
 
 def surface_of(model: nn.Module, loss: Any = cross_entropy, block: int = 4, batch_statistics: bool = False) -> Any:
     world = context.init("cpu")
-    comm = Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank)).replica
+    comm = Communicators(world, RankMesh(replica=world.identity.size, rank=world.identity.rank)).replica
     blocks = sample_blocks(data(), None, block, comm, lambda batch: batch, 0)
     return LossSurface(for_landscape(model, batch_statistics), loss, {"training": blocks}, comm)
 

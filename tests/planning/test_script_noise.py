@@ -37,7 +37,7 @@ for epoch in range(int(sys.argv[1])):
             run.step(batch)
         if not OWN or run.stepped:
             print("VALUES", json.dumps(dict(run.noise_probe.values()) if run.noise_probe else {}), flush=True)
-print("trained", run.clock)
+print("trained", run.global_step)
 """
 
 

@@ -179,7 +179,7 @@ class OracleRun:
         self._taken, self._samples, self._stand_in, self._went_back = 0, 0, False, False
         self._evaluated_again = False
         self._sums: tuple[float, float, dict[str, float]] = 0.0, 0.0, {}
-        self.clock, self.stepped, self.stats = 0, False, SimpleNamespace(loss=math.nan, metrics={}, count=0)
+        self.global_step, self.stepped, self.stats = 0, False, SimpleNamespace(loss=math.nan, metrics={}, count=0)
         self._outer = [p.detach().clone() for p in self._all.parameters()]
         self._velocities = [torch.zeros_like(p) for p in self._outer]
         for each in self._optimizers:
@@ -267,7 +267,7 @@ class OracleRun:
         for parameter in self._parameters():
             parameter.grad = None
         self._taken += 1
-        self.clock = self._taken
+        self.global_step = self._taken
         if self._algorithm.period is not None and self._taken % self._algorithm.period == 0:
             self._average()
         self._remember()
@@ -352,7 +352,7 @@ class OracleRun:
             else:
                 result = kind.step(self, lambda: run._evaluated(closure))  # type: ignore[arg-type]
                 run._evaluated_again = False
-            run.stepped, run.clock = True, run._taken + 1
+            run.stepped, run.global_step = True, run._taken + 1
             run._remember()
             return result
 

@@ -74,10 +74,10 @@ def sharded_copies(stage: int, options: str) -> tuple[int, dict[str, list[str]]]
         for batch in run.epoch(0):
             run.step(batch)
     sync, specs = run.gradient_sync, run.replica.specs
-    assert isinstance(sync, ShardedSync) and run.context.grid.tensor == 2
+    assert isinstance(sync, ShardedSync) and run.context.mesh.tensor == 2
     whole = [rows for rows in sync._rows if tuple(rows.local) == tuple(specs[rows.name].shape)]
     bits = {rows.name: [float(x).hex() for x in rows.parameter.detach().flatten().tolist()] for rows in whole}
-    return run.context.grid.data_rank, bits
+    return run.context.mesh.data_rank, bits
 
 
 @pytest.mark.parametrize(("stage", "options"), [(1, ""), (2, ""), (3, ",units=Linear"), (3, ",offload=true")])
@@ -98,13 +98,13 @@ def tied_bits(strategy: str) -> dict[str, list[str]]:
 
     def rounded(reducer: OverlappedReducer, *arguments: Any) -> Any:
         found = finish(reducer, *arguments)
-        if run.context.grid.at("stage") % 2:
+        if run.context.mesh.at("stage") % 2:
             reducer.scale(1 + 2**-50)
         return found
 
     def rounded_rows(sync: ShardedSync, step_context: StepContext) -> None:
         reduced(sync, step_context)
-        for rows in sync._trained if run.context.grid.at("stage") % 2 else ():
+        for rows in sync._trained if run.context.mesh.at("stage") % 2 else ():
             if rows.parameter.grad is not None:
                 rows.parameter.grad.mul_(1 + 2**-50)
 

@@ -162,7 +162,7 @@ def to_the_host_and_back(strategy: str, ours: bool) -> str:
             optimizer.zero_grad()
             run.backward(loss(model, batch))
             optimizer.step()
-        if run.clock == 3 and (ours or run.stepped):
+        if run.global_step == 3 and (ours or run.stepped):
             model.cpu().double().float().to(here())
     return run.weights_sha256()
 

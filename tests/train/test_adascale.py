@@ -55,11 +55,11 @@ def falling(step: int) -> float:
 def trained(run: tutti.Run, until: int) -> list[dict[str, float]]:
     """Train on to step ``until``; what AdaScale said after each."""
     said = []
-    while run.clock < until:
+    while run.global_step < until:
         for batch in run.epoch(*run.at):
             run.step(batch)
             said.append(run.adascale.values() if run.adascale else {})
-            if run.clock == until:
+            if run.global_step == until:
                 break
     return said
 
@@ -67,7 +67,7 @@ def trained(run: tutti.Run, until: int) -> list[dict[str, float]]:
 def in_a_loop(run: tutti.Run, loss: Any, until: int, how: str) -> list[dict[str, float]]:
     """The same in a custom loop with ``run.backward``, called ``twice`` a batch, or with a ``plain`` backward."""
     said: list[dict[str, float]] = []
-    while run.clock < until:
+    while run.global_step < until:
         for batch in run.microbatches(*run.at):
             for _ in range(1 + (how == "twice")):
                 found = loss(run.model, batch)
@@ -76,7 +76,7 @@ def in_a_loop(run: tutti.Run, loss: Any, until: int, how: str) -> list[dict[str,
                 said.append(run.adascale.values() if run.adascale else {})
             for parameter in run.model.parameters():
                 parameter.grad = None
-            if run.clock == until:
+            if run.global_step == until:
                 break
     return said
 

@@ -75,13 +75,13 @@ def by_hand(strategy: str, ema: str, due: int) -> None:
         for batch in run.epoch(epoch):
             run.step(batch)
             now = run.state()
-            if run.clock % due == 0:
+            if run.global_step % due == 0:
                 share = averaging.share(updates)
                 updates += 1
                 for name in trained:
                     expected[name].lerp_(now[name], share)
             expected |= {name: value for name, value in now.items() if name not in trained}
-            assert same(run.state(averaged=True), expected), run.clock
+            assert same(run.state(averaged=True), expected), run.global_step
     assert updates == 6 // due
 
 

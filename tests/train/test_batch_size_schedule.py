@@ -95,7 +95,7 @@ def phases_and_plain_runs(own: bool) -> list[Any]:
             mine.data.copy_(theirs.data)
             if theirs in optimizer.state:
                 other.state[mine]["momentum_buffer"] = optimizer.state[theirs]["momentum_buffer"].clone()
-        plain.clock = plain.taken = grown.clock
+        plain.global_step = plain.local_step = grown.global_step
         pair = []
         for run, made in ((grown, optimizer), (plain, other)):
             rates = one_epoch(run, made, epoch, own)
@@ -139,8 +139,8 @@ def interrupted(folder: str, strategy: str, stop: int, kind: str) -> Any:
                     continue
             else:
                 run.step(batch)
-            positions.append((run.clock, *run.at, run.samples))
-            if run.clock == stop:
+            positions.append((run.global_step, *run.at, run.samples))
+            if run.global_step == stop:
                 run.save(folder)
                 return positions
     return positions, run.weights_sha256(), run.weights_sha256(averaged=True)

@@ -75,8 +75,8 @@ def averaged_by_lists(
 def by_the_clock(
     run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]
 ) -> Tensor:
-    error = (model(inputs) - targets) * WEIGHTS[run.clock]
-    return error.square().mean() if run.clock % 2 else error.abs().mean()
+    error = (model(inputs) - targets) * WEIGHTS[run.global_step]
+    return error.square().mean() if run.global_step % 2 else error.abs().mean()
 
 
 @right
@@ -139,7 +139,7 @@ def trained(strategy: str, how: str, workers: int) -> Any:
 def test_what_each_body_moves_is_refused_before_the_first_one_that_is_wrong(how: str, strategy: str) -> None:
     for said, updates in worlds.run(1 if strategy == "single" else 2, trained, strategy=strategy, how=how, workers=4):
         # Before the first update the average of the weights is the weights.
-        assert updates == how.startswith("averaged") and "has moved" in said and "run.clock" in said, said
+        assert updates == how.startswith("averaged") and "has moved" in said and "run.global_step" in said, said
         assert "test_body_trace.py:" in said or "PeerError" in said, said
     worlds.forget(2)
 

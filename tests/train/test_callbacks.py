@@ -43,16 +43,16 @@ class Recording:
         self.events.append(event)
 
     def on_train_begin(self, run: Any) -> None:
-        self.note("begin", run.clock)
+        self.note("begin", run.global_step)
 
     def on_epoch_begin(self, run: Any, epoch: int) -> None:
         self.note("epoch", epoch)
 
     def on_step_end(self, run: Any) -> None:
-        self.note("step", run.clock, run.stats.loss > 0)
+        self.note("step", run.global_step, run.stats.loss > 0)
 
     def on_evaluation(self, run: Any, evaluation: Any) -> None:
-        self.note("evaluation", run.clock, evaluation.samples)
+        self.note("evaluation", run.global_step, evaluation.samples)
 
     def on_checkpoint(self, run: Any, path: Any) -> None:
         self.note("checkpoint", path.name)
@@ -61,7 +61,7 @@ class Recording:
         self.note("over", epoch)
 
     def on_train_end(self, run: Any) -> None:
-        self.note("end", run.clock)
+        self.note("end", run.global_step)
 
 
 def trained(strategy: str, attached: bool) -> tuple[dict[str, Any], list[Any], list[Any]]:
@@ -93,13 +93,13 @@ def test_the_weights_are_those_without_callbacks(size: int, strategy: str) -> No
 
 def stopped_by(kind: str) -> tuple[int, str | None, list[int]]:
     def returning(run: Any) -> bool:
-        return bool(run.clock == 3)
+        return bool(run.global_step == 3)
 
     class Last:
         ranks = "all"
 
         def on_step_end(self, run: Any) -> None:
-            if tutti.rank() == tutti.size() - 1 and run.clock == 3:
+            if tutti.rank() == tutti.size() - 1 and run.global_step == 3:
                 run.stop("the last rank")
 
     run = prepared([returning if kind == "returned" else Last()])
@@ -113,7 +113,7 @@ def stopped_by(kind: str) -> tuple[int, str | None, list[int]]:
             run.step(batch)
         if run.stopped:
             break
-    return run.clock, run.stopped, seen
+    return run.global_step, run.stopped, seen
 
 
 @pytest.mark.parametrize("kind", ["returned", "last rank", "custom"])
@@ -141,7 +141,7 @@ def stopped_early(folder: str) -> tuple[Any, ...]:
     other = prepared(again[::-1])
     other.restore(f"{folder}/all")
     kept = sorted(path.name for path in (Path(folder) / "best").glob("step-*"))
-    return run.clock, run.stopped, kept, again[0].values.best, again[0].values.stale, again[1].values.best
+    return run.global_step, run.stopped, kept, again[0].values.best, again[0].values.stale, again[1].values.best
 
 
 def test_early_stopping_and_best_model(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def left(ranks: str) -> Any:
     for epoch in run.epochs(3):
         for batch in run.epoch(epoch):
             run.step(batch)
-            if run.clock == 3:
+            if run.global_step == 3:
                 break
         break
     seen, events = run.samples, list(recording.events)

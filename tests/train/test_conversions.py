@@ -63,7 +63,7 @@ def trained(strategy: str, convert: Callable[[nn.Module], None]) -> Any:
     try:
         for batch in run.epoch(0):
             run.step(batch)
-            if run.clock == 2:
+            if run.global_step == 2:
                 convert(net)
     except UsageError as error:
         return run.updates, str(error)

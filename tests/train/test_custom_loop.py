@@ -357,7 +357,7 @@ def through(name: str, strategy: str, workers: int, **options: Any) -> Any:
         run = tutti.prepare(model, optimizer, FEW, strategy=strategy, workers=workers, batch_size=BATCH, **options)
         for epoch in range(2):
             for batch in run.microbatches(epoch):
-                BODIES[name](model, optimizer, batch, run.backward, run.clock)
+                BODIES[name](model, optimizer, batch, run.backward, run.global_step)
         return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
     except Exception as error:
         return type(error).__name__, getattr(error, "exit_code", 1), str(error), before
@@ -671,7 +671,7 @@ def scaled_gradients(strategy: str) -> str:
             optimizer.step()
     except tutti.errors.UsageError as error:
         return str(error)
-    return f"nothing was raised in {run.clock} steps"
+    return f"nothing was raised in {run.global_step} steps"
 
 
 def test_edits_of_gradients_of_split_layers_that_are_sharded_are_refused() -> None:

@@ -152,7 +152,7 @@ def trained(
             if not custom or run.stepped:
                 assert run.stats is not None
                 losses.append(run.stats.loss)
-            if stop and run.clock == stop:
+            if stop and run.global_step == stop:
                 run.save(folder)
                 return losses
     return losses, {name: tensor.numpy().copy() for name, tensor in run.state().items()}, run.samples

@@ -122,7 +122,7 @@ def without_dropout(micro: int | None, own: bool, scale: str | None) -> tuple[di
         loss_scale=scale,
     )
     said: list[float] = []
-    while run.clock < 4:
+    while run.global_step < 4:
         for batch in (run.microbatches if own else run.epoch)(*run.at):
             if own:
                 run.model.zero_grad()
@@ -132,7 +132,7 @@ def without_dropout(micro: int | None, own: bool, scale: str | None) -> tuple[di
                 run.step(batch)
             if (not own or run.stepped) and run.stats is not None:
                 said.append(run.stats.loss)
-            if run.clock == 4:
+            if run.global_step == 4:
                 break
     return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, said
 

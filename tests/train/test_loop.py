@@ -142,7 +142,7 @@ def saved_in_an_epoch_with_a_skipped_step(folder: str) -> Any:
         summary = train_loop(
             run, TrainPlan(total, None, 1), None, RunHeader("", {}, total, PER_EPOCH), Listeners(()), saver, means
         )
-        told.append((run.clock, summary["train"]["loss"]))
+        told.append((run.global_step, summary["train"]["loss"]))
     return told
 
 

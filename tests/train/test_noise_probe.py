@@ -35,11 +35,11 @@ def train(every: int | None = 2, optimizer: str = "adam:lr=0.01", **options: Any
     options = {"workers": WORKERS, "batch_size": BATCH, **options}
     run = tutti.prepare(model(), optimizer, data(), loss, noise_every=every, **options)
     found = []
-    while run.clock < STEPS:
+    while run.global_step < STEPS:
         for batch in run.epoch(*run.at):
             run.step(batch)
             found.append({} if run.noise_probe is None else dict(run.noise_probe.values()))
-            if run.clock == STEPS:
+            if run.global_step == STEPS:
                 break
     return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, found
 
@@ -322,7 +322,7 @@ def train_own(every: int | None = 2, plain: bool = False, rate: float = 0.01, **
         optimizer.step()
         if run.stepped:
             found.append({} if run.noise_probe is None else dict(run.noise_probe.values()))
-            if run.clock == STEPS:
+            if run.global_step == STEPS:
                 break
     return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, found
 

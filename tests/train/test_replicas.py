@@ -151,11 +151,11 @@ def long_epochs(where: int) -> tuple[int, str]:
             for batch in run.epoch(epoch):
                 run.step(batch)
                 # After the last beginning of an epoch at which copies are compared.
-                if run.taken == 97 and tutti.rank() == where:
+                if run.local_step == 97 and tutti.rank() == where:
                     flip(run.model.norm.weight.data)
     except MismatchError as error:
-        return run.taken, str(error)
-    return run.taken, ""
+        return run.local_step, str(error)
+    return run.local_step, ""
 
 
 def test_the_end_of_an_epoch_after_a_hundred_steps_finds_it() -> None:

@@ -80,13 +80,13 @@ def script(
     for epoch in run.epochs(EPOCHS if second else EPOCHS // 2):
         for part in run.epoch(epoch):
             run.step(part)
-            if run.clock == stop:
+            if run.global_step == stop:
                 run.save(folder)
                 return None
     run.save(folder)
     assert text or optimizer.param_groups[0]["foreach"] is foreach
     state = {name: tensor.flatten().tolist() for name, tensor in run.state().items()}
-    return state, run.clock, run.samples, run.changes
+    return state, run.global_step, run.samples, run.changes
 
 
 @pytest.mark.parametrize(("ranks", "text", "count"), table([1, 2, 3], [False, True], [20, 26]))
@@ -206,7 +206,7 @@ def thawing(strategy: str, folder: str, part: str) -> Any:
     for batch in run.epoch(run.at.epoch):
         net[0].requires_grad_(True)
         run.step(batch)
-        if part == "first" and run.clock == 2:
+        if part == "first" and run.global_step == 2:
             run.save(folder)
     return [{name: tensor.tolist() for name, tensor in run.state(averaged).items()} for averaged in (False, True)]
 

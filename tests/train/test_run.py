@@ -45,13 +45,13 @@ def own_and_step(count: int, clip: float | None, micro: int | None) -> list[Any]
                     scheduler.step()
                 continue
             for batch in run.microbatches(epoch):
-                before = run.clock
+                before = run.global_step
                 run.backward(loss(run.model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-                if run.clock > before:
+                if run.global_step > before:
                     scheduler.step()
-        told.append((run.weights_sha256(), run.clock, run.updates, optimizer.param_groups[0]["lr"]))
+        told.append((run.weights_sha256(), run.global_step, run.updates, optimizer.param_groups[0]["lr"]))
     return told
 
 
@@ -116,7 +116,7 @@ def steps_in_bodies(workers: int) -> str:
             run.step(batch)
     except TuttiError as error:
         return str(error)
-    return f"{run.clock} steps"
+    return f"{run.global_step} steps"
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -198,7 +198,7 @@ def test_one_rank_asks_and_all_know() -> None:
 
 def failing() -> list[Any]:
     def broken(net: Any, batch: Tensor) -> Any:
-        if run.clock == 2:
+        if run.global_step == 2:
             raise ZeroDivisionError("mine")
         return loss(net, batch)
 
@@ -207,7 +207,7 @@ def failing() -> list[Any]:
         for batch in run.epoch(0):
             run.step(batch)
     except ZeroDivisionError as error:
-        return [error.args, error.step, run.clock]  # type: ignore[attr-defined]
+        return [error.args, error.step, run.global_step]  # type: ignore[attr-defined]
     return []
 
 
@@ -324,7 +324,7 @@ def changing(guarded: bool, name: str) -> int:
     run = tutti.prepare(net, optimizer, data(), workers=3, batch_size=BATCH)
     for batch in run.microbatches(0):
         optimizer.zero_grad()
-        optimizer.param_groups[0]["momentum"] = 0.5 + run.clock / 100
+        optimizer.param_groups[0]["momentum"] = 0.5 + run.global_step / 100
         run.backward(loss(net, batch))
         try:
             optimizer.step()

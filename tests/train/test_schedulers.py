@@ -87,13 +87,13 @@ def rates(
                 run.step(batch)
             else:
                 run.backward(loss(run.model, batch) / accumulate)
-                if run.clock % accumulate == accumulate - 1:
+                if run.global_step % accumulate == accumulate - 1:
                     rate = optimizer.param_groups[0]["lr"]
                     optimizer.step()
                     if run.stepped:
                         found.append(rate)
                         optimizer.zero_grad()
-            if stop and run.clock == stop:
+            if stop and run.global_step == stop:
                 run.save(folder)
                 return found
     return found
@@ -332,7 +332,7 @@ def stepped(kind: str, guarded: bool, micro: int | None = None, workers: int = 4
         for epoch in range(2):
             for batch in run.microbatches(epoch):
                 if kind == "restarts":
-                    scheduler.step(run.clock / 2)
+                    scheduler.step(run.global_step / 2)
                 run.backward(loss(model, batch))
                 rate = optimizer.param_groups[0]["lr"]
                 optimizer.step()

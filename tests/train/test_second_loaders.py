@@ -63,8 +63,8 @@ def train(body: str, workers: int) -> list[float]:
     clock, unlabelled = -1, None
     for epoch in range(EPOCHS if body != "step" else 0):
         for (labelled,) in run.microbatches(epoch):
-            if body != "once" or run.clock > clock:
-                clock, (unlabelled,) = run.clock, next(beside)
+            if body != "once" or run.global_step > clock:
+                clock, (unlabelled,) = run.global_step, next(beside)
             optimizer.zero_grad()
             assert unlabelled is not None
             run.backward(loss_of(model, labelled, unlabelled))

@@ -60,7 +60,7 @@ def train(kind: str, strategy: str, least: int, workers: int | None = None) -> A
                 seen = 0
                 for inputs, targets in run.microbatches(epoch):
                     seen += len(inputs)
-                    if run.clock < 2:
+                    if run.global_step < 2:
                         continue
                     optimizer.zero_grad()
                     run.backward(functional.cross_entropy(model(inputs), targets))

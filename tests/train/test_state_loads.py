@@ -40,7 +40,7 @@ def trained(strategy: str, workers: int, when: int, give: Given | None, loop: bo
         run = tutti.prepare(model, optimizer, DATA, error_of, strategy=strategy, workers=workers, batch_size=BATCH)
         for epoch in range(2):
             for batch in run.microbatches(epoch) if loop else run.epoch(epoch):
-                if give is not None and run.clock == when:
+                if give is not None and run.global_step == when:
                     give, _ = None, give(model, run)
                 if loop:
                     optimizer.zero_grad()
@@ -216,7 +216,7 @@ def copied() -> tuple[Any, Any, Any]:
     file.seek(0)
     third = torch.load(file, weights_only=False)
     third.load_state_dict(WEIGHTS)
-    assert run.clock == 0
+    assert run.global_step == 0
     return before, numbers(model), [numbers(other), numbers(third)]
 
 

@@ -25,7 +25,7 @@ class Heard(Listeners):
 
 
 def windows(total: int | None, clock: int, resumes: bool) -> tuple[list[Window], list[str]]:
-    run: Any = SimpleNamespace(clock=clock, taken=clock)
+    run: Any = SimpleNamespace(global_step=clock, local_step=clock)
     heard = Heard()
     return planned_windows(TrainConfig(profile="3:4", trace="1:2"), run, total, "out", resumes, heard), heard.texts
 

@@ -34,15 +34,15 @@ class Recording:
         with open(f"{self.ranks}{tutti.rank()}.jsonl", "a") as file:
             file.write(json.dumps([*event, self.steps]) + "\\n")
 
-    def on_train_begin(self, run): self.note("begin", run.clock)
+    def on_train_begin(self, run): self.note("begin", run.global_step)
     def on_epoch_begin(self, run, epoch): self.note("epoch", epoch)
     def on_step_end(self, run):
         self.steps += 1
-        self.note("step", run.clock)
-    def on_evaluation(self, run, evaluation): self.note("evaluation", run.clock)
+        self.note("step", run.global_step)
+    def on_evaluation(self, run, evaluation): self.note("evaluation", run.global_step)
     def on_checkpoint(self, run, path): self.note("checkpoint", int(path.name[5:]), (path / "manifest.json").exists())
     def on_epoch_end(self, run, epoch): self.note("over", epoch)
-    def on_train_end(self, run): self.note("end", run.clock)
+    def on_train_end(self, run): self.note("end", run.global_step)
     def state_dict(self): return {"steps": self.steps}
     def load_state_dict(self, state): self.steps = state["steps"]
 
@@ -59,7 +59,7 @@ def observed(): return task(Recording("first"), Recording("all"))
 class Five:
     ranks = "all"
     def on_step_end(self, run):
-        if run.clock == 5 and tutti.rank() == tutti.size() - 1:
+        if run.global_step == 5 and tutti.rank() == tutti.size() - 1:
             run.stop("five are enough")
 
 def stopping(): return task(Five())

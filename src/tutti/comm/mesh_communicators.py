@@ -10,8 +10,8 @@ import torch
 from tutti.comm.collective_schedules import Algorithm, Schedule, schedule_of
 from tutti.comm.communicator import Communicator, everybody
 from tutti.comm.file_all_gather import FileAllGather
-from tutti.comm.grid import Grid
 from tutti.comm.process_groups import channel_purpose, process_groups
+from tutti.comm.rank_mesh import RankMesh
 from tutti.launcher import lost_rank_notes
 from tutti.launcher.context import World
 
@@ -24,7 +24,7 @@ class Communicators:
 
     Args:
         world: rank, device, store and timeout of this process.
-        grid: extents of the device mesh, and this rank's position on it.
+        mesh: extents of the device mesh, and this rank's position on it.
 
     Attributes:
         world: communicator of all ranks.
@@ -36,8 +36,8 @@ class Communicators:
         MismatchError, PeerError: while the shared memory is made, ranks are in different calls, or a rank has ended.
     """
 
-    def __init__(self, world: World, grid: Grid) -> None:
-        self._job, self._grid = world, grid
+    def __init__(self, world: World, mesh: RankMesh) -> None:
+        self._job, self._mesh = world, mesh
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self.world = everybody(world)
         self.world.share_control()
@@ -153,7 +153,7 @@ class Communicators:
             for places in nodes if algorithm == "hierarchical" else []:
                 ranks = tuple(line[place] for place in places)
                 groups = process_groups(ranks, "within a node")
-                if self._grid.rank in ranks and len(ranks) > 1:
+                if self._mesh.rank in ranks and len(ranks) > 1:
                     members, node = places, Communicator("ranks of a node", ranks, self._job, *groups)
         return _schedule_over(self.replica.ranks, node_of, algorithm)[0], members, node
 
@@ -176,13 +176,13 @@ class Communicators:
         Raises:
             RuntimeError: a rank does not make the call within the timeout.
         """
-        own_line = self._grid.along(name)
+        own_line = self._mesh.along(name)
         for line in self._lines(name):
             made = process_groups(tuple(line[place] for place in places), purpose)
             if line == own_line:
                 mine = made
         ranks = tuple(own_line[place] for place in places)
-        return Communicator(purpose, ranks, self._job, *mine) if self._grid.rank in ranks else None
+        return Communicator(purpose, ranks, self._job, *mine) if self._mesh.rank in ranks else None
 
     def new_group(self, purpose: str) -> Communicator:
         """Return a new communicator of the data-parallel ranks (axes replica and shard) with its own process group.
@@ -204,14 +204,14 @@ class Communicators:
     def _line(self, name: str, *axes: str, purpose: str = "") -> Communicator:
         """Return the communicator along ``axes``. Collective: all ranks make the groups of all lines, in one order."""
         made = {line: process_groups(line, purpose) for line in self._lines(*axes)}
-        mine = self._grid.along(*axes)
+        mine = self._mesh.along(*axes)
         comm = Communicator(name, mine, self._job, *made[mine])
         comm.share_control(like=self.world)
         return comm
 
     def _lines(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all lines of ranks along ``axes``, each once, in the same order on all ranks."""
-        return sorted({Grid(*self._grid.shape, rank).along(*axes) for rank in range(self._grid.size)})
+        return sorted({RankMesh(*self._mesh.shape, rank).along(*axes) for rank in range(self._mesh.size)})
 
 
 def _schedule_over(

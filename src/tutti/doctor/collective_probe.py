@@ -130,19 +130,19 @@ def probe_main(ranks: int, directory: Path) -> int:
 
 def _measure(begin: float, directory: Path) -> None:
     """Measure on one rank; rank 0 writes one file a stage."""
-    from tutti.comm.grid import Grid
     from tutti.comm.mesh_communicators import Communicators
+    from tutti.comm.rank_mesh import RankMesh
     from tutti.launcher import context
     from tutti.types.run_context import RunContext
 
     world = context.init("cpu", timeout=_PATIENCE)
     seconds = time.monotonic() - begin
     rank = world.identity.rank
-    grid = Grid(replica=world.identity.size, rank=rank)
-    comms = Communicators(world, grid)
+    mesh = RankMesh(replica=world.identity.size, rank=rank)
+    comms = Communicators(world, mesh)
     _leave(world, directory, "start", {"seconds": round(seconds, 3)})
     _leave(world, directory, "gloo", _sums(comms, lambda elements: _by_gloo(comms, elements)))
-    run_context = RunContext(grid, comms, grid.size, range(rank, rank + 1))
+    run_context = RunContext(mesh, comms, mesh.size, range(rank, rank + 1))
     _leave(world, directory, "shared", _sums(comms, lambda elements: _by_shared_memory(run_context, elements)))
 
 

@@ -51,7 +51,7 @@ class HybridLayout:
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         run_context, config = self._run_context, self._config
-        if run_context.grid.stage == 1:
+        if run_context.mesh.stage == 1:
             return TensorLayout(config, run_context).build(plain)
         pipeline, division = PipelineLayout(config, run_context), TensorParallelizer(plain, run_context, config)
         holding = pipeline.cut_stages(plain, division.closed)

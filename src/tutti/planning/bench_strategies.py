@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tutti
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.config.optimizer_config import check_optimizer
 from tutti.config.task_config import GptConfig
 from tutti.launcher.context import World
@@ -90,7 +90,7 @@ def bench_strategies(world: World, found: Findings) -> None:
         PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
-    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    group = Communicators(world, RankMesh(replica=ranks, rank=world.identity.rank)).world
     for subject in (_SINGLE,) if ranks == 1 else _SUBJECTS:
         whole, by_hand = defaultdict[_Run, float](lambda: inf), defaultdict[_Run, float](lambda: inf)
         # Another process disturbs all runs of one round.

@@ -17,8 +17,8 @@ from tutti.checkpoint.plain_model import load_plain_model
 from tutti.checkpoint.read import load_manifest
 from tutti.checkpoint.weights import SavedWeights, weights_hash
 from tutti.comm.communicator import Communicator
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.config.train_config import TrainConfig
 from tutti.data.adapt import adapt, adapt_training
 from tutti.data.batches import placer
@@ -79,7 +79,7 @@ def landscape_rank(
     world = context.init(config.device)
     prepare_process(config, world)
     rank, ranks = world.identity.rank, world.identity.size
-    comm = Communicators(world, Grid(replica=ranks, rank=rank)).replica
+    comm = Communicators(world, RankMesh(replica=ranks, rank=rank)).replica
     if is_script(task):
         chosen = _task_of_script(task, arguments)
     else:

@@ -78,7 +78,7 @@ class _Recorder:
         Args:
             run: the script's run.
         """
-        self.taken, self.batch = run.clock, run.feed.contract.batch
+        self.taken, self.batch = run.global_step, run.feed.contract.batch
         self.loss = self.loss if run.stats is None else run.stats.loss
         if run.noise_probe is not None:
             self.values.append(dict(run.noise_probe.values()))

@@ -84,7 +84,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         if run.stepping:
             result: float | None = call(self, "step")
             return result
-        check_custom_loop(choice, run.context.workers, run.context.grid.data_ranks)
+        check_custom_loop(choice, run.context.workers, run.context.mesh.data_ranks)
         loss: float | None = None
         with _stepping_by(self, step), run.model_code():
             if closure is not None:
@@ -147,7 +147,7 @@ def _guard_state(optimizer: Optimizer, run: Run, choice: Choice) -> None:
     """Guard ``state`` and step hooks of the script's optimizer, and of optimizers in it, against reads of a part."""
     steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
     here = steps_here and choice.row.optimizer_here
-    together = here and run.gradient_sync.loss_normalisation == "step" and run.context.grid.stage == 1
+    together = here and run.gradient_sync.loss_normalisation == "step" and run.context.mesh.stage == 1
     for each in (optimizer, *inner_optimizers(optimizer).values()):
         guard = _guard_parts(each, run, choice, optimizer) if here else _refuse_state(each, run, choice)
         run.state_guards += [guard, StepHookGuard(each, choice.name, _part_finder(run) if together else None)]
@@ -193,7 +193,7 @@ def _part_finder(run: Run) -> Callable[[Tensor], bool]:
 def _parts(run: Run) -> Callable[[Tensor], StatePart | None]:
     """Return a function that describes the part of a parameter that this rank has; it returns None for a whole one."""
     names = {id(p): name for name, p in run.hooks.originals.items()}
-    specs, sharded = run.replica.specs, run.context.grid.shard > 1
+    specs, sharded = run.replica.specs, run.context.mesh.shard > 1
 
     def part_of(parameter: Tensor) -> StatePart | None:
         name = names.get(id(parameter))
@@ -237,7 +237,7 @@ def _check_state(run: Run, choice: Choice, call: str) -> None:
     if not keeps_state(choice, run.context):
         raise UsageError(
             f"{call} of the optimizer after tutti.prepare cannot be combined with strategy '{choice.name}'",
-            where=f"step {run.clock}",
+            where=f"step {run.global_step}",
             why="its state is distributed over ranks, logical workers or servers",
             remedy="call run.save(folder) and run.restore(folder), which handle all of it; optimizer.param_groups has"
             " the"

@@ -283,7 +283,7 @@ class Callbacks:
                 try:
                     answer = handler(run, *arguments)
                 except Exception as error:
-                    error.add_note(f"raised by the callback {_name(each)}, {event}, after step {run.clock}")
+                    error.add_note(f"raised by the callback {_name(each)}, {event}, after step {run.global_step}")
                     raise
                 if isinstance(answer, str) or answer is True:
                     self.stop(answer if isinstance(answer, str) else f"{_name(each)} asked for it")

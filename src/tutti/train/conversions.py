@@ -35,8 +35,8 @@ class ModelConversions:
     """
 
     def __init__(self, model: nn.Module, replica: ReplicaRunner, run_context: RunContext) -> None:
-        self._replica, grid = replica, run_context.grid
-        self._in_parts = run_context.rows or grid.tensor > 1 or grid.stage > 1
+        self._replica, mesh = replica, run_context.mesh
+        self._in_parts = run_context.rows or mesh.tensor > 1 or mesh.stage > 1
         self._device = run_context.comms.world.device
         self._line: str | None = None
         self._before = {name: _place(p) for name, p in parameters(replica.parts)}

@@ -272,7 +272,7 @@ class CustomLoop:
         )
 
     def _check_beginning(self) -> None:
-        check_custom_loop(self._choice, self._run.context.workers, self._run.context.grid.data_ranks)
+        check_custom_loop(self._choice, self._run.context.workers, self._run.context.mesh.data_ranks)
         compiled = self._run.context.compile
         if compiled is not None and compiled.records_graphs:
             raise UsageError(
@@ -422,7 +422,7 @@ class CustomLoop:
             if self._sync.gradient_at == "servers":
                 raise UsageError(
                     f"a global batch without an update {_NOT_COMBINED}",
-                    where=f"step {self._run.clock + 1}",
+                    where=f"step {self._run.global_step + 1}",
                     why="the servers take one gradient of each rank in every step",
                     remedy=f"call run.backward and optimizer.step() for each, or {_ALL_WAIT}",
                 )
@@ -677,7 +677,7 @@ class CustomLoop:
         if call and self._pending and self._run.noise_probe is not None:
             raise UsageError(
                 f"noise_every with {call + 1} reductions of gradients in one update of a batch",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why="the gradient of the update is their sum, and the noise compares micro-batches in one reduction",
                 remedy="add the losses up and call run.backward once, or leave out noise_every",
             )
@@ -695,7 +695,7 @@ class CustomLoop:
         if mixed and stats.count != samples:
             raise UsageError(
                 "loss.backward() before a run.backward that counts something else than samples",
-                where=f"step {self._run.clock + 1}",
+                where=f"step {self._run.global_step + 1}",
                 why=f"the one is a mean over {samples} samples, the other over {stats.count:g}, and both are exchanged"
                 " together",
                 remedy="call run.backward for both losses, or clear the gradients (zero_grad) in between",
@@ -716,7 +716,7 @@ class CustomLoop:
         if self._sync.gradient_at == "servers" and self._batch.is_counted:
             raise UsageError(
                 f"a second update of one global batch {_NOT_COMBINED}",
-                where=f"step {self._run.clock}, {script_line()}",
+                where=f"step {self._run.global_step}, {script_line()}",
                 why="the servers take one gradient of each rank in every step, and have updated with this step's",
                 remedy="call run.backward and optimizer.step() once for each batch of run.microbatches(), train more"
                 f" epochs in place of several passes over a batch, or {_ALL_WAIT}",
@@ -724,7 +724,7 @@ class CustomLoop:
         if self._sync.gradient_at == "servers" and self._is_pushed:
             raise UsageError(
                 f"a second gradient before optimizer.step() {_NOT_COMBINED}",
-                where=f"step {self._run.clock + 1}",
+                where=f"step {self._run.global_step + 1}",
                 why="the first one is on the servers, where a script cannot add to it",
                 remedy=f"add the losses up and call run.backward once, or {_ALL_WAIT}",
             )
@@ -734,7 +734,7 @@ class CustomLoop:
         if self._sync.gradient_at == "servers" and not self._is_pushed and self._origin.carried():
             raise UsageError(
                 "gradients that are not cleared after an update cannot be combined with parameter servers",
-                where=f"step {self._run.clock + 1}",
+                where=f"step {self._run.global_step + 1}",
                 why="the servers have applied them and keep none, and the script adds the next ones to them",
                 remedy="call optimizer.zero_grad() in every step, or take strategy='mirrored'",
             )
@@ -764,14 +764,14 @@ class CustomLoop:
         if local and self._sync.gradient_at in SPLIT_OVER_MODEL:
             raise UsageError(
                 "gradients of a model that is split over ranks, which run.backward did not make",
-                where=f"step {self._run.clock + 1}",
+                where=f"step {self._run.global_step + 1}",
                 why="each rank has a part of them, and what the script has done to them meanwhile cannot be known",
                 remedy="call run.backward(loss), or take strategy='mirrored'",
             )
         if local and self._run.noise is not None:
             raise UsageError(
                 "gradient_noise with gradients that run.backward did not make",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why="it is random weights on the samples' losses, which run.backward multiplies",
                 remedy="call run.backward(losses) with one loss a sample, or leave gradient_noise out",
             )
@@ -881,7 +881,7 @@ class CustomLoop:
     def _refuse_late(self) -> NoReturn:
         raise UsageError(
             "an update in the body of a loop after run.save, in a step that ends with an average of the workers",
-            where=f"step {self._run.clock}, {script_line()}",
+            where=f"step {self._run.global_step}, {script_line()}",
             why="the average belongs after the last update of the step, and the checkpoint has it",
             remedy="make all updates of the body before; or save after run.microbatches() has ended, or in a callback",
         )
@@ -902,7 +902,7 @@ class CustomLoop:
         if len(reductions) != 1 or self._sync.accumulated:
             raise UsageError(
                 f"lr_scale='adascale' with {len(reductions)} reductions of gradients in an update",
-                where=f"step {run.clock + 1}, {script_line()}",
+                where=f"step {run.global_step + 1}, {script_line()}",
                 why="its gain compares the gradients of the logical workers in one reduction",
                 remedy="call run.backward once before each optimizer step, or take another lr_scale",
             )
@@ -923,7 +923,7 @@ class CustomLoop:
             except MismatchError as error:
                 raise UsageError(
                     error.what,
-                    where=f"step {run.clock + 1}, {script_line()}",
+                    where=f"step {run.global_step + 1}, {script_line()}",
                     why="the script has set them since run.backward, and every rank would make another update",
                     remedy=error.remedy,
                 ) from error
@@ -1063,7 +1063,7 @@ class CustomLoop:
             raise UsageError(
                 "optimizer.step(closure) with several micro-batches a rank",
                 why="a closure sees the samples of one micro-batch, and its optimizer asks for the loss of all",
-                remedy=f"take as many workers as data ranks ({run.context.grid.data_ranks}), and no micro_batch",
+                remedy=f"take as many workers as data ranks ({run.context.mesh.data_ranks}), and no micro_batch",
             )
 
         def evaluated() -> Any:
@@ -1136,7 +1136,7 @@ class CustomLoop:
         if not (updated.skipped or all(stats.finite for stats in found) or all(map(is_finite, members))):
             raise NonFiniteError(
                 f"{type(self.optimizers[index]).__name__} has written NaN or infinity into the parameters",
-                where=f"step {run.clock + 1}, {script_line()}",
+                where=f"step {run.global_step + 1}, {script_line()}",
                 why="the gradient was not finite in a later evaluation of the closure, where a step can no longer be"
                 " skipped",
                 remedy="restore a checkpoint; lower the learning rate, clip the gradient (clip=1), or check the data",
@@ -1160,7 +1160,7 @@ class CustomLoop:
             raise UsageError(
                 f"optimizer.step(closure) of {type(self.optimizers[index]).__name__} cannot be combined with strategy"
                 f" '{self._choice.name}'",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why=f"each rank updates a part of the parameters, and {unlike}",
                 remedy="take strategy='mirrored', where each rank updates all parameters",
             )
@@ -1189,10 +1189,10 @@ class CustomLoop:
                 raise
             raise UsageError(
                 f"{call} fails with several micro-batches a rank: {type(error).__name__}: {error}",
-                where=f"step {self._run.clock + 1}, {script_line_of(error)}",
+                where=f"step {self._run.global_step + 1}, {script_line_of(error)}",
                 why="this rank runs the body once for each, and the optimizer's parameters have a gradient in the last"
                 " body alone",
-                remedy=f"take as many workers as data ranks ({self._run.context.grid.data_ranks}), and no micro_batch",
+                remedy=f"take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no micro_batch",
             ) from error
 
     # --- clearing --------------------------------------------------------------------------------------------------

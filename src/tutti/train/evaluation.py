@@ -106,7 +106,7 @@ def evaluate_samples(
             why="a device with fewer blocks than another repeats one, which the object would count",
             remedy="return sums from the loss function, or compute the metric from the outputs of run.predict",
         )
-    held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
+    held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.mesh.rank)
     run.together(f"evaluation of {described(held_out)}" + " on the average" * averaged)
     if isinstance(held_out, HeldOut):
         with heartbeat.training.during(Phase.EVALUATE):
@@ -265,7 +265,7 @@ def _totals(run: Run, held_out: Blocks, loss: LossFn, ranks: int, rank: int) -> 
     blocks = micro_batches(run, held_out, ranks, rank, even=bool(run.replica.sharded))
     parts: dict[int, LossSums] = {}
     # Otherwise the last stage alone runs the loss function to its end, and other ranks' objects see no sample.
-    by_all = run.context.grid.stage > 1 and bool(metric_objects(loss))
+    by_all = run.context.mesh.stage > 1 and bool(metric_objects(loss))
     for number, micro_batch in blocks:
         heartbeat.training.beat()
         if by_all:

@@ -65,8 +65,8 @@ def derived(
         ``learning rate``, ``kernels`` and ``seed``; others, such as ``average``, where the run has such a setting.
     """
     size, threads = facts["parameters"], facts["threads"]
-    grid = run.context.grid
-    axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
+    mesh = run.context.mesh
+    axes = {"data": mesh.data_ranks, "stages": mesh.stage, "tensor": mesh.tensor}
     split = " × ".join(f"{extent} {name}" for name, extent in axes.items() if extent > 1 or name == "data")
     kind = world.device.type if is_accelerator(world.device) else f"cpu, {counted(threads, 'thread')} each"
     exact = ", reproducible" if config.reproducible else ""
@@ -76,7 +76,7 @@ def derived(
         "data": task.describe or f"{run.feed.contract.dataset or 'a stream of'} training samples",
         "model": f"{config.model or 'default'}, {counted(size, 'parameter')}",
         "strategy": f"{config.strategy}: {config.strategy_choice.row.summary}",
-        "devices": f"{grid.size} ({split}; {kind})",
+        "devices": f"{mesh.size} ({split}; {kind})",
         **run.replica.summary,
         **run.feed.describe(),
         "training": f"{length}, {config.precision}{exact}{_forward(config, world.device)}",

@@ -171,7 +171,7 @@ class _LoopState:
         run = self._run
         heartbeat.training.enter(Phase.REPORT)
         self._look_at_windows()
-        epoch = number if run.taken == run.clock else run.feed.epochs.place(max(run.clock - 1, 0))[0]
+        epoch = number if run.local_step == run.global_step else run.feed.epochs.place(max(run.global_step - 1, 0))[0]
         self._report(epoch)
         if self._unchecked and self._held_out is not None:
             self._check_metrics()
@@ -196,7 +196,7 @@ class _LoopState:
         """Save a run that a callback has stopped between two steps, and evaluate it if it never was. Collective."""
         run, saver = self._run, self._saver
         stopped = run.callbacks.ended() and not self._stopped_before
-        if stopped and saver is not None and saver.saved_step != run.clock > 0:
+        if stopped and saver is not None and saver.saved_step != run.global_step > 0:
             self._save(self._plan.save is not None, None)
         if saver is not None:
             saver.wait()
@@ -210,7 +210,7 @@ class _LoopState:
         run, dataset = self._run, self._run.feed.contract.dataset
         return {
             "epochs": run.samples / dataset if dataset is not None else run.at.epoch,
-            "steps": run.clock,
+            "steps": run.global_step,
             "updates": run.updates,
             "skipped": self._skipped,
             "loss_scale": None if run.loss_scale is None else run.loss_scale.value,
@@ -241,7 +241,7 @@ class _LoopState:
         self._means.add(stats.loss, stats.count, stats.metrics)
         groups = [group for optimizer in run.gradient_sync.optimizers for group in optimizer.param_groups]
         record = StepRecord(
-            step=run.clock,
+            step=run.global_step,
             epoch=epoch + 1,
             samples=run.samples,
             updates=run.updates,
@@ -260,7 +260,9 @@ class _LoopState:
             where = ", ".join(updated.nonfinite[:3])
             kept = "weights are unchanged" if not updated.updates else "the workers concerned kept their weights"
             scales = _describe_scales(run.loss_scale)
-            self._listener.warned(f"step {run.clock} skipped: the gradient of {where} is not finite{scales}; {kept}")
+            self._listener.warned(
+                f"step {run.global_step} skipped: the gradient of {where} is not finite{scales}; {kept}"
+            )
         self._listener.stepped(record, self.speed.mark(run.samples))
 
     def _check_metrics(self) -> None:
@@ -290,7 +292,7 @@ class _LoopState:
         watch.check(["loss", *record.metrics], record.raw is not None)
         watch.evaluated(
             EvaluatedAt(
-                step=run.clock,
+                step=run.global_step,
                 updates=run.updates,
                 samples=run.samples,
                 epochs=run.samples / dataset if dataset is not None else float(run.at.epoch),
@@ -323,7 +325,7 @@ class _LoopState:
             if first.averaged:
                 # Callbacks see one evaluation of a step.
                 raw = evaluate_samples(run, self._held_out, BLOCK, None, False, self._collate).values
-            record = EvalRecord(run.clock, epoch + 1, first.loss, first.metrics, first.samples, raw, seconds)
+            record = EvalRecord(run.global_step, epoch + 1, first.loss, first.metrics, first.samples, raw, seconds)
             self._listener.evaluated(record)
         return record
 
@@ -356,7 +358,7 @@ class _LoopState:
             if saver is not None:
                 saver.wait()
             saved = "state saved, continue with --resume" if saver is not None else "nothing was saved"
-            raise Preempted("the run was asked to stop", where=f"step {run.clock}", remedy=saved)
+            raise Preempted("the run was asked to stop", where=f"step {run.global_step}", remedy=saved)
 
 
 def _samples(total: Length, epochs: Epochs) -> float:
@@ -396,6 +398,6 @@ def _tell_checkpoint(run: Run, saver: Checkpoints) -> None:
     if not run.callbacks.handles("on_checkpoint"):
         return
     saver.wait()
-    path = saver.folder / step_name(run.clock)
+    path = saver.folder / step_name(run.global_step)
     if run.context.comms.world.broadcast_json(path.is_dir(), 0, "checkpoint for the callbacks"):
         run.callbacks.checkpoint_written(run, path)

@@ -111,7 +111,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             initial_weights = _warm_start(run, config, restored, facts)
             clock = Clock.saved(restored or {}) if resumes else Clock(time.time())
             if world.identity.rank == 0:
-                listeners, clock = _listeners(directory, config, task, run.clock if resumes else None, clock)
+                listeners, clock = _listeners(directory, config, task, run.global_step if resumes else None, clock)
             warnings.pass_to(listeners.warned)
             steps = total if run.adascale is None else None
             if steps is not None and not config.regime_batch:
@@ -359,7 +359,7 @@ def _warm_start(
     if config.init_from is None:
         return {}
     if restored is not None:
-        return {"initial weights": f"this run's at step {run.clock}; {config.init_from} is not read again"}
+        return {"initial weights": f"this run's at step {run.global_step}; {config.init_from} is not read again"}
     begun = load_warm_start(run, config.init_from, config.initial_map)
     facts["init_from"] = begun.path
     return {"initial weights": str(begun)}

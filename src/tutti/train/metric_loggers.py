@@ -118,7 +118,7 @@ class MetricLogger(ABC):
         values |= {"lr": float(groups[0]["lr"])} if groups else {}
         self._begin()
         self._ended = False
-        self.write(train_names(values), run.clock)
+        self.write(train_names(values), run.global_step)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """Write the means of an evaluation as ``eval/loss`` and ``eval/{metric}``, at the run's present step.
@@ -130,7 +130,7 @@ class MetricLogger(ABC):
             evaluation: loss and metrics of the evaluation on held-out samples.
         """
         self._begin()
-        self.write(eval_names(evaluation.values), run.clock)
+        self.write(eval_names(evaluation.values), run.global_step)
         if self._ended:
             self._close(False)
 

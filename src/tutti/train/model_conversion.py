@@ -63,7 +63,7 @@ def convert_model(
         model = _normalised(model, batch_norm, run_context)
         if precision == "fp8":
             device = run_context.comms.world.device
-            check_float8(device.type == "cpu", run_context.grid.tensor > 1)
+            check_float8(device.type == "cpu", run_context.mesh.tensor > 1)
             model = convert_to_float8(model, device)
         if precision == "fp64":
             check_float64(run_context.comms.world.device)
@@ -85,7 +85,7 @@ def _normalised(model: nn.Module, batch_norm: BatchNormConfig, run_context: RunC
     if isinstance(batch_norm, SyncConfig):
         line = run_context.comms.new_group("batch norm")
         line.share_memory()
-        return sync.convert_sync_batch_norm(model, line, run_context.workers, run_context.grid.data_ranks)
+        return sync.convert_sync_batch_norm(model, line, run_context.workers, run_context.mesh.data_ranks)
     return ghost.convert_ghost_batch_norm(model, batch_norm.size) if isinstance(batch_norm, GhostConfig) else model
 
 

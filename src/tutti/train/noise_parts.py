@@ -148,9 +148,9 @@ class MeasuredParts:
             A ``StepNoise``; without estimates if a gradient is not finite or if the batch has a single part, which has
             no variance. ``scaled`` is measured where each rank has the second moments of its whole gradients.
         """
-        comms, grid = run_context.comms, run_context.grid
+        comms, mesh = run_context.comms, run_context.mesh
         able = self._factors(0) is not None
-        whole = self._squares_of(0)[1] if able and grid.data_rank == 0 else 0.0
+        whole = self._squares_of(0)[1] if able and mesh.data_rank == 0 else 0.0
         leads = comms.model.rank == 0
         numbers = [self._squares, leads * self._parts, self._scaled, whole, float(able)]
         squares, parts, scaled, scaled_whole, ranks = self._sum(numbers, comms.world)
@@ -167,7 +167,7 @@ class MeasuredParts:
     def _sum(self, numbers: Sequence[float], comm: Communicator) -> list[float]:
         """Return the sums of numbers over the ranks of a communicator. Collective over them."""
         message = torch.tensor(numbers, dtype=torch.float64, device=comm.device)
-        comm.all_reduce(message, f"all_reduce of gradient noise in step {self._step_context.taken + 1}")
+        comm.all_reduce(message, f"all_reduce of gradient noise in step {self._step_context.local_step + 1}")
         return [float(number) for number in message.tolist()]
 
     def _factors(self, worker: int) -> list[Tensor] | None:
@@ -314,7 +314,7 @@ class MeasuredRound(MeasuredParts):
         squares, count, samples, parts = self._sum(self._ended, comm)
         pairs = zip(self._own.parameters, self._sums, strict=True)
         total = torch.cat([(torch.zeros_like(p) if own is None else own).reshape(-1) for p, own in pairs])
-        comm.all_reduce(total, f"all_reduce of gradients for their noise in step {self._step_context.taken + 1}")
+        comm.all_reduce(total, f"all_reduce of gradients for their noise in step {self._step_context.local_step + 1}")
         if not stats.finite or parts < 2:
             return StepNoise()
         whole = sum(squares_of([total])) / count**2

@@ -62,7 +62,7 @@ class NoiseProbe:
             step_context: the step, whose number decides.
         """
         self._latest, self._measured = {}, None
-        taken, basis = step_context.taken, self._basis
+        taken, basis = step_context.local_step, self._basis
         if basis != "average" and taken % self._every:
             return None
         own = self._sync.own_gradients()

@@ -41,12 +41,12 @@ class PartialReads:
     """
 
     def __init__(self, model: nn.Module, run_context: RunContext) -> None:
-        grid, rows = run_context.grid, run_context.rows
-        self._partial = rows or grid.tensor > 1 or grid.stage > 1
+        mesh, rows = run_context.mesh, run_context.rows
+        self._partial = rows or mesh.tensor > 1 or mesh.stage > 1
         # An average reads parameters element by element: stages' parameters, rows and slices are gathered for it.
-        several = (grid.stage > 1) + rows + (grid.tensor > 1)
-        buffers = grid.stage > 1 and next(model.buffers(), None) is not None
-        unread = several > 1 or buffers or (several > 0 and grid.tensor == 1 and run_context.compile is not None)
+        several = (mesh.stage > 1) + rows + (mesh.tensor > 1)
+        buffers = mesh.stage > 1 and next(model.buffers(), None) is not None
+        unread = several > 1 or buffers or (several > 0 and mesh.tensor == 1 and run_context.compile is not None)
         self._modules = list(model.modules())
         for module in self._modules:
             _give_back(module)
@@ -162,12 +162,12 @@ class _Values(SourceValues):
     """
 
     def __init__(self, run: Run, part: Tensor) -> None:
-        self._run, self._before = ref(run), (run.clock, run.updates)
+        self._run, self._before = ref(run), (run.global_step, run.updates)
         self._part = None if is_absent(part) else ViewedPart(part)
 
     def unchanged(self) -> bool:
         run = self._run()
-        same = run is not None and (run.clock, run.updates) == self._before
+        same = run is not None and (run.global_step, run.updates) == self._before
         return same and (self._part is None or self._part.unchanged())
 
     def undo(self) -> None:

@@ -50,7 +50,7 @@ def predict_samples(
         MismatchError: ranks make different calls, have taken different numbers of steps, or have results of different
             shapes.
     """
-    held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
+    held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.mesh.rank)
     run.together(f"predictions for {described(held_out)}" + " on the average" * averaged)
 
     def predict(ranks: int, rank: int) -> Any:

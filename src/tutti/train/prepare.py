@@ -280,7 +280,7 @@ def prepare_run(
 
     # The device mesh.
     run_context = _mesh_context(checked, o)
-    grid = run_context.grid
+    mesh = run_context.mesh
 
     # Values of a model on the meta device.
     begun = materialise_model(checked.model, run_context.comms.world, o.init_from, o.initial_map)
@@ -297,7 +297,7 @@ def prepare_run(
     # Layout: tensor slices, stages, activation checkpointing, compilation.
     layout, sync = parallel.make_strategy(choice.counted(checked.epochs.steps), _as_one(run_context, checked.together))
     # Hooks, reads of parameters and other optimizers of the script, found before objects are replaced.
-    sharded = grid.shard > 1 and bool(checked.optimizers)
+    sharded = mesh.shard > 1 and bool(checked.optimizers)
     others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
     hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
     replica = slow_down(layout.build(converted), o.slowness, world, contract.workers)
@@ -339,20 +339,20 @@ def prepare_run(
 
 def _mesh_context(checked: CheckedRun, o: RunOptions) -> RunContext:
     """Return the device mesh with its communicators, and the workers of this rank. Collective: makes process groups."""
-    choice, grid, contract = checked.choice, checked.grid, checked.contract
+    choice, mesh, contract = checked.choice, checked.mesh, checked.contract
     return RunContext(
-        grid=grid,
-        comms=Communicators(context.current(), grid),
+        mesh=mesh,
+        comms=Communicators(context.current(), mesh),
         workers=contract.workers,
-        mine=contract.mine(grid.data_rank),
-        sharers=sharers(contract.workers, grid.data_ranks, grid.data_rank) if contract.shared else None,
+        mine=contract.mine(mesh.data_rank),
+        sharers=sharers(contract.workers, mesh.data_ranks, mesh.data_rank) if contract.shared else None,
         reproducible=o.reproducible,
         clip=o.clip,
         averaging=o.averaging,
         activation_checkpointing=o.checkpointing,
         compile=o.compile_choice,
         gradient_variance=o.lr_rule.adaptive,
-        rows=choice.sync.shards_parameters(choice.shape(grid.size)),
+        rows=choice.sync.shards_parameters(choice.shape(mesh.size)),
     )
 
 
@@ -361,8 +361,8 @@ def _with_trials(
 ) -> RunContext:
     """Return the context with the functions by which strategies try the loss, or the model alone, on first samples."""
     first = partial(first_micro_batch_trial, checked.data, checked.contract, place)
-    trial = first(loss, seed, run_context.grid.data_rank)
-    forward = trial or first(call_model, seed, run_context.grid.data_rank)
+    trial = first(loss, seed, run_context.mesh.data_rank)
+    forward = trial or first(call_model, seed, run_context.mesh.data_rank)
     return replace(run_context, synchronous=checked.choice.row.synchronous, trial=trial, forward_trial=forward)
 
 
@@ -376,11 +376,11 @@ def _wrap_script_objects(run: Run, checked: CheckedRun) -> None:
 
 def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
     """Log what the preparation has decided, and the option or fact from which each decision follows."""
-    grid, choice, given = run.context.grid, checked.choice, "given"
-    axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
+    mesh, choice, given = run.context.mesh, checked.choice, "given"
+    axes = {"data": mesh.data_ranks, "stages": mesh.stage, "tensor": mesh.tensor}
     log.info("strategy %s: %s", choice.name, choice.row.summary)
-    mesh = " × ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
-    log.info("device mesh: %s = %s", counted(grid.size, "rank"), mesh)
+    shape = " × ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
+    log.info("device mesh: %s = %s", counted(mesh.size, "rank"), shape)
     workers = given if o.workers is not None else "as many as data ranks, because workers is not given"
     log.info("logical workers: %d, %s", run.context.workers, workers)
     if o.batch_size is None:
@@ -448,7 +448,7 @@ def _unlike_steps(length: int) -> Callable[[Duration], int]:
 def _feed(checked: CheckedRun, comms: Communicators, place: Callable[[Any], Any], o: RunOptions) -> Feed:
     """Return the feed of this data rank's part of every global batch, on the device."""
     sampling, data, epochs = checked.sampling, checked.data, checked.epochs
-    world, rank = context.current(), checked.grid.data_rank
+    world, rank = context.current(), checked.mesh.data_rank
     prefetch = Prefetch(sampling.processes, world.identity.rank, sampling.timeout or world.timeout, sampling.begin)
     order = None if isinstance(data, Stream) else sampling.order(o.seed, len(data))
     reader = make_reader(data, epochs, rank, o.seed, comms, prefetch, order)
@@ -466,5 +466,5 @@ def _as_one(run_context: RunContext, together: bool) -> RunContext:
     """Return a context with a single worker that spans all data ranks, for workers that run as one."""
     if not together:
         return run_context
-    alone = run_context.workers == run_context.grid.data_ranks
+    alone = run_context.workers == run_context.mesh.data_ranks
     return replace(run_context, workers=1, mine=run_context.mine[:1], sharers=None, draws=alone)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from tutti import parallel
-from tutti.comm.grid import Grid
+from tutti.comm.rank_mesh import RankMesh
 from tutti.config.gradient_noise import Multiplicative, check_noise, per_worker_option
 from tutti.config.lr_rule import NoRule
 from tutti.config.module_config import BatchNormConfig, Blocks, Checkpointing
@@ -63,7 +63,7 @@ class CheckedRun:
         made_dense: names of trainable parameters whose gradients the model makes sparse, and which the run makes dense,
             because the strategy exchanges no sparse ones and the optimizer's update is the same.
         choice: the strategy.
-        grid: the device mesh, with this rank's place in it.
+        mesh: the device mesh, with this rank's place in it.
         sampling: the data set with its global batches.
         data: the data set as a ``Source``, which is read by index, or a ``Stream``, which is read in order.
         contract: how the first global batches are divided into workers' shares and micro-batches.
@@ -84,7 +84,7 @@ class CheckedRun:
     sparse: Sequence[str]
     made_dense: Sequence[str]
     choice: Choice
-    grid: Grid
+    mesh: RankMesh
     sampling: Sampling
     data: Source | Stream
     contract: BatchContract
@@ -192,12 +192,12 @@ def check_run(
     choice = choose_strategy(o.strategy, whole)
     alike = bool(sparse) and steps_alike(trainer, whole, sparse)
     _check_strategy(choice, o, world, bool(sparse) and not alike)
-    grid = Grid(**choice.shape(world.identity.size), rank=world.identity.rank)
+    mesh = RankMesh(**choice.shape(world.identity.size), rank=world.identity.rank)
     data = wrap_training_data(sampling, choice, o)
-    made_dense = [] if parallel.exchanges_sparse(choice, grid.size, is_accelerator(world.device)) else sparse
+    made_dense = [] if parallel.exchanges_sparse(choice, mesh.size, is_accelerator(world.device)) else sparse
     sparse = [] if made_dense else sparse
-    contract = _contract(choice, grid.data_ranks, samples_per_epoch(data, sampling), batch_size, o)
-    if choice.row.shared_weights and grid.data_ranks > 1:
+    contract = _contract(choice, mesh.data_ranks, samples_per_epoch(data, sampling), batch_size, o)
+    if choice.row.shared_weights and mesh.data_ranks > 1:
         _check_tables(whole)
     noise, adaptive = o.gradient_noise, o.lr_rule.adaptive
     if isinstance(noise, str):
@@ -210,7 +210,7 @@ def check_run(
         check_fresh(each)
     loss_scale = make_loss_scale(o.loss_scale, o.precision, loss_fn)
     if o.noise_every is not None:
-        parallel.check_noise_scale(choice, grid.size, contract, noise is not None, bool(sparse))
+        parallel.check_noise_scale(choice, mesh.size, contract, noise is not None, bool(sparse))
     option = per_worker_option(adaptive, noise, o.noise_every)
     together = _together(o.batch_norm_options, choice, epochs, o.reproducible, option)
     return CheckedRun(
@@ -220,7 +220,7 @@ def check_run(
         sparse=sparse,
         made_dense=made_dense,
         choice=choice,
-        grid=grid,
+        mesh=mesh,
         sampling=sampling,
         data=data,
         contract=contract,

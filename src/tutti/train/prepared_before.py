@@ -99,8 +99,8 @@ def note_prepared(model: nn.Module, optimizers: Sequence[Optimizer], choice: Cho
         choice: the strategy.
         run_context: the run's device mesh and number of logical data-parallel workers.
     """
-    grid = run_context.grid
-    if grid.stage > 1 or grid.tensor > 1 or grid.shard > 1:
+    mesh = run_context.mesh
+    if mesh.stage > 1 or mesh.tensor > 1 or mesh.shard > 1:
         _models.update(dict.fromkeys(model.modules(), choice.name))
     if not keeps_state(choice, run_context):
         _optimizers.update(dict.fromkeys(optimizers, choice.name))
@@ -119,8 +119,8 @@ def keeps_state(choice: Choice, run_context: RunContext) -> bool:
     if not choice.row.optimizer_here:
         return False
     if choice.row.loops_alone:
-        return run_context.workers == run_context.grid.data_ranks
-    return choice.row.own_copies or run_context.grid.size == 1
+        return run_context.workers == run_context.mesh.data_ranks
+    return choice.row.own_copies or run_context.mesh.size == 1
 
 
 def _refuse(subject: str, what: str, strategy: str) -> None:

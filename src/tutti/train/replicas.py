@@ -43,7 +43,7 @@ def check_replicas(run: Run, what: str) -> None:
     names, sides = found
     raise MismatchError(
         f"ranks hold different copies of {names}: {sides}",
-        where=f"rank {run.context.comms.world.global_rank}, after step {run.clock}, before {what}",
+        where=f"rank {run.context.comms.world.global_rank}, after step {run.global_step}, before {what}",
         why="the script wrote it on some ranks only, or a device computes wrongly",
         remedy="make every rank write the same into the model, and resume from the last checkpoint",
     )
@@ -69,7 +69,7 @@ def differing_copies(run: Run, comm: Communicator, what: str) -> tuple[str, str]
     held = run.gradient_sync.replicated() if comm.size > 1 else None
     if held is None:
         return None
-    run.compared = run.taken
+    run.compared = run.local_step
     names = list(held)
     keys = [_key(name, held[name], run.replica.specs) for name in names]
     digests = tensor_digests(held.values())
@@ -102,7 +102,7 @@ def seldom(run: Run) -> bool:
     Args:
         run: the training run.
     """
-    return run.taken - run.compared >= SELDOM
+    return run.local_step - run.compared >= SELDOM
 
 
 def _key(name: str, tensor: Tensor, specs: Mapping[str, ShardSpec]) -> int:

@@ -134,8 +134,8 @@ class Run:
         model: the module to call in a custom training loop.
         stats: reduced results of the last step (loss, metrics, gradient norm); None before the first.
         updated: result of the last update; None before the first.
-        clock: global step: steps taken, or steps of all workers together with asynchronous servers that count these.
-        taken: local step: steps taken by this rank; equal to ``clock`` unless all workers' steps are counted.
+        global_step: steps taken, or steps of all workers together with asynchronous servers that count these.
+        local_step: steps taken by this rank; equal to ``global_step`` unless all workers' steps are counted.
         compared: local step at which copies of tensors were last compared over ranks.
         samples: samples consumed.
         at: this rank's position in the data.
@@ -199,7 +199,7 @@ class Run:
         self.schedulers, self.callbacks, self.settings = settings.schedulers, settings.callbacks, settings
         self.schedulers.begin(run_context.comms.world)
         self.changes: list[dict[str, Any]] = []
-        self.clock = self.taken = self.compared = self.updates = self.samples = 0
+        self.global_step = self.local_step = self.compared = self.updates = self.samples = 0
         self.at = Position()
         self.within: int | None = None
         self.stats: StepStats | None = None
@@ -209,13 +209,13 @@ class Run:
         self._over: int | None = None  # the last epoch that was over
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
         self.trainability = TrainabilityWatch(
-            replica, sync, optimizers, self.average, hooks.originals.values(), run_context.grid.shard > 1
+            replica, sync, optimizers, self.average, hooks.originals.values(), run_context.mesh.shard > 1
         )
         self.shared_settings = SharedSettings(optimizers)
         self._closure = next((type(each).__name__ for each in optimizers if needs_closure(each)), None)
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
         self.checks = Checks(self, settings.warn)
-        tracks = settings.fault_tolerant and run_context.grid.rank == 0
+        tracks = settings.fault_tolerant and run_context.mesh.rank == 0
         self.lost_ranks = LostRanks(self, not choice.row.synchronous, settings.warn) if tracks else None
         self._script_code = ExitStack()
         self.lifecycle = StepLifecycle(self, settings.max_nonfinite)
@@ -267,10 +267,10 @@ class Run:
     def progress(self) -> int:
         """Number of steps of the training run so far, as the learning-rate schedule and the run's length count them.
 
-        Equal to ``clock``, the steps taken; with AdaScale ⌊τ⌋, where τ is the sum of the gains of all steps: the gain
-        is the number of steps on the batch of one logical worker (share of the global batch) that a step is worth.
+        Equal to ``global_step``, the steps taken; with AdaScale ⌊τ⌋, where τ is the sum of the gains of all steps: the
+        gain is the number of steps on the batch of one logical worker (share of the global batch) that a step is worth.
         """
-        return self.clock if self.adascale is None else int(self.adascale.tau)
+        return self.global_step if self.adascale is None else int(self.adascale.tau)
 
     @property
     def place(self) -> Position:
@@ -279,7 +279,7 @@ class Run:
         ``epoch`` is the number of whole epochs consumed, ``batch`` that of global batches of the current epoch. If
         asynchronous parameter servers count the steps of all workers together, the position follows from this count.
         """
-        return self.at if self.taken == self.clock else Position(*self.feed.epochs.place(self.clock))
+        return self.at if self.local_step == self.global_step else Position(*self.feed.epochs.place(self.global_step))
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to stop training after the next step, which sets ``run.stats.stop`` to True on all ranks.
@@ -339,7 +339,7 @@ class Run:
             self.within, self.lifecycle.rate = number, self.feed.epochs.phase(number).rate
             parts = iter(()) if start is None else self.feed.read(number, start)
             while not self.callbacks.ended() and (part := self._draw(parts)) is not None:
-                self.lifecycle.drawn, taken = part, self.taken
+                self.lifecycle.drawn, taken = part, self.local_step
                 try:
                     yield shown(part.batch)
                 except GeneratorExit:
@@ -351,7 +351,7 @@ class Run:
                 finally:
                     # Also after an exception or a break in the caller's loop: the step is over.
                     heartbeat.training.enter(Phase.IDLE)
-                if self.taken > taken:
+                if self.local_step > taken:
                     if repeated:
                         self.checks.repeated(number)
                     self.callbacks.end_step(self)
@@ -458,7 +458,7 @@ class Run:
                 self.lifecycle.count_update(stats, updated)
                 return stats.loss
             except Exception as error:
-                error.step = step_context.taken + 1  # type: ignore[attr-defined]
+                error.step = step_context.local_step + 1  # type: ignore[attr-defined]
                 note_single_sample(error, self.feed.contract)
                 raise
             finally:
@@ -530,6 +530,12 @@ class Run:
         """
         warnings.warn("run.agreed is now run.stats", DeprecationWarning, stacklevel=2)
         return self.stats
+
+    @property
+    def clock(self) -> int:
+        """Former name of ``global_step``, with a DeprecationWarning."""
+        warnings.warn("run.clock is now run.global_step", DeprecationWarning, stacklevel=2)
+        return self.global_step
 
     @ends_graph
     @TellFailures()
@@ -881,7 +887,7 @@ class Run:
 
     def _gathered(self, averaged: bool) -> GatheredModel:
         """Return lazy access to the full tensors of the plain model. Collective."""
-        at_first_shard = self.context.grid.at("shard") == 0
+        at_first_shard = self.context.mesh.at("shard") == 0
         return gathered_model(self.replica, self.context.comms, self.merged(averaged), at_first_shard)
 
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
@@ -984,7 +990,7 @@ class Run:
         saver = run_state.saver(self, Path(folder), keep)
         saver.save(run_state.run_facts(self, extra or {}))
         saver.wait()
-        path = saver.folder / step_name(self.clock)
+        path = saver.folder / step_name(self.global_step)
         self.callbacks.checkpoint_written(self, path)
         return path
 
@@ -1039,7 +1045,7 @@ class Run:
         """
         self.callbacks.end_left(self)
         self.context.comms.world.agree(
-            [f"{call} after step {self.clock}"],
+            [f"{call} after step {self.global_step}"],
             "the call under way",
             "make every rank take the same steps and evaluations",
         )

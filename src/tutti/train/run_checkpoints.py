@@ -86,7 +86,7 @@ class Checkpoints(CheckpointManager):
         check_replicas(run, "its checkpoint")
         with heartbeat.training.during(Phase.SAVE):
             state = {**run.gradient_sync.state(), **({} if run.average is None else run.average.state())}
-        facts = {**self._facts, "step": run.clock, "updates": run.updates, "position": run.position(), **extra}
+        facts = {**self._facts, "step": run.global_step, "updates": run.updates, "position": run.position(), **extra}
         facts |= change_facts(run)
         if evaluated is not None:
             facts["eval"] = {name: to_json_number(value) for name, value in evaluated.items()}
@@ -98,7 +98,7 @@ class Checkpoints(CheckpointManager):
             facts["adascale"] = run.adascale.state()
         if run.noise_probe is not None:
             facts["noise"] = run.noise_probe.state()
-        self.write(run.clock, state, facts)
+        self.write(run.global_step, state, facts)
 
     def restore(self, named: NamedChanges = NOTHING_NAMED) -> Mapping[str, Any] | None:
         """Restore the run from the newest checkpoint in the run's folder whose files are intact.
@@ -138,7 +138,7 @@ class Checkpoints(CheckpointManager):
                 remedy="resume with the same settings, or start a new run in another folder",
             )
         refuse_unnamed(changed, named, str(manifest.path))
-        clock, updates, position = saved_progress(manifest)
+        global_step, updates, position = saved_progress(manifest)
         check_changes(manifest, changed, self._run)
         shapes = {name: record.shape for name, record in manifest.tensors.get("model", {}).items()}
         check_model(catalogue(self._run.replica, self._run.context.comms.model), shapes, str(manifest.path))
@@ -153,13 +153,13 @@ class Checkpoints(CheckpointManager):
         saved = CheckpointReader(manifest)
         self._run.gradient_sync.load(saved)
         self._restore_average(saved, facts)
-        self._run.clock = self._run.taken = clock
+        self._run.global_step = self._run.local_step = global_step
         self._run.updates = updates
         self._run.seek(position)
         apply_changes(manifest, changed, self._run)
         if changed:
             told = "; ".join(f"{each.name} {each.saved} → {each.now}" for each in changed)
-            self.warn(f"{told} from step {clock} on")
+            self.warn(f"{told} from step {global_step} on")
         return facts
 
     def _restore_average(self, saved: CheckpointReader, facts: Mapping[str, Any]) -> None:

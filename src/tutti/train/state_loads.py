@@ -43,9 +43,9 @@ class StateLoads:
 
     def __init__(self, model: nn.Module, run: Run, choice: Choice) -> None:
         self._run, self._row = run, choice.row
-        grid = run.context.grid
-        self._in_parts = run.context.rows or grid.tensor > 1 or grid.stage > 1
-        self._several = run.context.workers > grid.data_ranks
+        mesh = run.context.mesh
+        self._in_parts = run.context.rows or mesh.tensor > 1 or mesh.stage > 1
+        self._several = run.context.workers > mesh.data_ranks
         self._names = {module: name for name, module in model.named_modules()}
         self._loaded: tuple[nn.Module, Collection[str]] | None = None
         for module in self._names:
@@ -114,12 +114,12 @@ class StateLoads:
         statistics = [name for name in missing if name not in trained and name in self._run.replica.specs]
         if statistics and self._run.context.workers > 1 and (self._several or self._in_parts):
             self._refuse_part(statistics[0], "each logical worker has statistics of its own")
-        if self._several and self._run.parted and self._run.context.grid.data_ranks == 1:
+        if self._several and self._run.parted and self._run.context.mesh.data_ranks == 1:
             self._check_common(given)
-        if not self._row.averages and self._run.taken:
+        if not self._row.averages and self._run.local_step:
             raise UsageError(
                 "load_state_dict of the model in the middle of a run cannot be combined with this strategy",
-                where=f"step {self._run.clock}",
+                where=f"step {self._run.global_step}",
                 why="gradients of other weights are on their way to the servers",
                 remedy="call it before the first step, or take strategy='mirrored'",
             )
@@ -136,7 +136,7 @@ class StateLoads:
             if tensor is not None and tensor_digest(tensor.detach().to(parameter)).item() not in self._run.returned:
                 raise UsageError(
                     "load_state_dict of weights that run.state() has not returned, while logical workers differ",
-                    where=f"step {self._run.clock}, {name}",
+                    where=f"step {self._run.global_step}, {name}",
                     why="the model here holds one of the workers, and weights that a script computes from it, such as"
                     " an average over steps, would replace those of all",
                     remedy="take as many workers as data ranks and write with copy_; or load what run.state() returns;"
@@ -149,7 +149,7 @@ class StateLoads:
         Slices are what the script has made of the parameters that it holds, such as their moving average.
         """
         whole = dict(given)
-        if self._run.context.grid.tensor == 1:
+        if self._run.context.mesh.tensor == 1:
             return whole
         specs = self._run.replica.specs
         slices = {

@@ -70,7 +70,7 @@ class StepLifecycle:
         self.values: LossWatch = self._carried
         self._trials, self.loaders = WorkerTrials(run, self._kept), LoaderWatch(run)
         run.replica.around_stage = self._around_stage
-        self.context = StepContext(run.taken, run.feed.contract.batch)
+        self.context = StepContext(run.local_step, run.feed.contract.batch)
         self.drawn: RankBatch | None = None
         self.rate = 1.0
         self.in_update = self.stop_asked = self._warm = False
@@ -84,7 +84,7 @@ class StepLifecycle:
         Args:
             phase: a value of ``Phase``, such as ``Phase.COMPUTE``.
         """
-        heartbeat.training.enter(phase if self._warm else Phase.START, self._run.clock + 1)
+        heartbeat.training.enter(phase if self._warm else Phase.START, self._run.global_step + 1)
 
     # --- before the forwards ---------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class StepLifecycle:
         normalisation = run.gradient_sync.loss_normalisation
         batch = self._collated(batch)
         work = run.feed.micro_batches(
-            batch, self.context.taken, self.context.samples, normalisation, self.context.loss_scale, noise
+            batch, self.context.local_step, self.context.samples, normalisation, self.context.loss_scale, noise
         )
         micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         single = self._are_single(micro_batches)
@@ -147,13 +147,13 @@ class StepLifecycle:
                 "a batch that does not come from the run cannot grow",
                 remedy="loop over run.epoch(), or leave batch_growth out",
             )
-        run.conversions.check(run.clock + 1)
+        run.conversions.check(run.global_step + 1)
         for guard in run.state_guards:
             guard.check()
         edits = run.replica.edits
         edited = [] if edits is None else edits.take()
         return StepContext(
-            run.taken,
+            run.local_step,
             run.feed.contract.batch if drawn is None else drawn.samples,
             run.lr_schedule(run.progress) * self.rate if run.lr_schedule is not None else None,
             self.stop_asked,
@@ -228,7 +228,7 @@ class StepLifecycle:
                 why="batch_norm='sync' and sharded weights need every device to take part",
                 remedy="bring at least one sample on every rank",
             )
-        return self._run.feed.dummy_micro_batch(self.drawn.dummy, self.context.taken, worker)
+        return self._run.feed.dummy_micro_batch(self.drawn.dummy, self.context.local_step, worker)
 
     def padded(self, work: WorkerBatches) -> WorkerBatches:
         """Return ``work`` padded with leading dummy micro-batches to equally many on every rank.
@@ -260,7 +260,7 @@ class StepLifecycle:
         micro_batches_here = micro_batches_here or [self.dummy_micro_batch(worker)]
         missing = most - max(present, 1)
         dummies = [
-            run.feed.dummy_micro_batch(micro_batches_here[0].batch, self.context.taken, worker, last=False)
+            run.feed.dummy_micro_batch(micro_batches_here[0].batch, self.context.local_step, worker, last=False)
             for _ in range(missing)
         ]
         return [*work[:index], (worker, [*dummies, *micro_batches_here]), *work[index + 1 :]]
@@ -352,7 +352,7 @@ class StepLifecycle:
         Args:
             error: the exception, whose class the UsageError names.
         """
-        self._left = self.context.taken + 1, type(error).__name__
+        self._left = self.context.local_step + 1, type(error).__name__
 
     def check_left(self) -> None:
         """Raise UsageError if an exception has ended an earlier step that cannot be skipped. Not collective.
@@ -371,22 +371,25 @@ class StepLifecycle:
                 " run, and resume it; or take one device with strategy='single'",
             )
 
-    def count_batch(self, stats: StepStats | None, clock: int | None) -> None:
+    def count_batch(self, stats: StepStats | None, global_step: int | None) -> None:
         """Count a global batch as consumed: the run's steps, samples and position in the data. Not collective.
 
         In a run that continues without killed ranks, rank 0 then looks for such ranks (``LostRanks.look``).
 
         Args:
             stats: reduced results of the step; None for a global batch without an update.
-            clock: steps of all workers together (asynchronous servers that count these); None to count this rank's.
+            global_step: steps of all workers together (asynchronous servers that count these); None to count this
+                rank's.
         """
         run, drawn = self._run, self.drawn
         self._warm = True
         run.callbacks.step_taken()
-        run.taken += 1
-        run.clock = run.taken if clock is None else max(run.clock, clock)
+        run.local_step += 1
+        run.global_step = run.local_step if global_step is None else max(run.global_step, global_step)
         if drawn is not None:
-            run.samples = run.samples + drawn.samples if clock is None else run.feed.epochs.consumed(run.clock)
+            run.samples = (
+                run.samples + drawn.samples if global_step is None else run.feed.epochs.consumed(run.global_step)
+            )
             run.at = drawn.after
         elif stats is not None:
             run.samples += round(stats.count)
@@ -422,7 +425,7 @@ class StepLifecycle:
         if self._nonfinite >= self._max_nonfinite:
             raise NonFiniteError(
                 f"{counted(self._nonfinite, 'step')} in a row had a NaN or infinite gradient",
-                where=f"step {run.clock}, {', '.join(updated.nonfinite[:3])}",
+                where=f"step {run.global_step}, {', '.join(updated.nonfinite[:3])}",
                 why="the loss diverged, or a batch holds values that are not finite",
                 remedy="lower the learning rate, warm up, clip the gradient (clip=1), or check the data"
                 + ", or take precision='bf16', whose range is wider" * (run.loss_scale is not None),

@@ -43,11 +43,11 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
     Raises:
         DiskError: the files cannot be written.
     """
-    comm, taken = run.context.comms.world, run.taken
+    comm, taken = run.context.comms.world, run.local_step
     profiler = make_profiler(comm.device)
     with phases(run), profiler:
         yield
-    write_profile(profiler, comm, folder, run.taken - taken)
+    write_profile(profiler, comm, folder, run.local_step - taken)
 
 
 @contextmanager
@@ -66,10 +66,10 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
         DiskError: rank 0 cannot write; raised there alone.
         MismatchError: ranks have taken different numbers of steps.
     """
-    recorder = TraceRecorder(run.context.comms.world, run.taken)
+    recorder = TraceRecorder(run.context.comms.world, run.local_step)
     with phases(run, recorder.during), recorder.waits():
         yield
-    recorder.write(folder, run.taken)
+    recorder.write(folder, run.local_step)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ class Window:
         steps: int,
     ) -> None:
         self._run, self._watch, self._folder, self._table = run, watch, folder, table
-        self._begin, self._end = run.taken + first - 1, run.taken + first - 1 + steps
+        self._begin, self._end = run.local_step + first - 1, run.local_step + first - 1 + steps
         self._open = ExitStack()
         self._begun = False
 
@@ -152,10 +152,10 @@ class Window:
             DiskError: the files cannot be written at the end; of a trace, on rank 0 alone.
             MismatchError: a trace begins, and ranks have taken different numbers of steps.
         """
-        if self._run.taken == self._begin:
+        if self._run.local_step == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))
             self._begun = True
-        elif self._run.taken == self._end:
+        elif self._run.local_step == self._end:
             self._open.close()
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ def planned_windows(
         if asked is None or directory is None:
             continue
         first, steps = asked
-        left = math.inf if total is None else total - run.clock
+        left = math.inf if total is None else total - run.global_step
         if first + steps - 1 <= left:
             found.append(Window(run, watch, Path(directory) / name, table, first, steps))
             continue

@@ -49,7 +49,7 @@ def passed(length: Length, run: Run) -> int:
         run: the run; steps, samples and epochs before a resume count, too.
     """
     if isinstance(length, int):
-        return run.clock // length
+        return run.global_step // length
     return int((run.at.epoch if length.unit == "ep" else run.samples) // length.value)
 
 

@@ -64,7 +64,7 @@ class VoidBody:
             if now.numel() and float((now - before).abs().max()) > _ROUNDING * max(float(before.abs().max()), 1.0):
                 raise UsageError(
                     f"the loop's body writes the parameter {name} in a step in which this rank's worker has no samples",
-                    where=f"step {self._run.clock}",
+                    where=f"step {self._run.global_step}",
                     why="the worker takes no part in the step, and its body runs on samples of another worker",
                     remedy="give tutti.prepare drop_last=True or another batch_size, so that every worker has samples"
                     " in every step; or write parameters after run.microbatches() has ended",

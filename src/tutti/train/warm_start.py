@@ -118,8 +118,10 @@ def load_warm_start(
         UsageError: the run has stepped, ``path`` holds no weights, or ``init_map`` names tensors that do not exist.
         CheckpointError: the weights are damaged or of another model; the error names the tensors that differ.
     """
-    if run.clock:
-        raise UsageError("a run that has already made steps cannot load initial weights", where=f"step {run.clock}")
+    if run.global_step:
+        raise UsageError(
+            "a run that has already made steps cannot load initial weights", where=f"step {run.global_step}"
+        )
     if begun is None:
         own = catalogue(run.replica, run.context.comms.model)
         begun = find_warm_start(run.context.comms.world, Path(path), own, init_map)
@@ -155,7 +157,7 @@ def _renamed(weights: Weights, init_map: InitMap) -> Weights:
 def _initial(run: Run, names: list[str]) -> dict[str, Tensor]:
     """Return whole tensors of the model as the run was built, on the CPU. Collective."""
     whole = (
-        gathered_model(run.replica, run.context.comms, run.gradient_sync.merged(), run.context.grid.at("shard") == 0)
+        gathered_model(run.replica, run.context.comms, run.gradient_sync.merged(), run.context.mesh.at("shard") == 0)
         if names
         else {}
     )

@@ -10,8 +10,8 @@ from tutti.config.averaging import Averaging
 from tutti.config.module_config import Checkpointing, CompileChoice
 
 if TYPE_CHECKING:
-    from tutti.comm.grid import Grid
     from tutti.comm.mesh_communicators import Communicators
+    from tutti.comm.rank_mesh import RankMesh
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class RunContext:
     """Facts of a run that its strategy (``ModelLayout`` and ``GradientSync``) needs.
 
     Attributes:
-        grid: the device mesh and this rank's coordinates in it.
+        mesh: the device mesh and this rank's coordinates in it.
         comms: communicators along the axes of the mesh.
         workers: number N of logical workers, the fixed shares of the global batch.
         mine: indices of the contiguous logical workers whose micro-batches this data rank computes.
@@ -41,7 +41,7 @@ class RunContext:
         rows: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device itself.
     """
 
-    grid: Grid
+    mesh: RankMesh
     comms: Communicators
     workers: int
     mine: range

@@ -12,7 +12,7 @@ class StepContext:
     """Facts of one training step that are the same for all logical workers, the N fixed shares of the global batch.
 
     Attributes:
-        taken: steps that this rank has taken before this one; ranks of asynchronous servers may differ in it.
+        local_step: steps that this rank has taken before this one; ranks of asynchronous servers may differ in it.
         samples: samples in this step's global batch; for a batch that the caller passed to ``run.step``, as many as the
             configuration states.
         lr_factor: factor on every parameter group's initial learning rate; None leaves the rate to the user.
@@ -34,7 +34,7 @@ class StepContext:
         edited_in: place in the script of the last such write, as ``FILE:LINE``.
     """
 
-    taken: int
+    local_step: int
     samples: int
     lr_factor: float | None = None
     stop: bool = False

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tutti.comm.communicator import Communicator
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.device import is_accelerator, synchronize
 from tutti.launcher.context import World
 from tutti.workload.bench_device import ROUNDS, bench_operators, bench_optimizer
@@ -46,7 +46,7 @@ def bench_links(world: World, found: Findings) -> None:
     Raises:
         PeerError: a rank is lost, or does not take part within the timeout.
     """
-    comms = Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank))
+    comms = Communicators(world, RankMesh(replica=world.identity.size, rank=world.identity.rank))
     line = comms.p2p_channels({"there": 1, "back": -1}, "replica")
     for sender in range(line.size - 1):
         points = [_message(line, sender, size, world.device) for size in _SIZES]
@@ -72,7 +72,7 @@ def bench_collectives(
         PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
-    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    group = Communicators(world, RankMesh(replica=ranks, rank=world.identity.rank)).world
     makers: dict[str, Callable[[int], Callable[[], object]]] = {
         "all_reduce": partial(_all_reduce, group),
         "all_gather": partial(_all_gather, group),
@@ -103,7 +103,7 @@ def bench_shared(world: World, found: Findings) -> None:
         PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
-    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    group = Communicators(world, RankMesh(replica=ranks, rank=world.identity.rank)).world
 
     def begin() -> None:
         group.all_gather(torch.zeros(1), "before computing together")
@@ -135,7 +135,7 @@ def bench_overlap(world: World, found: Findings) -> None:
         PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
-    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    group = Communicators(world, RankMesh(replica=ranks, rank=world.identity.rank)).world
     flat = torch.zeros(_OVERLAPPED // 4, device=world.device)
     left = torch.randn(256, 256, device=world.device)
 
@@ -180,7 +180,7 @@ def bench_jitter(world: World, found: Findings) -> None:
         PeerError: a rank is lost, or does not take part within the timeout.
     """
     ranks = world.identity.size
-    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    group = Communicators(world, RankMesh(replica=ranks, rank=world.identity.rank)).world
     left = torch.randn(256, 256, device=world.device)
     seconds = []
     for _ in range(_STEPS):

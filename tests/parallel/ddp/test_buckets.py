@@ -67,7 +67,7 @@ def test_a_missing_gradient_travels_as_zeros_and_comes_back_as_none() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_rides_behind_the_gradients(dtype: torch.dtype) -> None:
-    tail, step_context = Tail(3, layout_key=12345), StepContext(taken=1000, samples=64, stop=False)
+    tail, step_context = Tail(3, layout_key=12345), StepContext(local_step=1000, samples=64, stop=False)
     numbers = torch.zeros(tail.size, dtype=dtype)
     rows = [
         (torch.tensor([8.0, 4.0, 3.0]), [True, False, False], False),

@@ -13,8 +13,8 @@ import tutti
 from tests import worlds
 from tests.parallel.models import trained
 from tutti.comm.collective_schedules import Algorithm, Schedule, schedule_of
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
 from tutti.config.strategy_choice import parse_strategy
 from tutti.errors import UsageError
@@ -38,7 +38,7 @@ def communicators(nodes: list[list[int]]) -> Communicators:
     world = context.current()
     own = next(index for index, ranks in enumerate(nodes) if world.identity.rank in ranks)
     there = dataclasses.replace(world, identity=dataclasses.replace(world.identity, cross_rank=own))
-    return Communicators(there, Grid(replica=tutti.size(), rank=tutti.rank()))
+    return Communicators(there, RankMesh(replica=tutti.size(), rank=tutti.rank()))
 
 
 def summed(algorithm: Algorithm, nodes: list[list[int]]) -> Any:

@@ -209,7 +209,7 @@ def resumed(optimizer: str, strategy: str, folder: str, stop: int | None) -> Any
     for epoch in run.epochs(2):
         for batch in run.epoch(epoch):
             run.step(batch)
-            if run.clock == stop:
+            if run.global_step == stop:
                 run.save(folder)
     return run.weights_sha256()
 

@@ -63,7 +63,7 @@ def train(
                     for inputs, targets in run.microbatches(epoch):
                         made.zero_grad()
                         value = nn.functional.cross_entropy(model(inputs), targets)
-                        value = value * float("nan") if bad and run.taken == BAD else value
+                        value = value * float("nan") if bad and run.local_step == BAD else value
                         run.backward(value)
                         made.step()
                         found.append(run.stats.loss)
@@ -72,7 +72,7 @@ def train(
                 found = []
                 for epoch in range(2):
                     for inputs, targets in run.epoch(epoch):
-                        if bad and run.taken == BAD:
+                        if bad and run.local_step == BAD:
                             inputs = inputs * float("nan")
                         found.append(run.step((inputs, targets)))
                         calls.append(run.updates)

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 import tutti
 import tutti.errors
 from tests import worlds
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import even_share
+from tutti.comm.rank_mesh import RankMesh
 from tutti.launcher import context
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.types.run_context import RunContext
 
 
 def setting(workers: int) -> RunContext:
-    grid = Grid(replica=tutti.size(), rank=tutti.rank())
-    mine = even_share(workers, grid.data_ranks, grid.data_rank)
-    return RunContext(grid, Communicators(context.current(), grid), workers, mine)
+    mesh = RankMesh(replica=tutti.size(), rank=tutti.rank())
+    mine = even_share(workers, mesh.data_ranks, mesh.data_rank)
+    return RunContext(mesh, Communicators(context.current(), mesh), workers, mine)
 
 
 def model() -> nn.Module:

@@ -194,7 +194,7 @@ def skipping(strategy: str) -> tuple[list[bool], tuple[str, ...], dict[str, Any]
     )
     skipped, names = [], ()
     for number, batch in enumerate(run.epoch(0)):
-        if number == 1 and run.context.grid.data_rank == 0:
+        if number == 1 and run.context.mesh.data_rank == 0:
             batch[0][0, 0] = torch.inf
         run.step(batch)
         skipped.append(run.updated.skipped)
@@ -215,7 +215,7 @@ def given_batches(strategy: str) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     inputs = torch.arange(48, dtype=torch.float64).view(12, 4).sin()
     run = tutti.prepare(model, "sgd:lr=0.1", (inputs, inputs), mean, strategy=strategy, workers=3, micro_batch=2)
-    ranks, rank = run.context.grid.data_ranks, run.context.grid.data_rank
+    ranks, rank = run.context.mesh.data_ranks, run.context.mesh.data_rank
     bounds = [0, 7, 8, 12] if ranks == 3 else [0, 12]
     part = inputs[bounds[rank] : bounds[rank + 1]]
     for _ in range(3):

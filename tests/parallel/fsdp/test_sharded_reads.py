@@ -424,7 +424,7 @@ def listed_before(strategy: str) -> str:
     try:
         return f"{run.step(next(iter(run.epoch(0)))):.6f}"
     except tutti.errors.UsageError as error:
-        return str(error) if run.clock == 0 else "after the update"
+        return str(error) if run.global_step == 0 else "after the update"
 
 
 @pytest.mark.parametrize("strategy", ["sharded:stage=1", "sharded:stage=2", "sharded"])
@@ -594,7 +594,7 @@ def tied_in_the_body(strategy: str) -> tuple[str, int]:
     run = tutti.prepare(model, optimizer, torch.randn(24, 4), strategy=strategy, batch_size=6, precision="fp64")
     with pytest.raises(UsageError) as refused:
         for x in run.microbatches(0):
-            if run.clock == 2:
+            if run.global_step == 2:
                 model[2].weight = model[0].weight
             optimizer.zero_grad()
             run.backward(model(x).square().mean())

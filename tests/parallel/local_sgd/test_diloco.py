@@ -72,7 +72,7 @@ def parted(strategy: str, until: int) -> list[bool]:
     """After each step, whether all workers here have the same parameters."""
     run = tutti.prepare(model(), "sgd:lr=0.1", samples(), loss, strategy=strategy, workers=4, batch_size=25)
     same = []
-    while run.clock < until:
+    while run.global_step < until:
         for batch in run.epoch(run.at.epoch):
             run.step(batch)
             copies = list(run.gradient_sync._copies.values())

@@ -224,7 +224,7 @@ def trained(strategy: str, body: str, **options: Any) -> Any:
         return run.updates, str(error)
     own = {name: p.detach().clone().numpy() for name, p in script.net.named_parameters()}
     buffers = {name: b.clone().numpy() for name, b in script.net.named_buffers()}
-    return own, buffers, {name: t.numpy() for name, t in run.state().items()}, run.clock
+    return own, buffers, {name: t.numpy() for name, t in run.state().items()}, run.global_step
 
 
 def farthest(got: dict[str, Any], want: dict[str, Tensor]) -> float:
@@ -251,10 +251,10 @@ def shrunk(strategy: str) -> Any:
             with torch.no_grad():
                 script.net[3].weight.mul_(0.99)
     except UsageError as error:
-        return run.clock, str(error)
+        return run.global_step, str(error)
     except PeerError:
-        return run.clock, ""
-    return run.clock, "it ended"
+        return run.global_step, ""
+    return run.global_step, "it ended"
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -302,14 +302,14 @@ def stopped(strategy: str, folder: str | None, how: str) -> Any:
         for batch in run.microbatches(epoch):
             two_optimizers(script, run.backward, batch)
             seen.append((run.stats.loss, run.updated.together))
-            if folder is not None and run.clock in (4, 5, 6):
-                run.save(Path(folder) / how, {"clock": run.clock})
-                if how == "late" and run.clock == 6:
+            if folder is not None and run.global_step in (4, 5, 6):
+                run.save(Path(folder) / how, {"clock": run.global_step})
+                if how == "late" and run.global_step == 6:
                     try:
                         script.optimizers[0].step()
                     except UsageError as error:
                         return str(error)
-                if how == f"resumed at {run.clock}":
+                if how == f"resumed at {run.global_step}":
                     script, run = prepared()
                     assert run.restore(Path(folder) / how) == {"clock": int(how[-1])}
                     for later in run.microbatches(1):
@@ -359,7 +359,7 @@ def stepped(strategy: str, loop: bool, optimizer: str, stop: int | None = None, 
                 if run.stepped:
                     assert run.stats is not None
                     losses.append(run.stats.loss)
-            if run.clock == stop:
+            if run.global_step == stop:
                 break
     state = {name: t.clone().numpy() for name, t in run.state().items()}
     return losses, state, {name: t.clone().numpy() for name, t in run.state(averaged=True).items()}, run.updates

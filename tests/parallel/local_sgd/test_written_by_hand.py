@@ -191,8 +191,8 @@ def loaded(strategy: str, workers: int, how: str) -> Any:
                     average[name].lerp_(tensor, 0.3)
             net.load_state_dict({"own": lambda: average, "run's": run.state, "ema": lambda: run.state(True)}[how]())
     except UsageError as error:
-        return run.clock, str(error)
-    return run.clock, ""
+        return run.global_step, str(error)
+    return run.global_step, ""
 
 
 @pytest.mark.parametrize("kind", ["local_sgd", "diloco"])

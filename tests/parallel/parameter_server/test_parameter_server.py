@@ -34,10 +34,10 @@ def prepare(strategy: str, optimizer: Any = "sgd:lr=0.05", workers: int = 4, **o
 def go_on(run: tutti.Run, steps: int) -> list[float]:
     """Train until so many steps are done; the losses."""
     losses: list[float] = []
-    while run.clock < steps:
+    while run.global_step < steps:
         for batch in run.epoch(*run.at):
             losses.append(run.step(batch))
-            if run.clock == steps:
+            if run.global_step == steps:
                 break
     return losses
 
@@ -86,20 +86,22 @@ def counted(total: int, every: int) -> dict[str, Any]:
     """A loop that ends when all workers together have made so many steps, and evaluates in between; rank 1 is slow."""
     run = prepare("parameter_server:mode=async,steps=all,servers=2", workers=5)
     values, epoch = [], 0
-    while run.clock < total:
+    while run.global_step < total:
         for batch in run.epoch(epoch):
-            before = run.clock
+            before = run.global_step
             if tutti.rank() == 1:
                 time.sleep(0.04)
             run.step(batch)
-            if run.clock // every > before // every:
-                values.append((run.clock, run.samples, run.position()["epoch"], run.evaluate(run.feed.source).loss))
-            if run.clock >= total:
+            if run.global_step // every > before // every:
+                values.append(
+                    (run.global_step, run.samples, run.position()["epoch"], run.evaluate(run.feed.source).loss)
+                )
+            if run.global_step >= total:
                 break
         epoch += 1
     return {
         "values": values,
-        "taken": run.taken,
+        "taken": run.local_step,
         "digest": run.weights_sha256(),
         "mine": list(run.feed.workers),
         "steps": [server["steps"] for server in run.gradient_sync.facts().get("servers", ())],
@@ -346,7 +348,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(mode: str) -> None:
 def saved_and_on(strategy: str, folder: str, until: int) -> tuple[int, str, float]:
     run = prepare(strategy, OPTIMIZERS["adam"], seed=0)
     saver(run, folder, []).restore()
-    resumed = run.clock
+    resumed = run.global_step
     go_on(run, until)
     keeper = saver(run, folder, [])
     keeper.save({})
@@ -398,14 +400,14 @@ def stopping(strategy: str, asking: int) -> int:
     run = prepare(strategy)
     while True:
         for batch in run.epoch(*run.at):
-            if run.clock == 5 and tutti.rank() == asking:
+            if run.global_step == 5 and tutti.rank() == asking:
                 run.ask_to_stop()
             run.step(batch)
             assert run.stats is not None
             if run.stats.stop:
-                return run.clock
+                return run.global_step
             # Asynchronous ranks run free: on a busy machine one is many steps ahead of the rank that asks.
-            assert run.clock < 10_000
+            assert run.global_step < 10_000
 
 
 @pytest.mark.parametrize("mode", ["mode=async", "mode=bounded,staleness=1,servers=2"])

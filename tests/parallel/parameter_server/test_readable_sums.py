@@ -105,7 +105,7 @@ def trained(name: str, strategy: str, **options: Any) -> Any:
             for [inputs] in run.microbatches(epoch):
                 optimizer.zero_grad()
                 run.backward(loss_of(model, inputs))
-                EDITS[name](model, optimizer, run.clock)
+                EDITS[name](model, optimizer, run.global_step)
                 optimizer.step()
         link = getattr(run.gradient_sync, "_link", None)
         traffic = {} if link is None else dict(link.client.traffic)
@@ -150,7 +150,7 @@ def read_late() -> list[float]:
         run.backward(loss_of(model, inputs))
         if tutti.rank() == 0:
             time.sleep(0.2)
-            plain, start = copy.deepcopy(model), 8 * run.clock
+            plain, start = copy.deepcopy(model), 8 * run.global_step
             wants = torch.autograd.grad(loss_of(plain, DATA.tensors[0][start : start + 8]), list(plain.parameters()))
             pairs = zip(model.parameters(), wants, strict=True)
             found.append(max(float((p.grad - want).abs().max()) for p, want in pairs if p.grad is not None))
@@ -196,7 +196,7 @@ def server_killed() -> str:
             clipped(model, optimizer, 0)
             optimizer.step()
     except tutti.errors.TuttiError as error:
-        return f"{type(error).__name__}, {run.taken} updates"
+        return f"{type(error).__name__}, {run.local_step} updates"
     return "not refused"
 
 
@@ -239,7 +239,7 @@ def saved_and_resumed(directory: str) -> dict[str, Any]:
         for epoch in run.epochs(epochs):
             for [inputs] in run.microbatches(epoch):
                 run.backward(loss_of(model, inputs) / 2)
-                if run.clock % 2:
+                if run.global_step % 2:
                     clipped(model, optimizer, 0)
                     optimizer.step()
                     optimizer.zero_grad()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests import worlds
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.launcher import context
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 
@@ -16,7 +16,7 @@ from tutti.parallel.pipeline.tied_gradients import SharedGradients
 def summed(exact: bool) -> list[list[float] | None]:
     """Gradients after a step of two micro-batches: of a parameter without any, and of one used by the last stage."""
     world = context.current()
-    comm = Communicators(world, Grid(stage=world.identity.size, rank=world.identity.rank)).axis("stage")
+    comm = Communicators(world, RankMesh(stage=world.identity.size, rank=world.identity.rank)).axis("stage")
     unused, used = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     shared = SharedGradients([(comm, [unused, used])], exact)
     shared.begin()

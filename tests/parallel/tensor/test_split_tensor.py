@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from tests import worlds
 from tutti.comm.differentiable import TensorRanks
-from tutti.comm.grid import Grid
 from tutti.comm.mesh_communicators import Communicators
+from tutti.comm.rank_mesh import RankMesh
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.parallel.tensor.split_tensor import SplitTensor
@@ -57,8 +57,8 @@ def _weights() -> Tensor:
 
 def ranks() -> TensorRanks:
     world = context.current()
-    grid = Grid(tensor=world.identity.size, rank=world.identity.rank)
-    return TensorRanks(Communicators(world, grid).axis("tensor"))
+    mesh = RankMesh(tensor=world.identity.size, rank=world.identity.rank)
+    return TensorRanks(Communicators(world, mesh).axis("tensor"))
 
 
 def share(whole: Tensor, dim: int, line: TensorRanks) -> tuple[Tensor, SplitTensor, LayerSlice]:

@@ -172,7 +172,7 @@ def save(strategy: str, folder: str, shape: str, optimizer: str) -> None:
 def resume(strategy: str, folder: str, shape: str, optimizer: str) -> Any:
     run = prepare(shape, strategy, optimizer, workers=2)
     run.restore(folder)
-    assert run.clock == 2
+    assert run.global_step == 2
     train(run, 2)
     return outcome(run)
 

@@ -164,9 +164,9 @@ class CentralStorageSync(AllReduceSync):
         if self._run_context.comms.replica.size > 1:
             # In shared memory other ranks may have written until the exchange.
             found = self._guard.written(self._guarded) if written is None else written
-            self._guard.refuse_written(found, self._guarded, f"step {step_context.taken + 1}")
+            self._guard.refuse_written(found, self._guarded, f"step {step_context.local_step + 1}")
         if self.shares_parameters:
-            self._check_homes(step_context.taken + 1)
+            self._check_homes(step_context.local_step + 1)
         return stats
 
     def _check_homes(self, step: int) -> None:
@@ -227,11 +227,11 @@ class CentralStorageSync(AllReduceSync):
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         if self._has_custom_loop and self._run_context.comms.replica.size > 1:
-            self._guard.check_update(self._guarded, f"step {step_context.taken + 1}")
+            self._guard.check_update(self._guarded, f"step {step_context.local_step + 1}")
         updated = super().optimizer_step(stats, step_context)
         if self._host is None:
             self._guard.note(self._guarded)
-        self._segment.barrier(f"update of the parameters in step {step_context.taken + 1}")
+        self._segment.barrier(f"update of the parameters in step {step_context.local_step + 1}")
         self._fetch()
         return updated
 

@@ -125,8 +125,8 @@ class AllReduceSync(UnshardedGradients):
         self._norm_parts: list[int] | None = None
         # Parameters of the optimizer that steps, within ``stepping``.
         self._acting_on: Sequence[nn.Parameter] | None = None
-        grid = run_context.grid
-        self.gradient_at: GradientPlace = "stages" if grid.stage > 1 else "slices" if grid.tensor > 1 else "rank"
+        mesh = run_context.mesh
+        self.gradient_at: GradientPlace = "stages" if mesh.stage > 1 else "slices" if mesh.tensor > 1 else "rank"
         self._concealed = ConcealedGradients(run_context, self.gradient_at)
         self._has_custom_loop = False
         # Whether the last backward of this step may have begun to send gradients.
@@ -217,7 +217,7 @@ class AllReduceSync(UnshardedGradients):
             PeerError: the previous rank of a shared worker is lost, or does not send the buffers within the timeout.
         """
         self._step_context, self._worker = step_context, worker
-        self._buffers.enter(worker, step_context.taken)
+        self._buffers.enter(worker, step_context.local_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Add a logical worker's loss sums to those of this rank, after the worker's last micro-batch.
@@ -815,13 +815,13 @@ class AllReduceSync(UnshardedGradients):
             UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure.
         """
         self._mixing = agreed_mixing(optimizer, self._run_context)
-        refuse_parts(optimizer, self._mixing, self._run_context.grid.stage, "stages of the model")
+        refuse_parts(optimizer, self._mixing, self._run_context.mesh.stage, "stages of the model")
         return self._gatherer(optimizer)
 
     def _gatherer(self, optimizer: Optimizer | None) -> WholeTensors | None:
         """Return the gatherer of whole tensors by the trial of ``_complete``. Collective over the tensor ranks."""
         comms = self._run_context.comms
-        if optimizer is None or self._run_context.grid.tensor == 1:
+        if optimizer is None or self._run_context.mesh.tensor == 1:
             return None
         mixing, specs = self._mixing, self._replica.specs
         slices: dict[Tensor, ShardSpec] = {p: specs[name] for name, p in self._named}
@@ -878,13 +878,13 @@ class AllReduceSync(UnshardedGradients):
         ranks has one order; gradients of whole tensors come from each tensor rank's own backward, which is
         deterministic on CPUs.
         """
-        grid, comms = self._run_context.grid, self._run_context.comms
+        mesh, comms = self._run_context.mesh, self._run_context.comms
         if self.by_worker:
             return
         if comms.replica.size > 2:
             for comm, copied in self._replica.stage_copies:
                 share_gradients(copied, comm)
-        if grid.tensor > 1 and (comms.replica.size > 1 or is_accelerator(comms.world.device)):
+        if mesh.tensor > 1 and (comms.replica.size > 1 or is_accelerator(comms.world.device)):
             specs = self._replica.specs
             whole = [p for name, p in self._named if tuple(p.shape) == tuple(specs[name].shape)]
             share_gradients(whole, comms.axis("tensor"))

@@ -277,7 +277,7 @@ class OverlappedReducer:
             self._tail.fill(bucket.tail, self._step_context, self._loss_sums, self._used)
         if wire is not None:
             wire.copy_(bucket.flat)
-        text = f"all_reduce of gradient bucket {index} in step {self._step_context.taken + 1}"
+        text = f"all_reduce of gradient bucket {index} in step {self._step_context.local_step + 1}"
         start = self._all_reduce or self._comm.start_all_reduce
         self._under_way.append(start(bucket.flat if wire is None else wire, text))
 

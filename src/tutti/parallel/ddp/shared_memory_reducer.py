@@ -173,7 +173,7 @@ class SharedReducer:
         for bucket, flags in zip(self._buckets, packed, strict=True):
             used += self._pack(bucket) if flags is None else flags
         self._write_header(step_context, loss_sums, used)
-        self._segment.barrier(f"sum of gradients in step {step_context.taken + 1}")
+        self._segment.barrier(f"sum of gradients in step {step_context.local_step + 1}")
         digest = self._digests[self._comm.rank][_DIGEST]
         if any(other[_DIGEST] != digest for other in self._digests):
             refuse_mismatch(self._comm, step_context)
@@ -182,7 +182,7 @@ class SharedReducer:
             numbers += header[_TOTALS:]
         sums = read_sums(numbers[: _FLAGS - _TOTALS + len(self._order)].tolist())
         self._add()
-        self._segment.barrier(f"sum of gradients in step {step_context.taken + 1}, second half")
+        self._segment.barrier(f"sum of gradients in step {step_context.local_step + 1}, second half")
         self._square = float(sum(header[_SQUARE] for header in self._headers))
         for bucket, place in self._summed:
             bucket.expose(sums.used[place])
@@ -202,7 +202,7 @@ class SharedReducer:
 
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         now = step_context
-        steps = (now.taken, now.samples, now.call, *now.place)
+        steps = (now.local_step, now.samples, now.call, *now.place)
         facts = (*steps, name_key(now.settings), now.written(), edits_key(now))
         # Of integers Python's hash is the same in every process.
         self._digests[self._comm.rank][_DIGEST] = hash((self._key, *facts))

@@ -225,7 +225,7 @@ class SparseReducer:
         sums = self._reducer.finish(step_context, loss_sums)
         if not self._by_worker:
             self._addends.put(0, self._take())
-        terms, text = self._addends.take(), f"sparse gradients in step {step_context.taken + 1}"
+        terms, text = self._addends.take(), f"sparse gradients in step {step_context.local_step + 1}"
         plan = self._plan(terms, text)
         totals = self._gather(terms, plan, f"rows of {text}") | self._reduce(terms, plan, f"sum of {text}")
         own: list[float] = []

@@ -38,13 +38,13 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
         [a, a², b, b²], integers with a and b below 251. a is a hash of step number, ``call`` and ``written``; b is a
         hash of ``key``, batch size and all other facts.
     """
-    a, b = (step_context.taken + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
+    a, b = (step_context.local_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
     if key:
         # With the step, so that equal remainders of unequal settings are found in the next step.
         now = step_context
         # In both, because writes are compared in one step only.
         a = (a + now.written()) % 251
-        b = mix(b, name_key(now.settings), now.taken, *now.place, now.written()) % 251
+        b = mix(b, name_key(now.settings), now.local_step, *now.place, now.written()) % 251
     if edits := edits_key(step_context):
         a, b = (a + edits) % 251, mix(b, edits) % 251
     return [a, a * a, b, b * b]
@@ -111,7 +111,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
         UsageError: the script has written parameters, and their values now differ between ranks; or its edits of
             parameters that are split over ranks differ between these ranks.
     """
-    lines = [f"step {step_context.taken + 1}", f"a global batch of {step_context.samples} samples"]
+    lines = [f"step {step_context.local_step + 1}", f"a global batch of {step_context.samples} samples"]
     if step_context.place != (0, 0):
         epoch, batch = step_context.place
         lines.append(f"data of epoch {epoch + 1} up to batch {batch}" if batch else f"the last data of epoch {epoch}")
@@ -123,14 +123,14 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     )
     agree_on_settings(comm, step_context)
     edited_in = step_context.edited_in or script_line()
-    agree_on_edits(comm, step_context.edits, f"before step {step_context.taken + 1}, {edited_in}")
+    agree_on_edits(comm, step_context.edits, f"before step {step_context.local_step + 1}, {edited_in}")
     writes = comm.all_gather(torch.tensor([step_context.written()]), "the script's writes of parameters")
     if len({int(digest) for digest in writes}) > 1 and step_context.compare is not None:
         step_context.compare()
         return
     raise MismatchError(
         "the gradients' digest is wrong although all ranks are in the same step",
-        where=f"step {step_context.taken + 1}",
+        where=f"step {step_context.local_step + 1}",
         why="a model changed after tutti.prepare, or memory or the network is faulty",
         remedy="do not change parameters' shapes or trainability after tutti.prepare",
     )
@@ -186,9 +186,9 @@ def agree_on_settings(comm: Communicator, step_context: StepContext) -> None:
     """
     remedy = (
         "set learning rates, momenta and weight decays alike on every rank: from run.stats.loss, run.evaluate or"
-        " run.clock, which are the same everywhere, and not from a rank's own loss or random numbers"
+        " run.global_step, which are the same everywhere, and not from a rank's own loss or random numbers"
     )
-    comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.taken + 1}", remedy)
+    comm.agree([step_context.settings], f"the optimizer's settings in step {step_context.local_step + 1}", remedy)
 
 
 def layout_key(trainable: NamedParameters) -> int:

@@ -220,9 +220,9 @@ class ShardedSync:
         Raises:
             UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure.
         """
-        grid = self._run_context.grid
+        mesh = self._run_context.mesh
         mixing = agreed_mixing(optimizer, self._run_context)
-        refuse_parts(optimizer, mixing, grid.stage, "stages of the model")
+        refuse_parts(optimizer, mixing, mesh.stage, "stages of the model")
         if optimizer is None:
             return None
         # Frozen parameters, too: once the script thaws them, these objects are their rows.
@@ -233,11 +233,11 @@ class ShardedSync:
             optimizer.norms = norms = RowNormReducer(self._shards)
         if isinstance(optimizer, Muon) and self._shards.size > 1:
             optimizer.wholes = wholes = RowGatherer(self._shards, {p: local for p, (_, local) in held.items()})
-        if self._run_context.grid.tensor > 1:
+        if self._run_context.mesh.tensor > 1:
             found = {p: SliceRegions.of(slices[name], local) for p, (name, local) in held.items()}
             split: dict[Tensor, SliceRegions] = {p: part for p, part in found.items() if part is not None}
             support_split_tensors(optimizer, split, self._run_context.comms.axis("tensor"), norms, wholes)
-        if (mixing.rows or self._shards.size == 1) and ((mixing.rows and mixing.columns) or grid.tensor == 1):
+        if (mixing.rows or self._shards.size == 1) and ((mixing.rows and mixing.columns) or mesh.tensor == 1):
             cut_state(optimizer, {rows.parameter: rows.spec for rows in self._rows})
             return None
         refuse_closure(optimizer, mixing)
@@ -252,7 +252,7 @@ class ShardedSync:
         trained = [rows for rows in self._trained if rows.parameter in members]
         sizes = [math.prod(rows.spec.shape) for rows in trained]
         axes = [axis(self._shards, along_rows(trained, self._shards), together, sizes)]
-        if self._run_context.grid.tensor > 1:
+        if self._run_context.mesh.tensor > 1:
             line, mine = self._run_context.comms.axis("tensor"), [r for r in trained if axes[0].owns(r.parameter)]
             here = [(r.parameter, r.local, SliceRegions.of(slices[r.name], r.local)) for r in mine]
             axes.append(axis(line, along_slices(here, line, together), together))
@@ -260,8 +260,8 @@ class ShardedSync:
 
     def _cut_parameters(self, replica: ReplicaRunner, named: NamedParameters) -> list[ShardingEngine]:
         """Cut the parameters into rows, and return the engines that hold them: ZeRO stage 1, or FSDP2 and the rest."""
-        grid = self._run_context.grid
-        if grid.tensor == 1 and grid.stage == 1 and self._shards.size > 1:
+        mesh = self._run_context.mesh
+        if mesh.tensor == 1 and mesh.stage == 1 and self._shards.size > 1:
             # A replica of tensor slices has a context of its own.
             from tutti.parallel.fsdp.sharded_reads import ShardedReads
 
@@ -336,7 +336,7 @@ class ShardedSync:
 
         units, trial = self._config.units, self._run_context.forward_trial
         # Split layers would wait for the other tensor ranks, and compiling takes long.
-        if units != ("auto",) or trial is None or self._run_context.grid.tensor > 1 or self._run_context.compile:
+        if units != ("auto",) or trial is None or self._run_context.mesh.tensor > 1 or self._run_context.compile:
             return units
         suspects = suspected_routers(model, wrapped_modules(model))
         if not suspects:
@@ -396,10 +396,10 @@ class ShardedSync:
                 accelerators ``reduce_gradients`` raises this second error.
             PeerError: a rank of the all-gather, or the previous rank of a shared worker, is lost or late.
         """
-        if self._begun_step != step_context.taken:
-            self._begun_step = step_context.taken
+        if self._begun_step != step_context.local_step:
+            self._begun_step = step_context.local_step
             self._gather_written()
-        self._buffers.enter(worker, step_context.taken)
+        self._buffers.enter(worker, step_context.local_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Add the loss sums of a logical worker to this rank's sums of the step, after the worker's last backward.
@@ -451,7 +451,7 @@ class ShardedSync:
         self._buffers.finish()
         used = [flag for engine in self._engines for flag in engine.used()]
         for engine in self._engines:
-            engine.reduce_scatter_gradients(step_context.taken + 1)
+            engine.reduce_scatter_gradients(step_context.local_step + 1)
         for index, (rows, seen) in enumerate(self._pairs()):
             if not (seen.requires_grad and rows.parameter.requires_grad):
                 # Frozen by the script after it was sharded: FSDP2 still computes its gradient.
@@ -696,7 +696,7 @@ class ShardedSync:
         ``rows``: in rows over the shard ranks, in the ``.grad`` of the optimizer's parameters and not in that of the
         model's (ZeRO stage 1); ``shards``: in the model's DTensors (FSDP2).
         """
-        if self._run_context.grid.tensor > 1:
+        if self._run_context.mesh.tensor > 1:
             return "sliced_rows"
         if self._shards.size == 1:
             return "rank"
@@ -910,7 +910,9 @@ class ShardedSync:
         counted = [rows.parameter.grad for rows, seen in pairs if seen in own and rows.name not in lent]
         square = torch.tensor([sum(squares_of([g for g in counted if g is not None]))], dtype=torch.float64)
         there = square.to(self._shards.device)
-        self._shards.start_all_reduce(there, f"all_reduce of the gradient norm in step {step_context.taken + 1}").wait()
+        self._shards.start_all_reduce(
+            there, f"all_reduce of the gradient norm in step {step_context.local_step + 1}"
+        ).wait()
         whole, _ = norm_across_model(self._run_context.comms.model, float(there), False, step_context)
         return math.sqrt(whole)
 
@@ -1069,7 +1071,9 @@ class ShardedSync:
         for dtype in sorted({rows.parameter.dtype for rows in self._trained}, key=str):
             gradients = [g for g in self._gradients() if g.dtype == dtype]
             flat = torch.cat([g.reshape(-1) for g in gradients])
-            self._copies.start_all_reduce(flat, f"sum of gradients over copies in step {step_context.taken + 1}").wait()
+            self._copies.start_all_reduce(
+                flat, f"sum of gradients over copies in step {step_context.local_step + 1}"
+            ).wait()
             views = [v.view_as(g) for v, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)]
             foreach_copy_(gradients, views)
 
@@ -1084,7 +1088,7 @@ class ShardedSync:
         if self._copies.size > 2:
             for comm, copied in self._replica.stage_copies:
                 share_gradients(copied, comm)
-        if self._run_context.grid.tensor > 1 and (self._copies.size > 2 or is_accelerator(comms.world.device)):
+        if self._run_context.mesh.tensor > 1 and (self._copies.size > 2 or is_accelerator(comms.world.device)):
             whole = [rows.parameter for rows in self._trained if tuple(rows.local) == tuple(specs[rows.name].shape)]
             share_gradients(whole, comms.axis("tensor"))
 
@@ -1106,7 +1110,7 @@ class ShardedSync:
         message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
         self._tail.fill(message[:-1], step_context, loss_sums, used)
         message[-1] = square
-        comm.sum_in_place(message, f"all_reduce of totals in step {step_context.taken + 1}")
+        comm.sum_in_place(message, f"all_reduce of totals in step {step_context.local_step + 1}")
         numbers = message.tolist()
         if not self._tail.same(numbers, step_context, comm.size):
             refuse_mismatch(comm, step_context)
@@ -1149,7 +1153,7 @@ def _refuse_rows_written(step_context: StepContext) -> NoReturn:
     raise UsageError(
         "the script writes the rows of a parameter in an optimizer's groups between the beginning of a step and its"
         " backward",
-        where=f"step {step_context.taken + 1}, {script_line()}",
+        where=f"step {step_context.local_step + 1}, {script_line()}",
         why="since tutti.prepare the groups hold the rows of this rank, and the forwards of this step have the values"
         " from before",
         remedy="take model.parameters() in place of group['params'], write after optimizer.step(), or take"

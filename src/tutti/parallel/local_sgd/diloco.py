@@ -122,7 +122,7 @@ class DiLoCoSync(LocalSGDSync):
 
     def _follow_synchronous(self, step_context: StepContext) -> None:
         """Set the outer parameters to the model's after the last of the synchronous steps."""
-        if step_context.taken + 1 == self._joint_steps:
+        if step_context.local_step + 1 == self._joint_steps:
             foreach_copy_(self._outer, next(iter(self._copies.values())))
 
     def replicated(self) -> Mapping[str, Tensor] | None:

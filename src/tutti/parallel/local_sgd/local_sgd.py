@@ -166,11 +166,11 @@ class LocalSGDSync(LocalGradients):
         """
         self._step_context = step_context
         if worker == self._run_context.mine[0]:
-            self._check_frozen(f"step {step_context.taken + 1}", self._frozen_guard.written_cheaply)
-            self._check_masks(f"step {step_context.taken + 1}")
+            self._check_frozen(f"step {step_context.local_step + 1}", self._frozen_guard.written_cheaply)
+            self._check_masks(f"step {step_context.local_step + 1}")
         alone = self._jointly(step_context) is None
         self._equal, self._has_differed = self._equal and not alone, self._has_differed or alone
-        self._take_written(f"step {step_context.taken + 1}")
+        self._take_written(f"step {step_context.local_step + 1}")
         self._buffers.enter(worker)
         self._put(worker)
 
@@ -282,7 +282,7 @@ class LocalSGDSync(LocalGradients):
             return self._together(reducer, step_context)
         stats = self.reduce_losses(step_context)
         if self._due(step_context):
-            self._adopt_frozen(f"step {step_context.taken + 1}")
+            self._adopt_frozen(f"step {step_context.local_step + 1}")
             self._write(self._average())
         return stats
 
@@ -382,8 +382,8 @@ class LocalSGDSync(LocalGradients):
         """
         due = self._due(step_context)
         if due:
-            self._take_written(f"step {step_context.taken + 1}")
-            self._adopt_frozen(f"step {step_context.taken + 1}")
+            self._take_written(f"step {step_context.local_step + 1}")
+            self._adopt_frozen(f"step {step_context.local_step + 1}")
             self._write(self._average())
         if self.updates_alone(step_context):
             self._equal = due
@@ -694,7 +694,7 @@ class LocalSGDSync(LocalGradients):
 
     def _due(self, step_context: StepContext) -> bool:
         """Return whether the copies are averaged at the end of this step."""
-        after = step_context.taken + 1
+        after = step_context.local_step + 1
         return after > self._joint_steps and self._equal_before(after)
 
     def _equal_before(self, step: int) -> bool:
@@ -703,7 +703,7 @@ class LocalSGDSync(LocalGradients):
 
     def _jointly(self, step_context: StepContext) -> Reducer | None:
         """Return the reducer of gradients in a synchronous step; None in a local step."""
-        return self._reducer if step_context.taken < self._joint_steps else None
+        return self._reducer if step_context.local_step < self._joint_steps else None
 
     def _contribute(self, reducer: Reducer, worker: int, part: LossSums | None) -> None:
         """Add a worker's gradient to a synchronous step, rescaled from the mean over its samples to their sum.

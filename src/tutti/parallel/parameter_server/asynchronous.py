@@ -217,14 +217,14 @@ class AsynchronousServerSync(RemoteGradients):
             PeerError: a server does not reply in time, or has ended.
         """
         self._step_context = step_context
-        where = f"step {step_context.taken + 1}"
+        where = f"step {step_context.local_step + 1}"
         self._refuse_assigned(where)
         self._buffers.enter(worker)
         self._put(worker)
         self._guards[worker].check(self._trained, where)
         if not self._allowed[worker]:
-            text = f"waiting for the slowest worker in step {step_context.taken + 1}"
-            self._link.client.send(PULL, worker, step_context.taken, flags=WAIT, seen=self._seen[worker])
+            text = f"waiting for the slowest worker in step {step_context.local_step + 1}"
+            self._link.client.send(PULL, worker, step_context.local_step, flags=WAIT, seen=self._seen[worker])
             # No other rank is waited for here: the servers drop workers whose lease has run out.
             self._take(worker, self._link.client.wait(text, (self._link.comm.global_rank,), patient=True))
 
@@ -249,22 +249,22 @@ class AsynchronousServerSync(RemoteGradients):
                 or, on an accelerator, the script has written a buffer in the way that ``begin_worker`` refuses on a
                 CPU.
         """
-        self._refuse_assigned(f"step {self._step_context.taken + 1}")
+        self._refuse_assigned(f"step {self._step_context.local_step + 1}")
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):
             gradients = [None] * len(gradients)
         if self._config.push > 1:
             gradients = self._add(worker, gradients)
-        due = (self._step_context.taken + 1) % self._config.push == 0 and any(g is not None for g in gradients)
+        due = (self._step_context.local_step + 1) % self._config.push == 0 and any(g is not None for g in gradients)
         used = write_gradients(self._link.gradients, gradients) if due else []
-        back = (self._step_context.taken + 1) % self._config.fetch == 0
+        back = (self._step_context.local_step + 1) % self._config.fetch == 0
         norm = math.sqrt(sum(squares_of([g for g in gradients if g is not None]))) if used else 0.0
         settings = self._link.settings(self._step_context.lr_factor)
         replies = self._link.client.ask(
             PUSH,
             worker,
-            self._step_context.taken,
-            f"push of gradients in step {self._step_context.taken + 1}",
+            self._step_context.local_step,
+            f"push of gradients in step {self._step_context.local_step + 1}",
             (self._link.comm.global_rank,),
             flags=(0 if used else SKIP) | (BACK if back else 0),
             extras=[*settings, *(used or [False] * len(self._trained)), norm, float(self._step_context.stop)],
@@ -343,7 +343,7 @@ class AsynchronousServerSync(RemoteGradients):
         if self._stale:
             named["staleness"] = sum(self._stale) / len(self._stale)
         norm = sum(self._norms) / len(self._norms) if self._norms else 0.0
-        clock = self._clock if self._config.steps == "all" else step_context.taken + 1
+        clock = self._clock if self._config.steps == "all" else step_context.local_step + 1
         stop = self._stop_at is not None and clock >= self._stop_at
         self._norms, self._stale = [], []
         return StepStats(self._loss, count, named, norm, finite=not self._culprits, stop=stop)

@@ -250,7 +250,7 @@ class ReadableServerSync(SynchronousServerSync):
         if not self._is_by_script:
             return super().optimizer_step(stats, step_context)
         self._is_by_script = False
-        self._guard.check_update(self._trained, f"step {step_context.taken + 1}")
+        self._guard.check_update(self._trained, f"step {step_context.local_step + 1}")
         members = self._parameters if self._acts is None else self._members
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
         settings = self._link.settings(step_context.lr_factor)
@@ -267,7 +267,7 @@ class ReadableServerSync(SynchronousServerSync):
                 self._pushes.send_edited([values.get(p) for p in self._parameters], step_context)
         numbers = [factor if untouched else 1.0, norm, NONE if self._acts is None else self._acts, *settings]
         self._end_sums(
-            f"update of the parameters in step {step_context.taken + 1}",
+            f"update of the parameters in step {step_context.local_step + 1}",
             numbers if stats.finite else [0.0] * len(numbers),
             (0 if untouched else EDITED) | (0 if stats.finite else SKIP),
         )
@@ -342,7 +342,7 @@ class ReadableServerSync(SynchronousServerSync):
     def _drop_sums(self) -> None:
         """Have the servers drop their sums without an update, if they hold some. Collective then."""
         if self._sums is not None:
-            text = f"end of a sum of gradients before step {self._step_context.taken + 1}"
+            text = f"end of a sum of gradients before step {self._step_context.local_step + 1}"
             self._end_sums(text, [0.0] * (3 + len(self._link.keys)), SKIP)
 
     def _end_sums(self, text: str, numbers: Sequence[float], flags: int) -> None:
@@ -358,7 +358,7 @@ class ReadableServerSync(SynchronousServerSync):
     def _refuse_used(self) -> NoReturn:
         raise UsageError(
             "gradients that are not cleared after an update cannot be combined with parameter servers",
-            where=f"step {self._step_context.taken + 1}",
+            where=f"step {self._step_context.local_step + 1}",
             why="the servers have applied them and keep none, and the script adds the next ones to them",
             remedy="call optimizer.zero_grad() in every step, or take strategy='mirrored'",
         )

@@ -141,7 +141,7 @@ class ServerReducer:
         if self._under_way:
             self._under_way = False
             self._link.client.wait(
-                f"push of gradients in step {step_context.taken + 1}", (self._link.comm.global_rank,)
+                f"push of gradients in step {step_context.local_step + 1}", (self._link.comm.global_rank,)
             )
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
@@ -171,7 +171,7 @@ class ServerReducer:
         if not self._by_worker:
             self._push(step_context, self._run_context.mine[0], loss_sums)
         self._settle(step_context)
-        text = f"sum of gradients in step {step_context.taken + 1}"
+        text = f"sum of gradients in step {step_context.local_step + 1}"
         worker, client = self._run_context.mine[0], self._link.client
         # With backup workers ranks may well be in different steps.
         ranks = (self._link.comm.global_rank,) if self._backup else self._link.comm.ranks
@@ -240,7 +240,7 @@ class ServerReducer:
         self._tail.fill(
             numbers[: self._tail.size], step_context, None, write_gradients(self._link.gradients, gradients)
         )
-        text = f"push of edited gradients in step {step_context.taken + 1}"
+        text = f"push of edited gradients in step {step_context.local_step + 1}"
         self._link.ask(PUSH, text, self.number, extras=numbers.tolist(), flags=EDITED, servers=mine)
 
     def release(self) -> None:
@@ -383,11 +383,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
                 servers do not follow (they follow floats such as weight decay, not ``nesterov``).
             PeerError: a server does not reply in time, or has ended.
         """
-        self._guard.check_update(self._trained, f"step {step_context.taken + 1}")
+        self._guard.check_update(self._trained, f"step {step_context.local_step + 1}")
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
         settings = self._link.settings(step_context.lr_factor)
         numbers = [factor, norm, NONE, *settings] if stats.finite else [0.0] * (3 + len(settings))
-        text = f"update of the parameters in step {step_context.taken + 1}"
+        text = f"update of the parameters in step {step_context.local_step + 1}"
         self._link.ask(APPLY, text, self._pushes.number, extras=numbers, flags=0 if stats.finite else SKIP)
         self._pushes.number += 1
         if stats.finite:
@@ -445,7 +445,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             MismatchError: ranks are in different steps.
             PeerError: a server does not reply in time, or has ended.
         """
-        self._guard.check(self._trained, f"step {step_context.taken + 1}")
+        self._guard.check(self._trained, f"step {step_context.local_step + 1}")
         return super().reduce_gradients(step_context)
 
     def own_gradients(self) -> OwnGradients:

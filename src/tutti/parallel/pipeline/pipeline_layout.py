@@ -146,7 +146,7 @@ class PipelineLayout:
         written = trial.run(run_context)
         found = stage_partition.find_stage_partition(
             plain,
-            run_context.grid.stage * config.chunks,
+            run_context.mesh.stage * config.chunks,
             config.begins,
             took,
             closed,
@@ -157,13 +157,13 @@ class PipelineLayout:
             device=run_context.comms.world.device,
         )
         # The output of the last stage may be split over tensor ranks.
-        return replace(found, several_calls=trial.several_calls and run_context.grid.tensor == 1)
+        return replace(found, several_calls=trial.several_calls and run_context.mesh.tensor == 1)
 
     def _cut_models(
         self, plain: nn.Module, models: Mapping[str, nn.Module], closed: Collection[str]
     ) -> Mapping[str, stage_partition.StagePartition]:
         config, run_context = self._config, self._run_context
-        stages = run_context.grid.stage * config.chunks
+        stages = run_context.mesh.stage * config.chunks
         if config.begins:
             raise UsageError(
                 f"{counted(len(models), 'model')} cannot be cut at the modules that an option names",

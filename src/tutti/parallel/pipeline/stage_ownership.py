@@ -107,7 +107,7 @@ def stages_here(
         rank's tensors that another rank saves and counts in norms; and ``groups`` the parameters that several stages
         share, with their ranks.
     """
-    ranks, here = run_context.grid.stage, run_context.grid.at("stage")
+    ranks, here = run_context.mesh.stage, run_context.mesh.at("stage")
     for cuts in found.values():
         if isinstance(cuts.record, ForwardRecord):
             cuts.record.move_buffers()
@@ -218,7 +218,7 @@ def groups_of(
         and the list of these parameters.
     """
     groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
-    here = run_context.grid.at("stage")
+    here = run_context.mesh.at("stage")
     for ranks, shared in holding.groups:
         comm = (
             run_context.comms.subgroup("stage", ranks, f"weights shared by stages {ranks}") if len(ranks) > 1 else None

@@ -90,7 +90,7 @@ class TensorParallelizer:
 
     def __init__(self, plain: nn.Module, run_context: RunContext, config: TensorConfig) -> None:
         self._comm, self._plain, self._config = run_context.comms.axis("tensor"), plain, config
-        self._compiled, self._staged = run_context.compile is not None, run_context.grid.stage > 1
+        self._compiled, self._staged = run_context.compile is not None, run_context.mesh.stage > 1
         self._holders = self._comm if self._staged else run_context.comms.world
         self.plan: list[PlanEntry] = []
         self._said: dict[str, str] = {}

@@ -99,7 +99,7 @@ class BodyComparison:
         if not self._final and self._hooks_at_forward not in (None, self._gradient_hooks()):
             raise UsageError(
                 "the loop's body registers a hook on a gradient after its forward, with several micro-batches a rank",
-                where=f"step {self._run.clock + 1}",
+                where=f"step {self._run.global_step + 1}",
                 why="the hook would act on the later micro-batches of this global batch and not on the first",
                 remedy="register it before the loop, or where run.stepped is true",
             )
@@ -143,10 +143,10 @@ class BodyComparison:
             if kind != "step" and any(event == "step" for event, _ in self._events):
                 raise UsageError(
                     "two updates in one body of the loop cannot be combined with several micro-batches a rank",
-                    where=f"step {self._run.clock + 1}, {script_line()}",
+                    where=f"step {self._run.global_step + 1}, {script_line()}",
                     why="what follows the first update depends on the gradients of micro-batches whose bodies have"
                     " not run yet",
-                    remedy=f"take as many workers as data ranks ({self._run.context.grid.data_ranks}), and no"
+                    remedy=f"take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no"
                     " micro_batch; or more devices",
                 )
             if self._first is not None:
@@ -162,11 +162,11 @@ class BodyComparison:
     def _refuse_scaler(self) -> NoReturn:
         raise UsageError(
             "torch.amp.GradScaler cannot be combined with several micro-batches a rank",
-            where=f"step {self._run.clock + 1}, {script_line()}",
+            where=f"step {self._run.global_step + 1}, {script_line()}",
             why="it counts every run of the loop's body as an update, and changes its scale between micro-batches of"
             " one global batch",
             remedy="give tutti.prepare loss_scale='dynamic' in its place, or take as many workers as data ranks"
-            f" ({self._run.context.grid.data_ranks})",
+            f" ({self._run.context.mesh.data_ranks})",
         )
 
     def _check_settings(self) -> None:
@@ -176,16 +176,16 @@ class BodyComparison:
         if before != now:
             raise UsageError(
                 "the loop's body changes the optimizer's settings, with several micro-batches a rank",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why=f"this rank runs the body several times a global batch: {before} in the first, {now} now",
-                remedy="change them where run.stepped is true, as a function of run.clock, or by tutti.prepare's"
+                remedy="change them where run.stepped is true, as a function of run.global_step, or by tutti.prepare's"
                 " scheduler=",
             )
 
     def _check_schedulers(self) -> None:
         """Raise UsageError if two bodies of one of the first global batches have each stepped a scheduler.
 
-        A step to a count of its own, such as ``scheduler.step(run.clock / n)``, leads to the same in every body.
+        A step to a count of its own, such as ``scheduler.step(run.global_step / n)``, leads to the same in every body.
         """
         moved = [(each, count) for each, before in self._schedulers if (count := _steps_of(each)) != before]
         if self._first is None:
@@ -193,7 +193,7 @@ class BodyComparison:
         elif moved:
             raise UsageError(
                 f"the loop's body steps a scheduler ({type(moved[0][0]).__name__}), with several micro-batches a rank",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why="this rank runs the body several times a global batch, so that the rate would run ahead of the"
                 " training, and by another factor on another number of devices",
                 remedy="write scheduler.step() under 'if run.stepped:', or give tutti.prepare scheduler=",
@@ -207,10 +207,10 @@ class BodyComparison:
         """
         raise UsageError(
             "the loop's body did not do the same for each micro-batch of one global batch",
-            where=f"step {self._run.clock + 1}, {script_line()}",
+            where=f"step {self._run.global_step + 1}, {script_line()}",
             why="this rank runs the body several times a global batch, and the gradients belong together",
-            remedy="count global batches (run.clock), not runs of the body; change requires_grad where run.stepped is"
-            " true; or take as many workers as data ranks",
+            remedy="count global batches (run.global_step), not runs of the body; change requires_grad where run.stepped"
+            " is true; or take as many workers as data ranks",
         )
 
     # --- trained parameters ----------------------------------------------------------------------------------------
@@ -276,10 +276,10 @@ class BodyComparison:
         if versions != self._written[0] or (sums != self._written[1] and self._written[1] is not None):
             raise UsageError(
                 "the loop's body writes parameters, with several micro-batches a rank",
-                where=f"step {self._run.clock + 1}",
+                where=f"step {self._run.global_step + 1}",
                 why="micro-batches of one global batch must see the same parameters",
                 remedy="write them where run.stepped is true; or take as many workers as data ranks"
-                f" ({self._run.context.grid.data_ranks}), and no micro_batch",
+                f" ({self._run.context.mesh.data_ranks}), and no micro_batch",
             )
 
 

@@ -89,13 +89,13 @@ def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
     """
     raise UsageError(
         what,
-        where=f"step {run.clock + 1}, {where}",
+        where=f"step {run.global_step + 1}, {where}",
         why="this rank computes several logical workers in turn, and each would get the values of the worker before",
         remedy="keep the values in a buffer that the model has before tutti.prepare, of which each worker has its own"
         " (of a loss module, too, by tutti.prepare([model, loss], …)); or take as many workers as data ranks"
-        f" ({run.context.grid.data_ranks}), no micro_batch"
+        f" ({run.context.mesh.data_ranks}), no micro_batch"
         + ", and exchange them over ranks (tutti.allreduce)"
-        * (run.context.grid.data_ranks > 1),
+        * (run.context.mesh.data_ranks > 1),
     )
 
 
@@ -154,10 +154,10 @@ class CarriedState:
         if self._here is None or not self._made or not torch.is_grad_enabled():
             return
         if any(self._made.get(storage, self._here) != self._here for storage in _storages((args, named))):
-            ranks = self._run.context.grid.data_ranks
+            ranks = self._run.context.mesh.data_ranks
             raise UsageError(
                 "the loop's body gives the model an output of another micro-batch, with several micro-batches a rank",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why="a recurrent state belongs to the samples of one micro-batch, and this rank's bodies have those of"
                 " several in turn",
                 remedy="keep the state in a buffer of the model, of which each logical worker has its own, with one"
@@ -414,10 +414,10 @@ class CarriedValues(LossWatch):
         """
         for name, gradient in gradients.items():
             if origins := self._origins([gradient]):
-                ranks = self._run.context.grid.data_ranks
+                ranks = self._run.context.mesh.data_ranks
                 raise UsageError(
                     f"the script's edit of the gradient of {name} depends on one of several micro-batches of this rank",
-                    where=f"step {self._run.clock + 1}, {next(filter(None, origins.values()), script_line())}",
+                    where=f"step {self._run.global_step + 1}, {next(filter(None, origins.values()), script_line())}",
                     why="the body runs once for each of them, and before the rank's last one .grad has the part of one"
                     " micro-batch",
                     remedy="edit it by values that are the same for all of them, such as run.stats; store what is kept"
@@ -442,12 +442,12 @@ class CarriedValues(LossWatch):
     def _refuse_moved(self, what: str, line: str) -> NoReturn:
         raise UsageError(
             what,
-            where=f"step {self._run.clock + 1}, {line}",
+            where=f"step {self._run.global_step + 1}, {line}",
             why="this rank runs the code for several micro-batches in turn, and would move them once for each, not once"
             " a step",
-            remedy="count global batches by run.clock; draw by PyTorch's own generator; move values, such as a"
+            remedy="count global batches by run.global_step; draw by PyTorch's own generator; move values, such as a"
             " teacher's averages, where run.stepped is true or after run.step; give tutti.prepare the parameters that"
-            f" an optimizer trains; or take as many workers as data ranks ({self._run.context.grid.data_ranks}), and no"
+            f" an optimizer trains; or take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no"
             " micro_batch",
         )
 

@@ -156,7 +156,7 @@ class GradientOrigin:
             with FunctionModesDisabled(), torch.enable_grad():
                 loss = loss.sum()
         if loss.numel() == 1 and micro_batch.samples and not micro_batch.whole:
-            self._error = self._error_of(loss, micro_batch, f"step {self._run.clock + 1}, {script_line()}")
+            self._error = self._error_of(loss, micro_batch, f"step {self._run.global_step + 1}, {script_line()}")
         try:
             yield
         finally:
@@ -202,7 +202,7 @@ class GradientOrigin:
         """
         there = [(p, gradient) for p in self.script_parameters() if (gradient := p.grad) is not None]
         self._complete = {p: (ref(gradient), tensor_version(gradient)) for p, gradient in there}
-        taken, place = self._run.taken, self._sync.gradient_at
+        taken, place = self._run.local_step, self._sync.gradient_at
         # Edits through .grad.data change no version: scripts make them in each step, and are found in the first ones.
         is_due = place in ("rank", "slices") and not taken & (taken - 1)
         self._norms = self._norms_here() if place == "sliced_rows" or is_due else {}
@@ -266,7 +266,7 @@ class GradientOrigin:
         if done == "assigned":
             raise UsageError(
                 "the script assigned .grad, and did not say what it is a mean over",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why="it was computed from one micro-batch; averaging over micro-batches gives the gradient of the"
                 " global batch if it is a mean over samples, and not if it was clipped, normalised or projected before",
                 remedy="call run.reduce_gradients() after the assignment if it is a mean over the micro-batch's"
@@ -274,7 +274,7 @@ class GradientOrigin:
             )
         raise UsageError(
             "the script edited a gradient that is not complete",
-            where=f"step {self._run.clock + 1}, {script_line()}",
+            where=f"step {self._run.global_step + 1}, {script_line()}",
             why="what loss.backward() leaves in .grad is of one micro-batch until optimizer.step(), and an edit such as"
             " clipping belongs to the gradient of the global batch",
             remedy="call run.backward(loss), after which .grad is complete, and edit it then",
@@ -398,7 +398,7 @@ class GradientOrigin:
         if place == "sliced_rows":
             raise UsageError(
                 "a script cannot edit gradients of split layers that are sharded, too",
-                where=f"step {run.clock + 1}",
+                where=f"step {run.global_step + 1}",
                 why="each rank has rows of a slice of them, so that a norm or a rank's own draw would be another one",
                 remedy="give tutti.prepare clip=…, or take strategy='tensor' or 'mirrored'",
             )
@@ -420,7 +420,7 @@ class GradientOrigin:
         lines = edits.lines((name, g) for name, g in gradients if g is not None)
         lines += [f"{name}: None" for name, g in gradients if g is None]
         with self._edited_everywhere():
-            agree_on_edits(comm, lines, f"step {self._run.clock + 1}, {edits.line}")
+            agree_on_edits(comm, lines, f"step {self._run.global_step + 1}, {edits.line}")
 
     def _compare(self, comm: Communicator, sums: Callable[[Tensor | None], Tensor]) -> None:
         """Raise UsageError on every rank of ``comm`` where ``sums`` of edited gradients differ. Collective."""
@@ -431,14 +431,14 @@ class GradientOrigin:
         # On the device: the host waits once, for the comparison, and not for each gradient.
         table = torch.stack([sums(parameter.grad).to(comm.device) for parameter in seen])
         with self._edited_everywhere():
-            rows = comm.all_gather(table, f"digests of edited gradients in step {run.clock + 1}")
+            rows = comm.all_gather(table, f"digests of edited gradients in step {run.global_step + 1}")
         for other in rows[1:]:
             same = ((other == rows[0]) | (other.isnan() & rows[0].isnan())).all(dim=1)
             if not bool(same.all()):
                 name = names.get(seen[int((~same).nonzero()[0])], "a parameter")
                 raise UsageError(
                     f"the script changed the gradient of {name} in another way on each rank",
-                    where=f"step {run.clock + 1}, {script_line()}",
+                    where=f"step {run.global_step + 1}, {script_line()}",
                     why="after run.backward every rank has the gradient of the global batch, and must keep the same",
                     remedy="edit .grad alike on every rank (no rank's own samples or random draws), or put the term"
                     " into the loss",
@@ -452,7 +452,7 @@ class GradientOrigin:
         except MismatchError as error:
             raise UsageError(
                 "the script has edited gradients on this rank, and not on others",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why=f"ranks make one update together, and compare its edits: {error.what}",
                 remedy="edit .grad alike on every rank, whatever the rank's number and its own samples, or put the term"
                 " into the loss",

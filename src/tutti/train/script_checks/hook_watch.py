@@ -27,7 +27,7 @@ class HookWatch:
 
     Args:
         model: the script's model.
-        run_context: the run's grid of ranks and communicators.
+        run_context: the run's device mesh and communicators.
         alone: whether every gradient is that of a single micro-batch, and not a sum over several.
 
     Raises:
@@ -35,8 +35,8 @@ class HookWatch:
     """
 
     def __init__(self, model: nn.Module, run_context: RunContext, alone: bool) -> None:
-        self._rows, self._tensor = run_context.rows, run_context.grid.tensor > 1
-        self._stages, self._model_ranks = run_context.grid.stage > 1, run_context.comms.model
+        self._rows, self._tensor = run_context.rows, run_context.mesh.tensor > 1
+        self._stages, self._model_ranks = run_context.mesh.stage > 1, run_context.comms.model
         self._model = ref(model)
         self._originals = {name: ref(p) for name, p in parameters([model])}
         self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
@@ -245,7 +245,7 @@ class HookWatch:
         if late := self._adapt():
             raise UsageError(
                 f"a hook on the gradient of {late[0]} that was registered within the step",
-                where=f"step {step_context.taken + 1}",
+                where=f"step {step_context.local_step + 1}",
                 why="it was given a rank's part of the gradient, or that of a micro-batch without samples",
                 remedy="register it before the step, or before the loop over run.microbatches()",
             )

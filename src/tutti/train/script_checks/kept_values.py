@@ -315,7 +315,7 @@ class KeptValues(LossWatch):
         Raises:
             UsageError: on every data rank, a value differs; the error names the script's line that reads it.
         """
-        comm, what = self._run.context.comms.replica, f"values that losses of step {self._run.taken + 1} depend on"
+        comm, what = self._run.context.comms.replica, f"values that losses of step {self._run.local_step + 1} depend on"
         kept = self._reached
         seen = {line: kept[line] | self._read_here.get(line, set()) for line in kept}
         rows = [(_line_key(line), digest, digest in kept[line]) for line in seen for digest in seen[line]]
@@ -330,7 +330,7 @@ class KeptValues(LossWatch):
             return
         line = next((line for line in kept if _line_key(line) == wrong), self._plain.line(wrong))
         texts = comm.all_gather_strings(line, what)
-        place = f"step {self._run.clock + 1}, {next(filter(None, texts))}"
+        place = f"step {self._run.global_step + 1}, {next(filter(None, texts))}"
         if _STEP in place:
             raise UsageError(
                 "an optimizer that tutti.prepare was not given trains tensors with each rank's own gradients",
@@ -363,12 +363,12 @@ class KeptValues(LossWatch):
 
     def _in_stages(self) -> bool:
         """Return whether one stage's rank alone calls the loss function."""
-        return self._run.context.grid.stage > 1 and not self._run.custom.within_batch
+        return self._run.context.mesh.stage > 1 and not self._run.custom.within_batch
 
     def _refuse_trained(self, where: str) -> NoReturn:
         raise UsageError(
             "the script trains tensors that are not in the model",
-            where=f"step {self._run.clock + 1}, {where}",
+            where=f"step {self._run.global_step + 1}, {where}",
             why=self._alone,
             remedy=PREPARE,
         )

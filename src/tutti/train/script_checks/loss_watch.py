@@ -140,7 +140,7 @@ class LossWatch(TorchFunctionMode):
         if divides_sum_by(loss.grad_fn, batch, samples):
             raise UsageError(
                 f"the loss is a sum over {counted(samples, 'sample')}, divided by {batch}, the global batch's size",
-                where=f"step {self._run.clock + 1}, {script_line()}",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
                 why="this micro-batch is a part of the global batch, and tutti takes a scalar for the mean over the"
                 " micro-batch",
                 remedy="divide by the number of samples of the micro-batch, such as len(targets), or give (sum, count)",

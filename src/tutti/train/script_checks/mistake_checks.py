@@ -83,8 +83,8 @@ class Checks:
 
     def __init__(self, run: Run, warn: Callable[[str], None] | None) -> None:
         self._run, self._steps, self._warn = run, 0, warn
-        self._reports = run.context.grid.rank == 0
-        self.diagnoses = Diagnoses(run.context.grid.rank, warn)
+        self._reports = run.context.mesh.rank == 0
+        self.diagnoses = Diagnoses(run.context.mesh.rank, warn)
         self._enabled = self.looking = not is_off("DIAGNOSTICS", os.environ)
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
         self._rates = group_rates(run.gradient_sync.optimizers)
@@ -158,7 +158,7 @@ class Checks:
             epoch: the epoch, from 0.
         """
         if self._enabled:
-            self.diagnoses.report("repeated-epoch", f"epoch {epoch} is trained on again", self._run.clock)
+            self.diagnoses.report("repeated-epoch", f"epoch {epoch} is trained on again", self._run.global_step)
 
     def _check_counters(self, micro_batches: int) -> None:
         """Report a number that the model keeps in Python, and changes with every micro-batch. Called in two steps."""
@@ -169,7 +169,7 @@ class Checks:
         for name, value in before.items():
             if isinstance(value, int) and now.get(name, value) - value >= micro_batches > 1:
                 finding = f"the model's {name} grew by {now[name] - value} in a step of {micro_batches} micro-batches"
-                self.diagnoses.report("counted-forwards", finding, self._run.clock)
+                self.diagnoses.report("counted-forwards", finding, self._run.global_step)
                 return
 
     def _collect(self, work: Work) -> None:
@@ -194,7 +194,7 @@ class Checks:
                 where.append(comm.ranks[rank])
         for one, other in suspicion.equal_pairs(keys)[:1]:
             finding = f"workers {one} (rank {where[one]}) and {other} (rank {where[other]}) train on the same samples"
-            self.diagnoses.report("same-data", finding, self._run.clock + 1, self._remedy(given))
+            self.diagnoses.report("same-data", finding, self._run.global_step + 1, self._remedy(given))
         return enough
 
     def _remedy(self, given: bool) -> str:
@@ -236,15 +236,15 @@ class Checks:
         values = f"{length(few)} samples give {once:.4g}, the same twice over {twice:.4g}"
         if suspicion.is_sum(once, twice):
             finding = f"the loss is a sum, or a sum with a count that does not grow with the samples: {values}"
-            self.diagnoses.report("loss-denominator", finding, self._run.clock + 1)
+            self.diagnoses.report("loss-denominator", finding, self._run.global_step + 1)
         elif suspicion.is_sum(twice, once):
             finding = f"the loss is divided by the number of samples twice: {values}"
-            self.diagnoses.report("loss-denominator", finding, self._run.clock + 1)
+            self.diagnoses.report("loss-denominator", finding, self._run.global_step + 1)
         elif halves is not None and suspicion.mixes_samples(*halves):
             finding = (
                 f"the loss mixes samples: {halves[0]:.4g} for a few at once, {halves[1]:.4g} as mean of their halves"
             )
-            self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
+            self.diagnoses.report("mixed-samples", finding, self._run.global_step + 1)
 
     def _halves(self, loss: LossFn, few: Batch) -> tuple[float, float] | None:
         """Return the mean loss of a few samples, computed at once and in two halves; None if there is no difference."""
@@ -385,7 +385,7 @@ class Checks:
         if mixes:
             what = by_targets or "model's outputs for"
             finding = f"the loss mixes samples: the gradient of one depends on the {what} others"
-            self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
+            self.diagnoses.report("mixed-samples", finding, self._run.global_step + 1)
 
     def _check_frequencies(self) -> None:
         """Report embeddings whose gradient is divided by how often a row occurs in the micro-batch."""
@@ -393,7 +393,7 @@ class Checks:
             for name, module in part.named_modules():
                 if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
                     finding = f"{name or 'the model'} has scale_grad_by_freq, which counts rows of a micro-batch"
-                    self.diagnoses.report("mixed-samples", finding, self._run.clock + 1)
+                    self.diagnoses.report("mixed-samples", finding, self._run.global_step + 1)
 
     def _check_rates(self) -> None:
         """Compare each group's largest known learning rate with a rule of thumb."""
@@ -405,7 +405,7 @@ class Checks:
                 finding = (
                     f"the learning rate is {peak:g} for a batch of {batch}, where {usual:.2g} is usual for {now.kind}"
                 )
-                self.diagnoses.report("far-rate", finding, self._run.clock + 1)
+                self.diagnoses.report("far-rate", finding, self._run.global_step + 1)
 
     def planned(self, steps: int) -> None:
         """Warn if a run makes too few updates for its data because its batch is very large, a common mistake.
@@ -449,10 +449,10 @@ class Checks:
         # Within a global batch a worker uses its own statistics, as it should.
         if not (model.training or self._aside or self._run.within_batch):
             _WATCHED[model][0].remove()
-            self.diagnoses.report("one-rank-statistics", "the model is evaluated by itself", self._run.clock)
+            self.diagnoses.report("one-rank-statistics", "the model is evaluated by itself", self._run.global_step)
 
     def _saves(self, *_: Any) -> None:
-        self.diagnoses.report("one-rank-statistics", "the model's state_dict() is read", self._run.clock)
+        self.diagnoses.report("one-rank-statistics", "the model's state_dict() is read", self._run.global_step)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -490,7 +490,7 @@ class Checks:
             return
         if repeated := _repeated(source):
             finding = f"the last {repeated} of {len(source)} held-out samples are the first {repeated} again"
-            self.diagnoses.report("padded-evaluation", finding, self._run.clock)
+            self.diagnoses.report("padded-evaluation", finding, self._run.global_step)
         if loss is not None and self._run.context.workers > 1 and not isinstance(source, CollatedSource):
             self._check_denominator(loss, self._run.feed.place(source.fetch(np.arange(min(_FEW, len(source))), None)))
 
@@ -507,7 +507,7 @@ class Checks:
         other = next((rank for rank, key in zip(comm.alive_ranks, keys, strict=True) if key != keys[0]), None)
         if all(keys) and other is not None:
             finding = f"rank {other} was given other held-out samples than rank 0, a part of them for each"
-            self.diagnoses.report("padded-evaluation", finding, self._run.clock)
+            self.diagnoses.report("padded-evaluation", finding, self._run.global_step)
 
 
 def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:

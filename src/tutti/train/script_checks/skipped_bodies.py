@@ -54,7 +54,7 @@ class SkippedBodies:
         if line:
             raise UsageError(
                 "the loop's body skips a micro-batch because of its size",
-                where=f"step {self._run.clock + 1}, {line}",
+                where=f"step {self._run.global_step + 1}, {line}",
                 why=f"this rank's micro-batch has {own} of the {whole} samples of the global batch, and one device"
                 " would train on all of them",
                 remedy="leave the condition out, and give tutti.prepare drop_last=True, which leaves out incomplete"

@@ -175,11 +175,11 @@ class WorkerTrials:
             if names and self._depends(loss, model, micro_batch, restore, former):
                 raise UsageError(
                     f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}",
-                    where=f"step {run.clock + 1}, in the loss function or the model's forward",
+                    where=f"step {run.global_step + 1}, in the loss function or the model's forward",
                     why="ranks share the micro-batches of a logical worker, and each would get the values that its own"
                     " have left",
                     remedy="keep the values in a persistent buffer that the model has before tutti.prepare; or take as"
-                    f" many workers as data ranks ({run.context.grid.data_ranks}), and no micro_batch",
+                    f" many workers as data ranks ({run.context.mesh.data_ranks}), and no micro_batch",
                 )
             draws.moment, draws.state = moment, state
             return result

@@ -118,14 +118,14 @@ class WrittenParameters:
     def _epoch_begins(self) -> bool:
         """Return whether the coming step is the first of an epoch, and the last such digest is not too near."""
         run = self._run
-        if run.at.batch or (self._epochs >= _FIRST and run.taken < self._digested + _APART):
+        if run.at.batch or (self._epochs >= _FIRST and run.local_step < self._digested + _APART):
             return False
-        self._epochs, self._digested = self._epochs + 1, run.taken
+        self._epochs, self._digested = self._epochs + 1, run.local_step
         return True
 
     def _is_due(self) -> bool:
         """Return whether the number of steps so far is a power of two: writes of every step are found early."""
-        taken = self._run.taken
+        taken = self._run.local_step
         return taken > 0 and not taken & (taken - 1)
 
     def guarded(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
@@ -154,7 +154,7 @@ class WrittenParameters:
         if not self._guards or run.replica.sharded or run.gradient_sync.shares_parameters:
             self._guards = False
             return loss
-        if run.context.grid.stage > 1:
+        if run.context.mesh.stage > 1:
             self._in_flight = not run.replica.own_backward and max(counts) > 1
             return loss
         named = _plain_parameters(run.replica.parts)
@@ -178,7 +178,7 @@ class WrittenParameters:
             UsageError: a later forward of the step changes a parameter again; or a forward writes one while backwards
                 of other micro-batches are still to come.
         """
-        if not self._guards or self._run.context.grid.stage == 1 or not torch.is_grad_enabled():
+        if not self._guards or self._run.context.mesh.stage == 1 or not torch.is_grad_enabled():
             yield
             return
         named = _plain_parameters(self._run.replica.parts)
@@ -192,7 +192,7 @@ class WrittenParameters:
         if self._in_flight and changed:
             raise UsageError(
                 f"the forward writes the parameter {changed[0]}",
-                where=f"step {self._run.clock + 1}",
+                where=f"step {self._run.global_step + 1}",
                 why="pipeline stages compute forwards of other micro-batches before a backward, which needs the values"
                 " of its own forward",
                 remedy="write it between two steps; or take micro_batches=1, or strategy='model_parallel'",
@@ -210,14 +210,14 @@ class WrittenParameters:
             UsageError: copies differ; the error names a parameter and the ranks that differ.
         """
         run = self._run
-        found = differing_copies(run, run.context.comms.replica, f"step {run.clock + 1}")
+        found = differing_copies(run, run.context.comms.replica, f"step {run.global_step + 1}")
         if found is None:
             return
         names, sides = found
         way = "" if self._seen() else ", such as through .data, or a device computes wrongly"
         raise UsageError(
             f"the script has written other values into {names} on each rank{way}: {sides}",
-            where=f"before step {run.clock + 1}, {script_line()}",
+            where=f"before step {run.global_step + 1}, {script_line()}",
             why="random draws between steps come from each rank's own generator (reset_parameters, torch.randn), and"
             " numbers of a rank's own samples are its own, too",
             remedy="call torch.manual_seed with the same number on every rank right before the draw, or compute the"
@@ -262,10 +262,10 @@ def _refuse_moved(run: Run, named: NamedParameters, before: Sequence[int]) -> No
     if moved:
         raise UsageError(
             f"the forward writes the parameter {moved[0]}, and moves it in every micro-batch",
-            where=f"step {run.clock + 1}",
+            where=f"step {run.global_step + 1}",
             why="a device has several micro-batches of a global batch, and on more devices the parameter would move"
             " less often",
-            remedy=f"write it between two steps; or take as many workers as data ranks ({run.context.grid.data_ranks}),"
+            remedy=f"write it between two steps; or take as many workers as data ranks ({run.context.mesh.data_ranks}),"
             " and no micro_batch; or give tutti.prepare ema=… for an average",
         )
 

@@ -11,7 +11,7 @@ AXES = ("replica", "shard", "stage", "tensor")
 
 
 @dataclass(frozen=True)
-class Grid:
+class RankMesh:
     """Device mesh of four named axes (replica, shard, stage, tensor), and the position of one rank on it.
 
     The replica axis varies slowest: stage and tensor ranks of one replica have adjacent numbers, because they
@@ -27,8 +27,8 @@ class Grid:
     Raises:
         UsageError: an axis is shorter than 1, or the mesh has no such rank.
 
-    >>> grid = Grid(replica=2, stage=2, rank=3)
-    >>> grid.at("replica"), grid.at("stage"), grid.along("replica"), grid.along("stage")
+    >>> mesh = RankMesh(replica=2, stage=2, rank=3)
+    >>> mesh.at("replica"), mesh.at("stage"), mesh.along("replica"), mesh.along("stage")
     (1, 1, (1, 3), (2, 3))
     """
 
