@@ -62,8 +62,8 @@ class Script:
                 self.noise[:] = 0.5
 
     def loss(self, model: Any, batch: Any) -> Tensor:
-        outputs = model(batch[0])
-        towards = functional.mse_loss(outputs, self.teacher(batch[0]) + self.noise)
+        outputs, device = model(batch[0]), batch[0].device
+        towards = functional.mse_loss(outputs, self.teacher.to(device)(batch[0]) + self.noise.to(device))
         return functional.cross_entropy(outputs, batch[1]) + self.factor.detach() * towards
 
 
@@ -100,7 +100,7 @@ def train(strategy: str, kind: str, form: str, workers: int) -> Any:
                     script.move(model)
     except TuttiError as error:
         return str(error)
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}
 
 
 @pytest.mark.parametrize(
@@ -141,5 +141,13 @@ def test_what_moves_once_a_step_or_is_replaced_is_right(kind: str, place: tuple[
     alone, form = ("before", "before") if kind in STAYING else ("after", "stepped")
     want = worlds.alone(train, strategy="single", kind=kind, form=alone, workers=1)
     for got in worlds.run(size, train, strategy=strategy, kind=kind, form=form, workers=workers):
+        assert not isinstance(got, str), got
+        assert all(abs(got[name] - value).max() <= 1e-10 for name, value in want.items())
+
+
+def test_a_teacher_that_the_loss_moves_to_the_device_is_right() -> None:
+    want = worlds.alone(train, strategy="single", kind="lerp", form="after", workers=1)
+    options = {"strategy": "mirrored", "kind": "lerp", "form": "stepped", "workers": 4}
+    for got in worlds.run_on(worlds.ACCELERATOR, 1, train, **options):
         assert not isinstance(got, str), got
         assert all(abs(got[name] - value).max() <= 1e-10 for name, value in want.items())

@@ -209,8 +209,8 @@ class BodyComparison:
             "the loop's body did not do the same for each micro-batch of one global batch",
             where=f"step {self._run.global_step + 1}, {script_line()}",
             why="this rank runs the body several times a global batch, and the gradients belong together",
-            remedy="count global batches (run.global_step), not runs of the body; change requires_grad where run.stepped"
-            " is true; or take as many workers as data ranks",
+            remedy="count global batches (run.global_step), not runs of the body; change requires_grad where"
+            " run.stepped is true; or take as many workers as data ranks",
         )
 
     # --- trained parameters ----------------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ class LoaderWatch:
                 "the loop takes a batch of a DataLoader of its own for every micro-batch",
                 where=script_line(),
                 why="its body runs several times for each global batch on this device, and would take as many batches",
-                remedy="keep the batch for as long as run.global_step is the same; or give tutti.prepare one data set of"
-                " both (torch.utils.data.StackDataset); or take as many workers as data ranks"
+                remedy="keep the batch for as long as run.global_step is the same; or give tutti.prepare one data set"
+                " of both (torch.utils.data.StackDataset); or take as many workers as data ranks"
                 f" ({self._run.context.mesh.data_ranks}), no micro_batch",
             )
 

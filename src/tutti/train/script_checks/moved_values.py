@@ -209,7 +209,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _is_close(before: Tensor, now: Tensor) -> bool:
-    """Return whether values are equal but for rounding."""
-    if before.shape != now.shape or not before.is_floating_point():
-        return before.shape == now.shape and torch.equal(before, now)
-    return torch.allclose(before, now, rtol=8 * torch.finfo(before.dtype).eps, atol=0, equal_nan=True)
+    """Return whether values are equal but for rounding, also where they have moved to another device or dtype."""
+    if before.shape != now.shape:
+        return False
+    before = before.to(now.device)
+    if not (before.is_floating_point() and now.is_floating_point()):
+        return before.dtype == now.dtype and torch.equal(before, now)
+    narrow = max((before.dtype, now.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.allclose(before.to(narrow), now.to(narrow), rtol=8 * torch.finfo(narrow).eps, atol=0, equal_nan=True)
