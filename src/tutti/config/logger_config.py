@@ -41,7 +41,15 @@ class TensorBoardOptions(LoggerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WandbOptions(LoggerOptions):
-    """Options of ``tutti.WandbLogger``, the arguments of its constructor."""
+    """Options of ``--logger wandb``, the arguments with which ``tutti.WandbLogger`` is made.
+
+    Attributes:
+        package: the package that the logger needs, and the extra that installs it: ``wandb``.
+        project: the project at Weights & Biases.
+        name: the run's name; None for one that Weights & Biases makes.
+        mode: ``online``, ``offline`` (files for ``wandb sync``, no network) or ``disabled``; None: as ``WANDB_MODE``.
+        folder: directory for its files; None for the current one.
+    """
 
     package: ClassVar[str | None] = "wandb"
     project: str = "tutti"
@@ -52,7 +60,14 @@ class WandbOptions(LoggerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MLflowOptions(LoggerOptions):
-    """Options of ``tutti.MLflowLogger``, the arguments of its constructor."""
+    """Options of ``--logger mlflow``, the arguments with which ``tutti.MLflowLogger`` is made.
+
+    Attributes:
+        package: the package that the logger needs, and the extra that installs it: ``mlflow``.
+        experiment: the experiment, which is created if it is missing.
+        name: the run's name; None for one that MLflow makes.
+        uri: the tracking server or a local store, such as ``sqlite:///runs.db``; None: as ``MLFLOW_TRACKING_URI``.
+    """
 
     package: ClassVar[str | None] = "mlflow"
     experiment: str = "tutti"
@@ -62,7 +77,14 @@ class MLflowOptions(LoggerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackioOptions(LoggerOptions):
-    """Options of ``tutti.TrackioLogger``, the arguments of its constructor."""
+    """Options of ``--logger trackio``, the arguments with which ``tutti.TrackioLogger`` is made.
+
+    Attributes:
+        package: the package that the logger needs, and the extra that installs it: ``trackio``.
+        project: the project.
+        name: the run's name; None for one that trackio makes.
+        space: a Space of Hugging Face, ``user/name``, that gets the metrics; None for none, without a network.
+    """
 
     package: ClassVar[str | None] = "trackio"
     project: str = "tutti"

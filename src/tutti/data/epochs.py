@@ -76,12 +76,13 @@ class Epochs:
 
     @cached_property
     def phases(self) -> tuple[EpochPhase, ...]:
-        """The run's epochs in spans with one batch size, as a tuple of ``EpochPhase``; the ``end`` of the last is ∞.
+        """The run's epochs in spans with one batch contract: a tuple of ``EpochPhase``, the last without an end.
 
-        There is one span if the batch never changes. Each has its range of epochs (``start``, ``end``), their batch
-        contract (global batch size and its division over logical workers, which are fixed shares, and ranks), and the
-        factor ``rate`` on the learning rate that goes with it. For epochs before a resume with another batch size the
-        division is not kept: their contract has one worker and one rank.
+        A span ends where the batch grows, and at a resume with another batch size or data set; without either there is
+        one span. Each has its range of epochs (``start``, ``end``), their batch contract (global batch size, number of
+        training samples, and the division over logical workers, which are fixed shares, and ranks), and the factor
+        ``rate`` on the learning rate that goes with it. For epochs before such a resume the division is not kept: their
+        contract has one worker and one rank, and their ``rate`` is 1.
         """
         if self.growth is None:
             starts = (0, *(each.end for each in self.earlier))

@@ -155,10 +155,14 @@ def find_masks(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
 
 
 def read_masks(pairs: tuple[Pair, ...]) -> Pairs:
-    """Read all images with their masks; the first call decodes them, later ones map the cache file on disk.
+    """Read all images with their masks, decoded once for all processes: later calls map a cache file.
+
+    The cache file is in tutti's cache directory (``$TUTTI_CACHE``) and is named by a hash of the files' paths, sizes
+    and times of modification, so that images are decoded again after one has changed. Where the cache cannot be
+    written, each call decodes all images into memory.
 
     Args:
-        pairs: paths of each image and its mask, as ``find_masks`` returns them.
+        pairs: paths of each image and its mask, as ``find_masks`` returns them; at least one pair.
 
     Returns:
         A NumPy array (samples, 2, height, width) uint8, samples in the order of ``pairs``: grey levels in channel 0,

@@ -232,9 +232,10 @@ def _check_tree(choice: Choice, option: str) -> None:
 def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noisy: bool, sparse: bool = False) -> None:
     """Check that ``--noise-every`` can measure the gradient noise scale with these options.
 
-    The noise scale is estimated from the squared norms of the gradients of parts of a batch (logical workers or
-    micro-batches) and of the gradient of the whole batch, or of a worker's share of it (``noise_basis``). Each must
-    exist by itself on some rank, and all must be computed with the same parameters.
+    The noise scale is estimated from the squared norms of the gradients of parts of a batch and of the gradient of the
+    whole batch, or of a worker's share of it (``noise_basis``). Each must exist by itself on some rank, and all must be
+    computed with the same parameters. Parts are micro-batches; in the strategies ``model_parallel``, ``pipeline`` and
+    ``hybrid``, which run a worker's micro-batches together, they are whole logical workers.
 
     Args:
         choice: the strategy.
@@ -244,10 +245,10 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
         sparse: whether the model has sparse gradients.
 
     Raises:
-        UsageError: the strategy compresses its messages (``wire``), has backup workers, or lets backward itself reduce
-            gradients (FSDP2) in a pipeline; ``noisy`` or ``sparse`` is True; in a pipeline several ranks share a
-            worker; or at no parameters there are gradients of several parts: a batch has a single part, or workers have
-            parameters of their own and one micro-batch each. The message names a way out.
+        UsageError: the strategy compresses its messages (``wire``) or has backup workers; ``noisy`` or ``sparse`` is
+            True; a strategy whose parts are workers shards parameters (FSDP2, whose backward itself reduces gradients),
+            with or without pipeline stages, or has several ranks share a worker; a batch has a single part; or workers
+            have parameters of their own that are never equal, and one micro-batch each. The message names a way out.
     """
     sync, shape = choice.sync, choice.shape(devices)
     if isinstance(sync, AllReduceConfig) and sync.wire != "fp32":

@@ -128,12 +128,18 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
 def wrapped_bytes(model: nn.Module, policy: Sequence[str]) -> tuple[int, int]:
     """Return bytes of parameters: of the largest FSDP-wrapped module, and outside of all FSDP-wrapped modules.
 
+    A wrapped module counts with all parameters below it, those of wrapped modules inside it included.
+
     Args:
         model: the model before any split, also on fake tensors.
-        policy: names of the modules to wrap or of their classes, or ``("auto",)``.
+        policy: names of the modules to wrap or of their classes, or ``("auto",)`` for repeated blocks or large modules.
+
+    Returns:
+        Bytes of the largest wrapped module, 0 if none is wrapped; and bytes of the parameters that only FSDP's root
+        wrap covers.
 
     Raises:
-        UsageError: ``policy`` does not fit the model.
+        UsageError: ``policy`` has a name that is not in the model, or names a container that has no forward.
     """
     units = fsdp_wrap_policy.wrapped_modules(model, policy)
     inside = {id(p) for unit in units for p in unit.parameters()}

@@ -122,12 +122,18 @@ def optimizer_facts(run: Run) -> dict[str, Any]:
 
 
 def restore_optimizers(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> None:
-    """Restore the settings of a run's own optimizers, and its schedulers, from the facts of a checkpoint.
+    """Restore the options of the script's optimizers, and the states of its schedulers, from a checkpoint's facts.
+
+    Options are the entries of parameter groups, such as ``lr``; the optimizer's tensors (moments) are restored
+    elsewhere. An optimizer that ``tutti.prepare`` was given as options keeps its own. Always kept as the script has
+    them are ``fused``, ``foreach`` and ``capturable``, which choose a kernel and not the update. Not collective.
 
     Args:
         run: the run to restore.
-        saved: the checkpoint's facts; nothing is restored where it has no ``settings``.
-        named: names of optimizer settings, such as ``lr``, that keep the script's values.
+        saved: the checkpoint's facts, with the keys that ``optimizer_facts`` returns; nothing is restored where it has
+            no ``settings``.
+        named: the settings of ``--change``: options of these names, such as ``lr``, keep the script's values, and
+            ``initial_lr`` does with ``lr``.
 
     Raises:
         CheckpointError: the number of parameter groups or schedulers differs.

@@ -22,17 +22,22 @@ if TYPE_CHECKING:
 class OwnGradients:
     """This rank's own gradients before the reduction over data ranks, for the gradient noise scale.
 
+    Optimizers are named for their second moments (Adam's), with which the noise of the preconditioned gradient is
+    estimated as well; without them only that of the plain gradient is.
+
     Attributes:
         parameters: trained parameters whose ``.grad`` accumulates this rank's micro-batches, and which this rank counts
             in the gradient's norm.
-        take_squares: returns and resets the sum of squares of this rank's gradients that backward itself reduced
-            (FSDP2) since the last call; None where backward reduces none.
+        take_squares: function without arguments for gradients that backward itself reduces (FSDP2): returns the sum of
+            squares of this rank's gradients as they were before that reduction, over the backwards since the last call,
+            and resets it. None where backward reduces none.
         optimizers: the optimizers that have the state of ``parameters``, in full, on this rank; empty where that state
             is on other ranks, on servers or in host memory.
-        optimizer_of: in place of ``optimizers``, by logical worker (share of the global batch) of this rank, the
-            optimizer with which it makes updates of its own; empty where workers make none, or elsewhere.
-        equal_before: where all workers meet at equal parameters, a function that returns whether they have them before
-            the step of a number from 0; None where workers always have them, or never.
+        optimizer_of: in place of ``optimizers`` where each logical worker (share of the global batch) updates
+            parameters of its own on this rank (local SGD): index of the worker → its optimizer. Empty where all workers
+            make one update together, or servers make the updates.
+        equal_before: function from a step's number, from 0, to whether all workers have equal parameters before that
+            step; for strategies where they do before some steps only (local SGD), otherwise None.
     """
 
     parameters: Sequence[nn.Parameter]

@@ -434,15 +434,20 @@ class LocalSGDSync(LocalGradients):
 
         Between two averages of local SGD each logical worker (share of the global batch) has its own trained
         parameters; right after an average, and in synchronous steps, all are equal. The caller compares digests of the
-        tensors over ranks.
+        tensors over ranks. If this rank has one worker, that worker takes over any ``.data`` that the script has
+        assigned.
 
         Returns:
-            A mapping from names in the model to tensors, not copied: parameters that were never trained, and the
-            trained ones while they are equal on all workers, except those that the script has written, such as by the
-            ``eval()`` of a Schedule-Free optimizer, which moves each worker's by its own state; never None.
+            A mapping from names in the model to tensors, not copied: parameters that were never trained, except those
+            that the script has written; and the trained ones while they are equal on all workers. After an average
+            those are left out that the script has written since, such as by the ``eval()`` of a Schedule-Free
+            optimizer, which moves each worker's by its own state; before the first average none is left out. Never
+            None.
 
         Raises:
-            UsageError: this rank has several workers, and the script has written parameters since the last update.
+            UsageError: this rank has several workers, and the script has written trained parameters since the last
+                update, or, after the first local step, masks of ``torch.nn.utils.prune``, computed of one worker's
+                weights.
         """
         self._take_written("after the last step")
         self._check_masks("after the last step")
