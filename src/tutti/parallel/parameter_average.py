@@ -189,8 +189,10 @@ class KeepsAverage(Protocol):
             averaging: decay and warm-up of the average.
 
         Returns:
-            An ``Average``, an object whose ``update()`` is to be called after each update of the parameters;
-            ``within(merged)`` returns a dict of the model's tensors with the averages in place of the weights.
+            An ``Average``. The run calls its ``update()`` after each update of the parameters. Its ``within(merged)``
+            takes the result of ``GradientSync.merged``, a dict of this rank's parameters and buffers by name, and
+            returns a new dict with the same names, in which the averages replace the trained parameters; no tensor is
+            copied.
 
         Raises:
             UsageError: shared memory has no room for the average.

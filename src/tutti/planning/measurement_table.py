@@ -185,7 +185,9 @@ class MeasurementTable:
     Attributes:
         name: the file's name, for messages alone.
         kind: what the table measures, such as ``all-reduce`` or ``published jobs``; empty where this is not recognised.
-        rows: rows with all cells that the kind needs.
+        rows: a ``TableRow`` for each row that has all cells which the kind needs: its ``text`` and ``numbers`` are
+            dictionaries by role, the standard name of a column's quantity such as ``step_time``; numbers are in SI
+            units. Empty where the table cannot be used.
         reason: why the table, or a part of its rows, is not used; empty where all of it is.
     """
 

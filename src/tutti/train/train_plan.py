@@ -157,7 +157,10 @@ def followed_by(task: Task, config: TrainConfig) -> str | None:
 
 
 def check_evaluations(task: Task, config: TrainConfig, plan: TrainPlan, epochs: Epochs) -> str | None:
-    """Check that evaluations can change the learning rate where it follows them, and return a warning if too few do.
+    """Check that evaluations come early and often enough to change the learning rate, where the rate follows them.
+
+    The rate follows evaluations with ``--schedule plateau``, and where the task's scheduler steps at evaluations. An
+    evaluation at the end of the run does not count, because no step follows it.
 
     Args:
         task: the task, which may make schedulers that evaluations step.
@@ -166,11 +169,12 @@ def check_evaluations(task: Task, config: TrainConfig, plan: TrainPlan, epochs: 
         epochs: global batches of all epochs.
 
     Returns:
-        The warning's text; None for no warning, a rate that does not follow evaluations, or intervals that cannot be
-        compared.
+        A warning's text where ``--schedule plateau`` has at most ``patience`` + 1 evaluations before the end, too few
+        to lower the rate. Otherwise None; also where the rate does not follow evaluations, and where one of the run's
+        length and the interval of evaluations is in steps and the other in epochs of unknown length.
 
     Raises:
-        UsageError: no evaluation comes before the end of the run.
+        UsageError: the rate follows evaluations, and none comes before the end of the run.
     """
     option, schedule = followed_by(task, config), config.lr_schedule
     if option is None:

@@ -338,17 +338,20 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """
 
     def step_own(self, step_context: StepContext) -> UpdateResult:
-        """Clip the worker's own gradient and step its optimizer; skip the update where the gradient is not finite.
+        """Clip the worker's own gradient and step its optimizers; skip the update where the gradient is not finite.
 
-        The gradient is the one that ``end_own`` has left in ``.grad``. Within ``stepping`` only one of the worker's
-        optimizers steps, and its gradients alone are clipped. Not collective.
+        The gradient is the one that ``end_own`` has left in ``.grad``. By default all optimizers of the script step.
+        Within the context ``stepping(index, members)``, which a custom training loop enters for the ``step()`` of one
+        optimizer of the script, only the optimizer with this index steps, and only the gradients of ``members``, its
+        parameters, are clipped and checked for NaN and infinity. Not collective.
 
         Args:
             step_context: the step under way, with the factor on the initial learning rates.
 
         Returns:
-            An ``UpdateResult`` with ``updates`` 1, also for a skipped update, and ``together`` False; ``skipped``, and
-            then ``nonfinite`` (names of at most three parameters), are those of this worker alone.
+            An ``UpdateResult`` with ``updates`` 1, also for a skipped update, and ``together`` False. ``skipped`` is
+            True where this worker's update was skipped; then ``nonfinite`` has the names of at most three of its
+            parameters whose gradient is not finite.
         """
 
     def end_step(self, step_context: StepContext) -> bool:

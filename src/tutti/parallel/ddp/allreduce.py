@@ -243,10 +243,15 @@ class AllReduceSync(UnshardedGradients):
         The count is of samples or tokens, as the loss function reports it. Collective: the all-reduces of gradient
         buckets over the data ranks (in reproducible mode all-to-alls and all-gathers), broadcasts of the gradients of
         parameters that several stages (tied weights) or tensor ranks hold in full, and an all-reduce of the gradient
-        norm over the pipeline stages and tensor ranks of a replica. Blocks until all data ranks have sent. Afterwards
-        every ``.grad`` is the gradient of the mean loss over the global batch, without loss scale and not yet clipped,
-        and None where no rank had a gradient. With ``run.step`` and an optimizer of PyTorch or tutti it may be a view
-        of a bucket that the next reduction overwrites.
+        norm over the pipeline stages and tensor ranks of a replica. Blocks until all data ranks have sent, with one
+        exception: where an accelerator can skip an update by itself, the call may only launch the all-reduces and
+        return a ``PendingStats``. The first read of one of its attributes then waits, divides gradients that still need
+        a factor, and raises the errors below; ``optimizer_step`` launches the update before this read.
+
+        After the call, or after that first read, every ``.grad`` is the gradient of the mean loss over the global
+        batch, without loss scale, and None where no rank had a gradient. It is not clipped before ``optimizer_step``.
+        With ``run.step`` and an optimizer of PyTorch or tutti it may be a view of a bucket that the next reduction
+        overwrites.
 
         Args:
             step_context: the step under way, with the loss scale that the gradients contain and whether this rank asks
@@ -255,7 +260,8 @@ class AllReduceSync(UnshardedGradients):
         Returns:
             A ``StepStats``, equal on all ranks, with the attributes ``loss`` and ``metrics`` (by name), means over the
             global batch; ``count``, of samples or tokens; ``grad_norm``, the L2 norm of the gradient; ``finite``,
-            whether all gradients are finite; and ``stop``, whether any rank asks to stop.
+            whether all gradients are finite; ``stop``, whether any rank asks to stop; and ``gradient_variance``, None
+            where it is not measured. A ``PendingStats`` is a ``StepStats`` whose values are still on the device.
 
         Raises:
             MismatchError: ranks are in different steps, hold different parameters, or differ in batch size or settings.

@@ -118,26 +118,32 @@ class ShardedSync:
         self._begun_step = -1
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Verify and broadcast the model, shard its parameters and build the optimizer over this rank's rows.
+        """Verify and broadcast the model, cut its parameters into rows and build the optimizer over this rank's rows.
 
-        Called once, before the first step of sharded data parallelism. FSDP2 (stages 2 and 3) or ZeRO stage 1 shards
-        each parameter along its first dimension. Collective over all ranks of the run: the data ranks (those that share
-        out a global batch) all-gather digests of their models and receive data rank 0's state by broadcast; all ranks
-        all-gather the result of a trial step of the optimizer, and may receive by broadcast which modules FSDP2 wraps.
+        Called once, before the first step of sharded data parallelism. In ZeRO stage 1 the model keeps whole
+        parameters: new objects take the places of the trainable ones, whose original objects become this rank's rows
+        (blocks of the first dimension), views of the new ones. In stages 2 and 3 FSDP2 shards the model itself, frozen
+        parameters included; those that it cannot take, such as 0-d ones or ones of another dtype, stay whole there and,
+        where trainable, are cut as in stage 1. With one shard rank nothing is cut. Collective over all ranks of the
+        run: the data ranks (those that share out a global batch) all-gather digests of their models and receive data
+        rank 0's state by broadcast; all ranks all-gather the result of a trial step of the optimizer, and may receive
+        by broadcast which modules FSDP2 wraps.
 
         Args:
-            replica: runs forward and backward of this rank's part of the model; its parameters and buffers become those
-                of data rank 0, and its parameters are sharded in place.
+            replica: runs forward and backward of this rank's part of the model. The values of its parameters and
+                buffers become those of data rank 0; its parameters are replaced (stage 1) or sharded (stages 2 and 3)
+                in its modules.
             make_optimizer: called once, with a list of (name, parameter) of all parameters, frozen ones included: this
-                rank's rows of each sharded parameter, other parameters in full; returns the optimizer, or None where
-                this rank has nothing to train.
+                rank's rows of each parameter that is cut, other parameters in full; returns the optimizer, or None
+                where this rank has nothing to train.
 
         Returns:
             This object itself, as the gradient-ready hook for ``ReplicaRunner.run`` and ``backward``, which call its
             ``prepare_for_backward``. It is not connected to autograd, because ``gradient_ready`` does nothing here.
 
         Raises:
-            MismatchError: the data ranks hold models with different parameters or buffers.
+            MismatchError: names, shapes, dtypes, order or trainability of the parameters or buffers differ between data
+                ranks.
             UsageError: FSDP2 cannot shard the model, or the optimizer cannot step on this rank's part of the tensors or
                 with ``offload``, or draws from PyTorch's global random generator in the trial step.
             PeerError: a rank is lost, or does not take part within the timeout.
