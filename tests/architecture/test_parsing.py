@@ -19,7 +19,10 @@ STRATEGIES = {
 
 SPECIFICATIONS = {
     *("tutti.config." + name for name in ("gradient_noise", "loss_scale_config", "lr_rule", "module_config")),
-    *("tutti.config." + name for name in ("engine_config", "optimizer_config", "strategy_choice", "spec")),
+    *(
+        "tutti.config." + name
+        for name in ("engine_config", "logger_config", "optimizer_config", "strategy_choice", "spec")
+    ),
     "tutti.tasks.task_registry",  # --model, whose options the task declares
     "tutti.cli.submit_command",  # the target of tutti submit
     "tutti.planning.plan_search",  # changes the text of a strategy

@@ -29,6 +29,7 @@ from tutti.errors import MismatchError, NonFiniteError, TuttiError, UsageError, 
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal, is_zeroed
+from tutti.nn.swap import parameters
 from tutti.optim.mixing import calls_closure_once, unlike_one_closure
 from tutti.parallel import check_custom_loop
 from tutti.parallel.ddp.step_agreement import agree_on_settings
@@ -837,8 +838,9 @@ class CustomLoop:
         if edited and not self._batch.alone:
             self._origin.check_edits()
         if edited and self._bodies.several and self._batch.is_watched:
-            names = dict(zip(self._origin.script_parameters(), (n for n, _ in self._sync.named_trained()), strict=True))
-            self._lifecycle.values.check_edits({names[p]: p.grad for p in edited if p.grad is not None})
+            names = {p: name for name, p in parameters([self._replica.plain])}
+            named = {names.get(p, "a parameter"): p.grad for p in edited if p.grad is not None}
+            self._lifecycle.values.check_edits(named)
         self._check_settings()
         self._sync.apply_edits(edited)
         reductions = list(self._pending)

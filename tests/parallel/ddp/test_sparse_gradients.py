@@ -339,20 +339,3 @@ def test_custom_loops_have_sparse_gradients_too() -> None:
         for got in worlds.run(devices, custom_loop, strategy=strategy):
             for name in want:
                 assert got[name] == pytest.approx(want[name], rel=1e-10, abs=1e-10)
-
-
-def on_meta(buffer: bool) -> None:
-    model: nn.Module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    if buffer:
-        model[1].running_mean = torch.zeros(3, device="meta")  # type: ignore[index]
-    else:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(3, 3))
-    tutti.prepare(model, "sgd", (torch.zeros(8, 3), torch.zeros(8, 3)), squared)
-
-
-@pytest.mark.parametrize(("buffer", "name"), [(False, "0.weight"), (True, "1.running_mean")])
-def test_a_model_on_the_meta_device_is_refused_by_name(buffer: bool, name: str) -> None:
-    for devices in (1, 2):
-        for said in worlds.run(devices, refused, called=on_meta, buffer=buffer):
-            assert name in said and "to_empty" in said

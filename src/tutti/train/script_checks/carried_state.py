@@ -397,7 +397,10 @@ class CarriedValues(LossWatch):
             gradients: the tensors.
             complete: whether they are gradients of the global batch.
         """
-        for memory in memories_of(gradients):
+        noted = list(gradients)
+        if complete:
+            self._moved.forget(noted)
+        for memory in memories_of(noted):
             self._found.pop(memory, None)
             if not complete:
                 self._found[memory] = {self._here: ""}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -87,6 +87,12 @@ class MovedValues:
             weights: the part of ``own`` that holds the model's parameters.
         """
         self._sources, self._own, self._read, self._weights = {}, own, set(), weights
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Forget what the script has moved in the memory of tensors that now have values of the run, not of a body."""
+        for tensor in tensors if self._moved else ():
+            if (memory := self._memory_of(tensor)) is not None:
+                self._moved.pop(memory, None)
 
     def mover(self, tensor: Tensor) -> tuple[Place, str] | None:
         """Return the latest micro-batch of this global batch whose code has moved a tensor's storage; None if none has.
