@@ -133,3 +133,10 @@ def test_durations_of_a_stream_of_unknown_length() -> None:
     assert [Duration.parse(text).steps(None, 8) for text in ("500st", "20sa", "24sa")] == [500, 3, 3]
     with pytest.raises(UsageError, match="3ep of a stream of unknown length"):
         Duration.parse("3ep").steps(None, 8)
+
+
+def test_an_option_without_a_default_is_asked_for_by_name() -> None:
+    from tutti.config.logger_config import parse_loggers
+
+    with pytest.raises(UsageError, match=r"the option 'folder' is missing.*[Gg]ive folder=…"):
+        parse_loggers("tensorboard")

@@ -322,10 +322,19 @@ def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
             known = did_you_mean(key, fields) if fields else "leave it out: there are no options"
             raise UsageError(f"unknown option '{key}'", where=where, remedy=known)
         values[key] = _convert(value, hints[key], f"{where}, {key}") if isinstance(value, str) else value
+    needed = [field.name for field in dataclasses.fields(config) if _is_needed(field)]  # type: ignore[arg-type]
+    if missing := next((name for name in needed if name not in values), None):
+        raise UsageError(f"the option '{missing}' is missing", where=where, remedy=f"give {missing}=…")
     try:
         return config(**values)
     except (TypeError, ValueError) as error:
         raise UsageError("bad options", where=where, why=str(error)) from error
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a field of a dataclass must be given to its constructor."""
+    without = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    return field.init and without
 
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
