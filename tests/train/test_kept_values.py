@@ -489,3 +489,26 @@ def test_what_ranks_have_alike_or_no_loss_depends_on_is_right(kind: str, form: s
     for got in worlds.run(ranks, train, strategy="mirrored", kind=kind, form=form):
         assert isinstance(got, dict), got
         assert all(abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+def beside_sparse() -> list[float]:
+    """Train a model, and beside it a table with sparse gradients, by an optimizer that tutti does not know."""
+    torch.manual_seed(0)
+    model, table = nn.Linear(4, 3).double(), nn.Embedding(9, 4, sparse=True).double()
+    own = torch.optim.SGD(table.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(24, 4, dtype=torch.float64), torch.arange(24) % 3)
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", data, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), workers=2, batch_size=6
+    )
+    losses = []
+    for batch in run.epoch(0):
+        own.zero_grad()
+        table(torch.tensor([1, 3, 3])).square().sum().backward()
+        own.step()
+        losses.append(run.step(batch))
+    return losses
+
+
+def test_another_model_with_sparse_gradients_trains_beside_the_run() -> None:
+    one, other = worlds.run(2, beside_sparse)
+    assert one == other and len(one) == 4

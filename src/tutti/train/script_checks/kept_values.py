@@ -513,11 +513,17 @@ class KeptValues(LossWatch):
         if self._alone and (not self._in_stages() or any(map(self._is_leaf, parameters))):
             self._refuse_trained(f"{name}{_STEP}{script_line()}")
         if _is_due(self._steps) and self._run.context.comms.replica.size > 1:
-            digest = (
-                mix(*tensor_digests([each.detach() for p in parameters for each in (p, p.grad) if each is not None]))
-                >> 1
-            )
+            values = [part for p in parameters for each in (p, p.grad) if each is not None for part in _dense(each)]
+            digest = mix(*tensor_digests(values)) >> 1
             self._trained.setdefault(f"{name}{_STEP}{script_line()}", set()).add(digest)
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the dense tensors of a tensor, such as a gradient: of a sparse one its indices and values."""
+    if not tensor.is_sparse:
+        return (tensor.detach(),)
+    whole = tensor.detach().coalesce()
+    return whole.indices(), whole.values()
 
 
 class _LineValues(NamedTuple):
