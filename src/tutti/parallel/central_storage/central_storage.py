@@ -306,12 +306,8 @@ class CentralStorageSync(AllReduceSync):
         gradients. The first call is collective over the data ranks, which allocate shared memory for another reducer of
         gradients. Later calls change nothing and are not collective.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
-        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
-        that forwards write and that the script writes after an update. From now on, until
-        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
-        theirs; without this call, such a write raises UsageError in the next step, unless it is a reset to
-        zeros, or to ones for a variance.
+        The call also changes the rule for module buffers that the script writes, as ``AllReduceSync.begin_custom_loop``
+        says: until ``leave_custom_loop`` the rank's last logical worker alone takes the script's value.
 
         Raises:
             UsageError: the shared memory has no room.

@@ -714,12 +714,8 @@ class ShardedSync:
         With FSDP2 the model then has other parameter objects, its unsharded ones. From now on, clearing their ``.grad``
         also clears the sharded gradient. ZeRO stage 1 needs no preparation for gradients. Not collective.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
-        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
-        that forwards write and that the script writes after an update. From now on, until
-        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
-        theirs; without this call, such a write raises UsageError in the next step, unless it is a reset to
-        zeros, or to ones for a variance.
+        The call also changes the rule for module buffers that the script writes, as ``AllReduceSync.begin_custom_loop``
+        says: until ``leave_custom_loop`` the rank's last logical worker alone takes the script's value.
         """
         self._buffers.begin_custom_loop()
         if self._reads is not None:
