@@ -61,6 +61,7 @@ from tutti.parallel.whole_tensors import (
     refuse_parts,
     trained_by,
 )
+from tutti.torch_compat import foreach_mul_
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossSums
@@ -352,8 +353,9 @@ class AllReduceSync(UnshardedGradients):
             # As ``clip_norm`` on the host.
             clips = later.allowed & (later.norm > largest)
             factor = torch.where(clips, largest / (later.norm + 1e-6), 1.0)
-            for gradient in [p.grad for p in self._parameters if p.grad is not None]:
-                gradient.mul_(factor.to(gradient.dtype))
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            for dtype in {gradient.dtype for gradient in gradients}:
+                foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], factor.to(dtype))
         optimizers = [member for optimizer in self.optimizers for member in stepping(optimizer)]
         with skipped_unless(later.allowed, optimizers):
             for optimizer in self.optimizers:
