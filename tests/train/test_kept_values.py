@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -512,3 +514,25 @@ def beside_sparse() -> list[float]:
 def test_another_model_with_sparse_gradients_trains_beside_the_run() -> None:
     one, other = worlds.run(2, beside_sparse)
     assert one == other and len(one) == 4
+
+
+def headers(workers: int) -> list[int]:
+    """Compute and drop 2,000 tensors in every body of a loop, and count the storages whose headers are kept then."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    data = TensorDataset(torch.randn(24, 4, dtype=torch.float64), torch.arange(24) % 3)
+    run = tutti.prepare(model, "sgd:lr=0.1", data, None, workers=workers, batch_size=12)
+    kept = []
+    for x, y in run.microbatches(0):
+        value = torch.ones(4)
+        for _ in range(2000):
+            value = value * 1.0
+        kept.append(sum(isinstance(each, StorageWeakRef) for each in gc.get_objects()))
+        run.backward(functional.cross_entropy(run.model(x), y))
+    return kept
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_watched_body_keeps_no_header_of_each_freed_tensor(workers: int) -> None:
+    for kept in worlds.run(2, headers, workers=workers):
+        assert len(kept) == workers and max(kept) < 1000, kept

@@ -35,6 +35,7 @@ from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedIn
 from tutti.train.script_checks.loss_watch import (
     WITH_INTS,
     LossWatch,
+    MemoryRecords,
     WatchHook,
     batch_tensors,
     fills_memory,
@@ -203,7 +204,7 @@ class CarriedValues(LossWatch):
         self._here = Place(-1, 0)
         self._leaves: dict[int, tuple[ref[Tensor], Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
-        self._found: dict[StorageWeakRef, _Origins] = {}
+        self._found = MemoryRecords[_Origins]()
         self._moved = MovedValues(memory_of)
         self._eager, self._uncompiled = False, ExitStack()
         self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
@@ -238,7 +239,7 @@ class CarriedValues(LossWatch):
         self._trace, self._eager = None, False
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         if self._batches > _WATCHED or self._left < 2:
-            self._leaves, self._given, self._found, self._counted = {}, set(), {}, {}
+            self._leaves, self._given, self._found, self._counted = {}, set(), MemoryRecords(), {}
             self._numbers.make_plain()
             self._trials.forget()
             return False
@@ -264,7 +265,7 @@ class CarriedValues(LossWatch):
         """
         self._here = worker_place(micro_batch, self._run)
         self._leaves = {key: (leaf, place) for key, (leaf, place) in self._leaves.items() if leaf() is not None}
-        self._found = {storage: origins for storage, origins in self._found.items() if not storage.expired()}
+        self._found.drop_freed()
         given = list(batch_tensors(batch))
         self._leaves.update((id(each), (ref(each), self._here)) for each in given)
         self._given |= memories_of(given)
@@ -500,6 +501,7 @@ class CarriedValues(LossWatch):
         for tensor in (*made, *written) if origins else ():
             if memory_of(tensor) not in gathered:
                 self._note(tensor, origins)
+        self._found.drop_freed()
         return result
 
     def _gathered(self, tensors: Iterable[Tensor]) -> set[StorageWeakRef | None]:

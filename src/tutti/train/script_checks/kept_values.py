@@ -35,6 +35,7 @@ from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedIn
 from tutti.train.script_checks.loss_watch import (
     WITH_INTS,
     LossWatch,
+    MemoryRecords,
     WatchHook,
     batch_tensors,
     fills_memory,
@@ -127,7 +128,7 @@ class KeptValues(LossWatch):
         self._own, self._constants = set[StorageWeakRef](), set[StorageWeakRef]()
         self._batch = set[StorageWeakRef]()
         # Tensors of this step, and digests of those among them that the code for it has only read.
-        self._origins: dict[StorageWeakRef, _Origin] = {}
+        self._origins = MemoryRecords[_Origin]()
         self._digests: dict[StorageWeakRef, int] = {}
         # Tensors of the watched steps before: digest there, or None where a step has computed them from samples.
         self._before: dict[StorageWeakRef, int | None] = {}
@@ -172,7 +173,7 @@ class KeptValues(LossWatch):
         made = {memory: None for memory, origin in self._origins.items() if origin.samples}
         before = {**self._before, **made, **self._digests}
         self._before = {memory: digest for memory, digest in before.items() if not memory.expired()}
-        self._origins, self._digests, self._read_here = {}, {}, {}
+        self._origins, self._digests, self._read_here = MemoryRecords(), {}, {}
         self._kept, self._by_sample, self._states = {}, set(), set()
         self._reached, self._trained = self._trained, {}
         self._empty = not due and not self._reached
@@ -422,6 +423,7 @@ class KeptValues(LossWatch):
             self._note_conversion(tensors[0], result)
         for memory in memories_of(tree_leaves(result)) - self._own - self._batch:
             self._origins.setdefault(memory, origin)
+        self._origins.drop_freed()
         return result
 
     def _note_conversion(self, source: Tensor, result: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -43,6 +43,9 @@ _LEAVES = Tensor, int, float, str, type(None), torch.dtype, torch.device
 _NO_ARGUMENTS: Mapping[str, Any] = {}
 _READS = 8
 """Most reads of sizes in a body that are recorded (a guess)."""
+_RECORDS = 256
+"""Fewest records of memory among which those of freed memory are looked for (a guess)."""
+_R = TypeVar("_R")
 
 
 class LossWatch(TorchFunctionMode):
@@ -322,6 +325,26 @@ def batch_tensors(batch: Any) -> Iterator[Tensor]:
 def _own(tensor: Tensor) -> Tensor:
     """Return this rank's slice of a tensor that is split over tensor ranks; any other tensor as it is."""
     return tensor.part if isinstance(tensor, SplitTensor) else tensor
+
+
+class MemoryRecords(dict[StorageWeakRef, _R]):
+    """Records of tensors by their memory, of which ``drop_freed`` removes those of freed memory.
+
+    A weak reference keeps the storage's header. Before its version 2.38 glibc's malloc uses a freed block between two
+    such headers for no new tensor of the same size: with a header kept of each intermediate result of a forward, the
+    process would take new memory for each one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._most = _RECORDS
+
+    def drop_freed(self) -> None:
+        """Remove the records of freed memory, once the number of records has doubled since the last removal."""
+        if len(self) >= self._most:
+            for memory in [each for each in self if each.expired()]:
+                del self[memory]
+            self._most = max(_RECORDS, 2 * len(self))
 
 
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tutti.errors import script_line
 from tutti.nn.script_mode import DRAWS, acts_by_element
 from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write
+from tutti.train.script_checks.loss_watch import MemoryRecords
 
 REPLACING = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "__setitem__")) | {
     name for name in DRAWS if name.endswith("_")
@@ -61,12 +62,12 @@ class MovedValues:
         self._memory_of = memory_of
         self._moved: dict[StorageWeakRef, tuple[Place, str]] = {}
         # Memory of tensors that the present micro-batch's code has made, and the older memory they are computed from.
-        self._sources: dict[StorageWeakRef, frozenset[StorageWeakRef]] = {}
+        self._sources = MemoryRecords[frozenset[StorageWeakRef]]()
         self._own: set[StorageWeakRef] = set()
         # Memory of the run's parameters, and of what the present micro-batch's code has made of them by element.
         self._weights: set[StorageWeakRef] = set()
         # Memory that the present micro-batch's code has read.
-        self._read: set[StorageWeakRef] = set()
+        self._read = MemoryRecords[None]()
 
     def begin_batch(self) -> None:
         """Forget all tensors that the micro-batches of the previous global batch have moved, before the next batch.
@@ -74,7 +75,7 @@ class MovedValues:
         A tensor is moved if the code for a micro-batch changes it as a function of its former values, or after a read.
         What a script writes between two global batches is the same for every micro-batch.
         """
-        self._moved, self._sources, self._own = {}, {}, set()
+        self._moved, self._sources, self._own = {}, MemoryRecords(), set()
 
     def begin(self, own: set[StorageWeakRef], weights: set[StorageWeakRef]) -> None:
         """Begin a micro-batch of this rank: forget which tensors the code for the one before has made and read.
@@ -86,7 +87,7 @@ class MovedValues:
             own: storages of the batches and of the run's model, which never count as moved: other checks follow them.
             weights: the part of ``own`` that holds the model's parameters.
         """
-        self._sources, self._own, self._read, self._weights = {}, own, set(), weights
+        self._sources, self._own, self._read, self._weights = MemoryRecords(), own, MemoryRecords(), weights
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Forget what the script has moved in the memory of tensors that now have values of the run, not of a body."""
@@ -189,7 +190,9 @@ class MovedValues:
                 self._moved.pop(now, None)
         if func not in METADATA:
             # A view reads no values.
-            self._read |= read - {self._memory_of(each) for each in made}
+            self._read |= dict.fromkeys(read - {self._memory_of(each) for each in made})
+        self._sources.drop_freed()
+        self._read.drop_freed()
         return again
 
 
