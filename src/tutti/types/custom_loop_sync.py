@@ -49,15 +49,14 @@ class CustomLoopSync(GradientSync, Protocol):
         A custom training loop is the script's own loop with forward, backward and update. Called on every rank once,
         before the first step. Collective under ``central_storage`` alone, whose data ranks allocate shared memory;
         other strategies send nothing. Complete gradients are those of the mean loss over the global batch. Where this
-        rank has a part of them only, or none, as with parameter servers, ``.grad`` is the part, or from
-        ``add_gradients`` on a placeholder, with which the script computes as with the whole gradient.
+        rank has only a part of such a gradient, or none, as with parameter servers, ``add_gradients`` puts a
+        placeholder into ``.grad``: a tensor with which the script computes as with the whole gradient.
 
-        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed
-        share of the global batch, has its own. It concerns a rank that computes several workers, and a buffer
-        that forwards write and that the script writes after an update: from now on, until
-        ``leave_custom_loop``, only the rank's last worker takes the script's value, and the other workers keep
-        theirs. Resets to zeros (ones for a variance), and writes to buffers that no forward writes, go to all
-        workers.
+        The call also changes a rule for buffers (batch-norm statistics), of which each logical worker, a fixed share of
+        the global batch, has a copy of its own. On a rank that computes several workers, and until
+        ``leave_custom_loop``, a buffer that the script writes after an update, and that forwards write too, takes the
+        script's value in the copy of the rank's last worker only. Resets to zeros (ones for a variance), and writes to
+        buffers that no forward writes, go to the copies of all workers.
 
         Raises:
             UsageError: under ``central_storage``, shared memory has too little room.
@@ -65,14 +64,13 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def leave_custom_loop(self) -> None:
-        """Let buffers that the script writes after its own loop concern all logical workers of this rank.
+        """End the rule that ``begin_custom_loop`` sets for buffers which the script writes. Not collective.
 
         Called after each epoch of the script's own loop, and where the script leaves the loop by ``break``. A logical
         worker is a fixed share of the global batch, with its own copy of buffers such as batch-norm statistics; a rank
-        may compute several. Within the loop only the last of them takes the script's value of a buffer that forwards
-        write too. Now such a write raises UsageError in the next step, unless it is a reset to zeros, or to ones for a
-        variance; the values of resets, and of buffers that no forward writes, are copied to all workers. Not
-        collective.
+        may compute several. From now on a write of the script to a buffer that forwards write too raises UsageError in
+        the next step, on a rank with several workers, unless it is a reset to zeros, or to ones for a variance. The
+        values of resets, and of buffers that no forward writes, are copied to all workers.
         """
 
     def named_trained(self) -> NamedParameters:
@@ -98,10 +96,13 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of the script's model that one of the script's optimizers updates, as a list.
+        """Return the parameters of the script's model that one of the script's optimizers updates. Not collective.
 
         Args:
             optimizer: the optimizer; its parameter groups may hold shards in place of the model's parameters.
+
+        Returns:
+            A list of those of ``script_parameters`` to which the optimizer's groups belong, in that order.
         """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -243,7 +244,7 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a context in which ``optimizer_step`` updates the parameters of a single optimizer of the script.
+        """Return a context in which ``optimizer_step`` steps only one of the script's optimizers, or all of them.
 
         Args:
             index: position, from 0, of the optimizer in the list of optimizers that ``tutti.prepare`` got. None: within
@@ -252,19 +253,20 @@ class CustomLoopSync(GradientSync, Protocol):
                 ones whose gradients are clipped. Ignored where ``index`` is None.
 
         Returns:
-            A context manager that yields nothing. Entering and leaving it send nothing.
+            A context manager that yields nothing. Entering and leaving it send nothing. A custom training loop enters
+            it for each ``step()`` that the script calls.
         """
 
     def clip_gradients(self, norm: float) -> float:
         """Scale the gradients, within ``stepping`` those of one optimizer, to at most the run's clipping norm.
 
-        Does nothing in a run without such a norm. Not collective.
+        The gradients are scaled in place. Nothing changes in a run without a clipping norm. Not collective.
 
         Args:
             norm: L2 norm of these gradients of the whole model, equal on all ranks.
 
         Returns:
-            The norm afterwards.
+            The L2 norm of the gradients after the call: ``norm`` where nothing was scaled.
 
         Raises:
             ValueError: with parameter servers, always: they clip.
@@ -284,8 +286,9 @@ class CustomLoopSync(GradientSync, Protocol):
 class AloneLoopSync(CustomLoopSync, Protocol):
     """A ``CustomLoopSync`` where each logical worker makes updates of its own (local SGD), with one worker a rank.
 
-    A logical worker is one of N fixed shares of the global batch. In a step with updates of its own, a custom training
-    loop calls these methods in place of ``end_worker``, ``reduce_gradients`` and ``optimizer_step``.
+    A logical worker is one of N fixed shares of the global batch. A custom training loop asks ``updates_alone`` in each
+    step. Where it is True, the loop calls ``end_own``, ``reduce_losses`` and ``step_own`` in place of ``end_worker``,
+    ``reduce_gradients`` and ``optimizer_step``.
     """
 
     def updates_alone(self, step_context: StepContext) -> bool:
@@ -308,11 +311,6 @@ class AloneLoopSync(CustomLoopSync, Protocol):
             worker: index of the logical worker.
             part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step: then
                 ``.grad`` stays as it is.
-
-        Raises:
-            UsageError: on an accelerator, this rank has several workers, and the script has written a buffer that
-                forwards write too, other than by a reset to zeros, or to ones for a variance (each worker has its own
-                value of it).
         """
 
     def reduce_losses(self, step_context: StepContext) -> StepStats:
@@ -332,9 +330,6 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         Raises:
             MismatchError: ranks are in different steps, or make different calls.
             PeerError: a rank is lost, or does not take part within the timeout.
-            UsageError: on an accelerator, this rank has several workers, and the script has written a buffer that
-                forwards write too, other than by a reset to zeros, or to ones for a variance (each worker has its own
-                value of it).
         """
 
     def step_own(self, step_context: StepContext) -> UpdateResult:
@@ -357,9 +352,10 @@ class AloneLoopSync(CustomLoopSync, Protocol):
     def end_step(self, step_context: StepContext) -> bool:
         """Average the workers' parameters if that is due after this step; all updates of the step must have been made.
 
-        Called on every rank after each step, synchronous steps included. Collective over the data ranks in every H-th
-        step of own updates, where the average is due: an all-to-all and an all-gather for each dtype; DiLoCo then makes
-        its outer update. In other steps nothing is sent.
+        Called on every rank after each step, synchronous steps included. The average is due after every H-th step of
+        own updates, and then the call is collective over the data ranks: an all-to-all and an all-gather for each
+        dtype, besides an all-gather of names where the model has frozen parameters. The means are written into the
+        parameters in place; DiLoCo then makes its outer update. In other steps nothing is sent.
 
         Args:
             step_context: the step that ends; its number decides whether the average is due.
@@ -368,7 +364,5 @@ class AloneLoopSync(CustomLoopSync, Protocol):
             Whether the parameters have been averaged, so that they are those of the whole run now.
 
         Raises:
-            UsageError: this rank has several workers, and the script has written parameters since the last update, or
-                frozen parameters, which its workers share.
             PeerError: a rank is lost, or does not take part within the timeout.
         """

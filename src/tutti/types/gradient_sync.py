@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class OwnGradients:
     """This rank's own gradients before the reduction over data ranks, for the gradient noise scale.
 
-    Optimizers are named for their second moments (Adam's), with which the noise of the preconditioned gradient is
-    estimated as well; without them only that of the plain gradient is.
+    Where ``optimizers`` or ``optimizer_of`` have second moments (Adam's), the noise of the preconditioned gradient is
+    estimated as well, otherwise only that of the plain gradient.
 
     Attributes:
         parameters: trained parameters whose ``.grad`` accumulates this rank's micro-batches, and which this rank counts

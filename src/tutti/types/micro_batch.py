@@ -62,7 +62,7 @@ class MicroBatch:
 
 @dataclass
 class LossSums:
-    """Loss sum, count and metric sums over samples. ``a + b`` adds two of them element by element.
+    """Loss sum, count and metric sums over samples. ``a + b`` adds ``sums`` and ``samples``.
 
     Attributes:
         sums: float tensor ``[loss_sum, count, *metric_sums]`` on the compute device.

@@ -66,10 +66,11 @@ class EditRecords(Protocol):
     def lines(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Return a line of text for each of these tensors that the script has edited. Not collective.
 
-        Equal edits give equal lines, so that the caller can compare the lines over ranks. The records stay.
+        A line such as ``weight: mul(0.5) #1f3a`` has the tensor's name, the last call that edited it, and a hash of all
+        these calls. Ranks that have made the same edits have equal lines, which the caller compares. The records stay.
 
         Args:
-            named: (name, tensor) pairs, such as gradients.
+            named: (name, tensor) pairs, such as gradients; tensors without an edit get no line.
         """
         ...
 
@@ -84,8 +85,8 @@ class EditRecords(Protocol):
     def take(self) -> list[str]:
         """Return a line of text for each parameter that the script has written since the previous call of ``take``.
 
-        The records of these writes are deleted. Not collective: the lines are equal on all ranks whose scripts have
-        made the same writes, so that the caller can compare them; empty without writes.
+        The lines are as of ``lines``, and the records of these writes are deleted. Not collective: the lines are equal
+        on all ranks whose scripts have made the same writes, so that the caller can compare them; empty without writes.
         """
         ...
 
@@ -96,7 +97,7 @@ class ReplicaRunner(Protocol):
     The replica may span pipeline stages and tensor ranks.
 
     Attributes:
-        parts: modules on this rank.
+        parts: modules on this rank: the whole model, or one for each virtual pipeline stage.
         specs: position in the full tensor of every parameter and persistent buffer on this rank, by its name in the
             unsplit model.
         not_owned: names of tensors on this rank of which another rank of this replica owns the copy that is counted in
@@ -112,8 +113,8 @@ class ReplicaRunner(Protocol):
         replaced_name: returns the name of a parameter in whose place the script has put another object (FSDP), or None.
         slice_name: returns the name of the parameter from whose tensor-parallel slice the script has made a tensor,
             element by element, or None.
-        also_seen: is told, as a dictionary from new to old, of further objects that stand for parameters, such as
-            FSDP2's, so that ``slice_name`` knows them.
+        also_seen: ``also_seen({new: old})`` registers further objects that stand for parameters, such as FSDP2's, so
+            that ``slice_name`` knows them.
         adapt_hooks: lets hooks that the script has registered on the gradients of parameters of which this rank has a
             part see whole gradients; returns the names of the parameters with hooks that did not before the call.
         is_dummy: whether the micro-batch that ``run`` or ``begin`` began most recently is a dummy, without samples.
@@ -125,13 +126,14 @@ class ReplicaRunner(Protocol):
             ``backward``, right after its forward; False where a pipeline schedule interleaves the micro-batches.
         edits: records of the script's edits of parameters and gradients of which each rank has a part; None without
             such parameters.
-        passes: for each model that is cut into pipeline stages, the calls of the model through its stages; otherwise
-            empty.
+        passes: one ``StagePasses`` for each model that is cut into pipeline stages: it runs the calls of the model
+            through the stages; otherwise empty.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
             otherwise empty.
         bubble: idle fraction, 0 to 1, of the ranks' time in the pipeline schedule of the last training step, for equal
             stages and backwards of twice a forward; None without pipeline stages, and before the first step.
-        draws: the model's RNG streams on this rank, which ``moment`` and ``state`` read and set.
+        draws: the model's RNG streams on this rank (``RngStreams``), whose properties ``moment`` and ``state`` hold
+            their position and the device generator's state.
         around_stage: context manager around the forward of a virtual pipeline stage; called with the stage's number and
             the tensors that it is given. Its value is called with the stage's results, and raises UsageError where they
             depend on another logical worker's micro-batch.

@@ -27,8 +27,9 @@ class RunContext:
             rank's worker, this rank included; None where each worker is computed by a single rank.
         reproducible: whether weights are bit-identical on any number of data ranks.
         clip: largest gradient norm, None for no clipping.
-        averaging: average of the weights over the updates, None for none.
-        activation_checkpointing: options, or names and classes of modules; None for none.
+        averaging: options of the average of the weights over the updates (EMA), None for none.
+        activation_checkpointing: options such as ``Blocks``, or names and classes of the modules to recompute; None for
+            none.
         compile: mode and options of ``torch.compile``; None for none.
         gradient_variance: whether to measure each worker's gradient before the sum: ``StepStats.gradient_variance``.
         draws: whether the model may draw random numbers in training, as for dropout.

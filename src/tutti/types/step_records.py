@@ -90,12 +90,15 @@ class StepStats:
     gradient_variance: GradientVariance | None = None
 
     def known(self) -> StepStats:
-        """Return results that are in host memory: these, or for ``PendingStats`` those for which it waits."""
+        """Return these results as numbers in host memory: this object itself; ``PendingStats`` waits for the device."""
         return self
 
 
 class PendingStats(StepStats):
     """Results of one training step that are still on the device; the first read of an attribute waits for them.
+
+    ``AllReduceSync.reduce_gradients`` returns one on accelerators where the device itself can skip the update, so that
+    the host launches the update before it has read the results.
 
     Args:
         read: waits for the device; returns the results, and whether the device has allowed the update. Called once; it
@@ -122,15 +125,17 @@ class PendingStats(StepStats):
         return found
 
     def update_first(self, step_context: StepContext) -> bool:
-        """Launch the step's update, and then read the results. Not collective.
+        """Launch the step's update, and then wait for the results. Not collective.
+
+        Called in place of the usual update, by ``optimizer_step`` or a custom training loop.
 
         Args:
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
-            True if the update was made. False if it was not, so that the caller goes on without this method: the device
-            has skipped it, because the gradient is not finite, still needs a factor, or ranks differ; or the results
-            were read before, and nothing was launched.
+            True if the update was made. False if it was not, so that the caller makes the usual update: the device has
+            skipped it, because a gradient is not finite, gradients must first be divided by a count other than the
+            batch's samples, or ranks differ; or the results had been read before, and nothing was launched.
         """
         if self._found is not None:
             return False
