@@ -59,8 +59,9 @@ class Native:
     def scaled_squares(self, factors: Tensors, grads: Tensors) -> Squares:
         """Return ‖f·g‖² and ‖g‖² of each tensor, with a factor f for each element, in one compiled loop.
 
-        No tensor is written. All tensors are dense CPU tensors of this object's dtype, and a gradient and its factors
-        have one shape and memory format, which is not checked: the loop reads plain memory.
+        Measurements of the noise of Adam's preconditioned gradient call this method. No tensor is written. All tensors
+        are dense CPU tensors of this object's dtype, and a gradient and its factors have one shape and memory format,
+        which is not checked: the loop reads plain memory.
 
         Args:
             factors: tensors of factors (f).

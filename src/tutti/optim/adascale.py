@@ -46,7 +46,7 @@ class AdaScale:
         The gain multiplies the context's learning-rate factor (None counts as 1), and is added to ``tau``, the sum of
         gains. Before the first estimate of the variance the gain is min(S, 1), S the step's samples divided by those of
         one logical worker (share of the global batch). After a step with a non-finite gradient the context is returned
-        as it is. Not collective.
+        as it is. Called by the run in each step, between the reduction of the gradients and the update. Not collective.
 
         Args:
             stats: results of the step, reduced over all ranks: gradient norm, and the mean of the squared norms of the
@@ -79,9 +79,9 @@ class AdaScale:
         """Return AdaScale's figures to log: ``tau`` (τ), ``gain`` (r) and ``noise_scale`` (in samples).
 
         τ is the sum of all gains r, by which the learning rates of steps were multiplied. ``gain`` is that of the most
-        recent step, and is missing after a skipped step, ``noise_scale`` before the first estimate. The simple noise
-        scale is tr Σ / |G|² (trace of the covariance of one sample's gradient, by the squared norm of the expected
-        gradient), McCandlish et al. 2018, arXiv 1812.06162.
+        recent step. The dict lacks ``gain`` after a skipped step, and ``noise_scale`` before the first estimate. The
+        simple noise scale is tr Σ / |G|² (trace of the covariance of one sample's gradient, by the squared norm of the
+        expected gradient), McCandlish et al. 2018, arXiv 1812.06162.
         """
         found = {} if self.gain is None else {"gain": self.gain}
         found["tau"] = self.tau

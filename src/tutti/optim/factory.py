@@ -30,7 +30,8 @@ def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
     """Return a function that builds the optimizer that ``config`` describes.
 
     Args:
-        config: the optimizer's options, a dataclass of ``tutti.config.optimizer_config`` such as ``AdamWConfig``.
+        config: options of a built-in optimizer, a dataclass of ``tutti.config.optimizer_config`` such as
+            ``AdamWConfig``; not an ``ImportedOptimizerConfig``.
         sparse: whether some parameters may get sparse gradients; PyTorch's fused kernels take none, and are then off.
 
     Returns:
@@ -135,7 +136,8 @@ def check_fresh(optimizer: Optimizer) -> None:
     """Check that an optimizer has not stepped yet: a copy that another process rebuilds would lack its state.
 
     The function builds a new optimizer of the same class and options, and compares the states of both. An optimizer
-    that ``built_alike`` can only copy, as a Lookahead wrapper, always passes, because its copy has its state.
+    that ``built_alike`` can only copy, such as a Lookahead wrapper, always passes, because the copy has a copy of the
+    state. Called by ``tutti.prepare``.
 
     Args:
         optimizer: the optimizer, which is not changed.
@@ -225,7 +227,7 @@ def _constructed(
 def is_plain(value: object) -> bool:
     """Return whether a value is None, a number, a string, a dtype, or a tuple of these.
 
-    Such values can be compared between two optimizers.
+    Such values can be compared between two optimizers by their ``repr``.
 
     Args:
         value: any value, such as an optimizer's option.
@@ -238,7 +240,7 @@ def is_plain(value: object) -> bool:
 def is_known(kind: type[Optimizer]) -> bool:
     """Return whether an optimizer class is defined in ``torch.optim`` or ``tutti.optim``.
 
-    These keep all their options in parameter groups. False for a subclass that a script defines.
+    The classes defined there keep all their options in parameter groups. False for a subclass that a script defines.
 
     Args:
         kind: the class.

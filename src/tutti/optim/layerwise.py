@@ -31,11 +31,11 @@ class TensorUpdate:
     """One parameter tensor in one step of a layer-wise optimizer, with its gradient, state and group's options.
 
     Attributes:
-        index: position among all tensors of the step.
+        index: position, from 0, among all tensors of the step, over all parameter groups.
         param: the parameter, a local tensor if it is a ``DTensor``.
         grad: its gradient, which the step may convert to the parameter's dtype and memory format.
-        state: its state in the optimizer, by name.
-        group: options of its parameter group.
+        state: its entry of the optimizer's ``state``: values by key, which the step changes in place.
+        group: its parameter group, whose options are read.
     """
 
     index: int
@@ -253,8 +253,8 @@ class LayerWise(Optimizer):
 def parts_of(rows: Sequence[TensorUpdate], kind: Callable[[TensorUpdate], Any]) -> list[RowGroup]:
     """Group the tensors of a step so that each group is updated in one call of multi-tensor or compiled loops.
 
-    Gradients are converted to the dtype and memory format of their parameters, in ``rows``; the parameters' ``.grad``
-    stays.
+    Called by ``LayerWise.step``. Sets ``grad`` of an element of ``rows`` to a copy in the dtype and memory format of
+    its parameter where they differ; the parameter's own ``.grad`` stays.
 
     Args:
         rows: for each tensor of the step a ``TensorUpdate``: parameter, gradient, optimizer state and options.

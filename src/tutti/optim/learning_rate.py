@@ -71,10 +71,11 @@ def momentum_correction(new: float, old: float) -> float:
 def set_learning_rates(groups: Iterable[Group], factor: float | None) -> None:
     """Set each parameter group's learning rate to ``factor`` × its initial one, in place.
 
-    The first call keeps the rate that it finds as the initial one, under the group's key ``initial_lr``.
+    The initial rate is the group's entry ``initial_lr``; where a group has none, its present rate becomes this entry.
+    Called right before each update of a run with a schedule of its own.
 
     Args:
-        groups: parameter groups.
+        groups: parameter groups of an optimizer.
         factor: factor on the initial rates; None changes nothing.
 
     >>> group = {"lr": 0.5}
@@ -90,10 +91,10 @@ def set_learning_rates(groups: Iterable[Group], factor: float | None) -> None:
 
 
 def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tuple[Group, Any]]:
-    """Multiply each parameter group's learning rate by ``factor``; a group that occurs twice counts once.
+    """Multiply each parameter group's learning rate by ``factor`` in place; a group that occurs twice counts once.
 
     Args:
-        groups: parameter groups, changed in place.
+        groups: parameter groups; their entry ``initial_lr`` stays.
         factor: factor on each group's ``lr``.
 
     Returns:

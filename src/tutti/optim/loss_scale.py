@@ -45,8 +45,8 @@ class LossScale:
 
         After an overflow ``value`` is multiplied by the option ``backoff_factor``, but not below ``min``; after
         ``growth_interval`` steps without one by ``growth_factor``, but not above ``max``. The attribute ``used``, the
-        scale of the step that this call ends, becomes the former ``value``. A constant scale stays. Not collective:
-        the scales of all ranks stay equal because ``finite`` is equal.
+        scale of the step that this call ends, becomes the former ``value``. A constant scale stays. Called on every
+        rank at the end of each step. Not collective: the scales of all ranks stay equal because ``finite`` is equal.
 
         Args:
             finite: whether the step's gradient, reduced over all ranks, was finite.

@@ -54,7 +54,7 @@ class Mixing:
         columns: whether this also holds for slices along all dimensions but the first.
         flat: whether this also holds for pieces of the flattened tensor.
         tensors: whether a step on a subset of the tensors equals their step among all tensors.
-        draws: whether a step draws from a global random generator of PyTorch, NumPy or Python.
+        draws: whether a step draws from a global random generator: PyTorch's of the CPU, NumPy's or Python's.
         closure: whether ``step`` cannot be called without a closure.
         untried: why the trial failed; None if it succeeded.
         writes: names of the entries of parameter groups that steps change, such as an estimated learning rate.
@@ -459,7 +459,8 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def calls_closure_once(optimizer: Optimizer) -> bool:
     """Return whether ``step(closure)`` is known to call the closure once, before the update.
 
-    True for PyTorch's and tutti's optimizers but LBFGS; False for classes that a script defines. Nothing is run.
+    True for all classes of ``torch.optim`` and ``tutti.optim`` but LBFGS; False for classes that a script or another
+    package defines. Nothing is run.
 
     Args:
         optimizer: the optimizer.

@@ -34,7 +34,7 @@ class Muon(Optimizer):
             that match ``adam_names`` (without names: tensors of at most one dimension).
         lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: of the matrices, as in ``torch.optim.Muon``.
         adam_lr, adam_betas, adam_eps, adam_weight_decay: of the tensors that AdamW updates.
-        adam_names: patterns of names (``fnmatch``).
+        adam_names: ``fnmatch`` patterns of the names of matrices that AdamW updates.
 
     Attributes:
         wholes: gathers matrices of which this rank holds slices; None: it holds whole matrices.

@@ -91,7 +91,7 @@ class Averages:
     def add(self, first: float, second: float) -> None:
         """Add a value of each of two quantities to their exponential averages.
 
-        The weights of earlier values are multiplied by the decay θ.
+        x̄ ← θx̄ + (1-θ)x for both; earlier values keep the fraction θ of their weight.
 
         Args:
             first, second: new values of the first and of the second estimate.

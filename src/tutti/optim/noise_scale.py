@@ -47,12 +47,13 @@ class NoiseBand(NamedTuple):
 def noise_estimate(mean_of_squares: float, square_of_mean: float, parts: int, samples: int) -> NoiseEstimate:
     """Return unbiased estimates of tr Σ and |G|² from the gradients gᵢ of the parts of one step's batch.
 
-    Σ is the covariance of one sample's gradient, and G the expected gradient.
+    Σ is the covariance of one sample's gradient, and G the expected gradient. The parts are disjoint, such as the
+    shares of logical workers; gᵢ is the mean gradient over part i.
 
     Args:
-        mean_of_squares: Σ pᵢ‖gᵢ‖² with pᵢ the part's share of the batch.
+        mean_of_squares: Σ pᵢ‖gᵢ‖², with pᵢ the fraction of the batch's samples in part i.
         square_of_mean: ‖Σ pᵢgᵢ‖², the squared norm of the whole batch's gradient.
-        parts: number of parts, at least 2.
+        parts: number of parts with a gradient, at least 2.
         samples: number of samples in the whole batch.
 
     Returns:
@@ -199,7 +200,7 @@ class NoiseAverage:
         """Restore the averages of the gradient noise from a checkpoint.
 
         Args:
-            saved: the result of ``state``: ``weight``, ``squares`` and ``sums``.
+            saved: the result of ``state``: ``weight``, ``squares`` and ``sums``, a list of five numbers.
 
         Raises:
             ValueError, KeyError, TypeError: ``saved`` is malformed.

@@ -19,7 +19,7 @@ class Plateau:
 
     Args:
         config: options of the schedule.
-        metric: the metric that the schedule follows, and its direction.
+        metric: the held-out metric that the schedule follows, and its direction; also an attribute.
 
     Attributes:
         factor: factor on the initial learning rates, 1 before the first reduction.
@@ -36,9 +36,12 @@ class Plateau:
         self._bad = self._cooldown = 0
 
     def evaluated(self, value: float) -> bool:
-        """Count an evaluation, and return whether it lowers the factor.
+        """Take the result of an evaluation, and return whether ``factor`` falls because of it.
 
-        Not collective: every rank must pass the same value, so that all use the same rates.
+        Called on every rank after each evaluation during the run. ``factor`` falls, by multiplication with the option
+        ``factor`` and down to the option ``min``, after more than ``patience`` evaluations in a row without a better
+        value; the ``cooldown`` evaluations after a fall do not count. Not collective: every rank must pass the same
+        value, so that all use the same rates.
 
         Args:
             value: the metric's held-out value; NaN is never better.
@@ -83,7 +86,7 @@ class Plateau:
             saved: the result of ``state``.
 
         Returns:
-            True if the state was loaded; False if it is of another metric, and nothing was loaded.
+            True if the state was loaded; False if it was saved for another metric or direction, and nothing was loaded.
         """
         if saved["metric"] != asdict(self.metric):
             return False

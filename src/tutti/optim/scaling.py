@@ -17,7 +17,8 @@ def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
     """Return a copy of an optimizer's options, rescaled by a learning-rate rule to another batch size.
 
     The rule gives a factor, such as ``batch`` divided by the batch size for which the options were tuned (the rule's
-    base batch), or its root. It multiplies ``lr`` (and Muon's ``adam_lr``); ``AdamSqrtRule`` changes β1, β2 and ε, too.
+    base batch), or the root of this quotient. It multiplies ``lr`` (and Muon's ``adam_lr``); ``AdamSqrtRule`` changes
+    β1, β2 and ε, too.
 
     Args:
         optimizer: a dataclass of ``tutti.config.optimizer_config``.

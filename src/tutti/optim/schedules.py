@@ -128,7 +128,7 @@ def stable_decay(progress: float, decay: float, final: float, root: bool) -> flo
         progress: fraction of the run that has passed, warm-up included, 0 to 1.
         decay: fraction of the run, at its end, in which the rate falls; above 0.
         final: factor at the end of the run.
-        root: True: while the rate falls the factor is 1 + (final - 1) · √x, with x the fraction of the decay that has
+        root: True: while the rate falls, the factor is 1 + (final - 1) · √x, with x the fraction of the decay that has
             passed; False: 1 + (final - 1) · x.
 
     >>> stable_decay(0.5, 0.5, 0.0, False), stable_decay(0.75, 0.5, 0.0, False)

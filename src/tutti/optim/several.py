@@ -137,7 +137,7 @@ def members_of(optimizer: Optimizer | None) -> list[Optimizer]:
 
 
 def slots(optimizer: Optimizer | None) -> tuple[Optimizer | None, ...]:
-    """Return every optimizer of the run as a tuple, in the same order on all ranks.
+    """Return every optimizer of the run as a tuple, of equal length and order on all ranks.
 
     It has one entry for a single optimizer, and for a ``SeveralOptimizers`` one for each optimizer that it combines. An
     entry is None for an optimizer without parameters on this rank.
