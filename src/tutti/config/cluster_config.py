@@ -21,13 +21,17 @@ class KubeflowConfig:
     """Options of ``tutti submit kubeflow``, which makes a TrainJob of Kubeflow Trainer.
 
     Attributes:
-        image: container image with Python and tutti.
+        image: container image with Python and tutti; must be given.
         nodes: number of pods of the job, one a node.
         cpus: CPUs for each device; default: no request.
         gpus: GPUs for each device; default: no request.
-        resource: Kubernetes' resource name of the GPUs; default: ``nvidia.com/gpu``.
+        resource: Kubernetes' resource name of the GPUs, only together with ``gpus``; default: ``nvidia.com/gpu``.
         memory: memory of a pod, such as ``64Gi``; default: no request.
         runtime: name of the cluster's training runtime.
+
+    Raises:
+        UsageError: there is no ``image``, ``resource`` is given without ``gpus``, a number is below 1, or a text has
+            not the form that Kubernetes takes.
     """
 
     image: str | None = None
@@ -66,12 +70,16 @@ class SkyPilotConfig:
 
     Attributes:
         nodes: number of nodes of the task.
-        accelerator: SkyPilot's name of an accelerator, of which each node gets one for each of its devices.
-        cpus: least number of CPUs of a node.
-        memory: least memory of a node, in GB.
-        infra: where to run, as SkyPilot writes it; default: the cheapest.
+        accelerator: SkyPilot's name of an accelerator, of which each node gets one for each of its devices; default:
+            none.
+        cpus: least number of CPUs of a node; default: any.
+        memory: least memory of a node, in GB; default: any.
+        infra: cloud, region or cluster to run on, as SkyPilot writes it; default: the cheapest.
         spot: whether to take instances that the cloud may take back.
         image: container image with Python and tutti; default: tutti is installed on SkyPilot's own image.
+
+    Raises:
+        UsageError: a number is below 1, or ``image`` or ``accelerator`` is no name.
     """
 
     nodes: int = 1

@@ -77,8 +77,8 @@ class BatchGrowth:
     def epochs(self) -> tuple[int, ...]:
         """Numbers of the epochs, from 0, at whose start the global batch grows: milestones of ``--batch-growth``.
 
-        At a milestone where the batch has reached its largest size already, it stays, and the learning rate falls
-        instead. Raises UsageError unless the milestones are whole epochs.
+        At a milestone where the batch has reached its largest size already, the batch stays, and the learning rate
+        falls instead. Raises UsageError unless the milestones are whole epochs.
         """
         durations = [Duration.parse(text, "milestones of the batch's growth") for text in self.milestones]
         for duration in durations:

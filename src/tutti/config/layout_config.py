@@ -28,7 +28,8 @@ class StagesConfig(StrategyOptions):
     Attributes:
         stages: number of devices of a replica; default: all devices of the run. Or the modules of each stage, in the
             order in which the forward calls them: ``embed+block1/block2+head``.
-        cuts: ``name+name``: the first module of each stage after the first; default: an even partition.
+        cuts: names of the first module of each stage after the first, as in ``name+name``; default: an even partition,
+            by measured seconds of the modules or by their numbers of parameters.
 
     Raises:
         ValueError: ``stages`` is below 1; or it lists modules, and ``cuts`` is given too, there is only one stage, a

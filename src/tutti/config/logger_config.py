@@ -26,14 +26,14 @@ class LoggerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLinesOptions(LoggerOptions):
-    """Options of ``tutti.JsonLinesLogger``: the path of the file."""
+    """Options of ``tutti.JsonLinesLogger``: ``path``, the file to which records are appended."""
 
     path: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoardOptions(LoggerOptions):
-    """Options of ``tutti.TensorBoardLogger``: the folder of the event files."""
+    """Options of ``tutti.TensorBoardLogger``: ``folder`` of the event files, which need the package ``tensorboard``."""
 
     package: ClassVar[str | None] = "tensorboard"
     folder: str

@@ -29,12 +29,12 @@ class WorkerBatchNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class Ghost:
-    """Options of ghost batch norm, with statistics of ``size`` samples for any batch size.
+    """Options of ghost batch norm: each ``size`` consecutive samples are normalised by their own mean and variance.
 
     Hoffer et al. 2017, arXiv 1705.08741.
 
     Attributes:
-        size: samples that are normalised together.
+        size: samples that are normalised together, whatever the size of the batch.
 
     Raises:
         ValueError: ``size`` is below 1.
@@ -209,7 +209,8 @@ class Nothing:
 class Blocks:
     """Options of activation checkpointing that recomputes blocks of the model in backward.
 
-    Chen et al. 2016, arXiv 1604.06174.
+    A block is a submodule with parameters and children of its own, such as a layer of a transformer; a long
+    ``nn.Sequential`` of plain layers is cut into blocks of √n layers (Chen et al. 2016, arXiv 1604.06174).
 
     Attributes:
         every: recompute the first of every ``every`` neighbouring blocks.
@@ -227,9 +228,10 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Selective(Blocks):
-    """Selective activation checkpointing: keep results of products with weights, convolutions and fused attention.
+    """Selective activation checkpointing: as ``Blocks``, but results of expensive operators are kept.
 
-    Korthikanti et al. 2022, arXiv 2205.05198, section 5.
+    Expensive are products with weights, convolutions, and fused attention without dropout; backward recomputes
+    everything else in a block. Korthikanti et al. 2022, arXiv 2205.05198, section 5.
     """
 
 
@@ -245,8 +247,8 @@ def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> 
 
     Args:
         choice: ``none``; ``blocks:every=K``: the first of every K neighbouring blocks of the model (K is 1 by default);
-            ``selective``: the same, but results of matrix products, convolutions and attention are kept. Parsed
-            options, or a list of names or classes of modules, are returned as they are.
+            ``selective``: the same, but results of products with weights, convolutions and fused attention are kept.
+            Parsed options, or a list of names or classes of modules, are returned as they are.
         compiled: whether the run uses ``--compile``.
 
     Returns:

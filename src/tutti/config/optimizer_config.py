@@ -70,7 +70,7 @@ class LayerWiseConfig:
     Attributes:
         adapt_1d, decay_1d: whether tensors of at most one dimension get layer-wise adaptation and weight decay.
         exclude: name patterns of parameters that get neither, such as ``exclude=embed.*+head.*``.
-        fused: whether to use compiled loops on the CPU; none: if they are available.
+        fused: whether to use compiled loops on the CPU: ``true`` requires them; none: if they are available.
     """
 
     adapt_1d: bool = False
@@ -305,6 +305,9 @@ class CosineSchedule(ConstantSchedule):
     """Learning-rate schedule: half a cosine from the initial rate to ``final`` times the initial rate.
 
     The cosine begins after the warm-up and ends with the run. Loshchilov & Hutter 2017, arXiv 1608.03983.
+
+    Attributes:
+        final: rate at the end of the run, as a fraction of the initial rate.
     """
 
     final: float = 0.0
@@ -312,7 +315,13 @@ class CosineSchedule(ConstantSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSchedule(ConstantSchedule):
-    """Learning-rate schedule: a straight line from the initial rate to ``final`` times the initial rate."""
+    """Learning-rate schedule: a straight line from the initial rate to ``final`` times the initial rate.
+
+    The line begins after the warm-up and ends with the run.
+
+    Attributes:
+        final: rate at the end of the run, as a fraction of the initial rate.
+    """
 
     final: float = 0.0
 
@@ -351,9 +360,14 @@ class StepSchedule(ConstantSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class PolynomialSchedule(ConstantSchedule):
-    """Learning-rate schedule: (1 - progress)^power from the initial rate to ``final`` times the initial rate.
+    """Learning-rate schedule: the initial rate times final + (1 - final) · (1 - progress)^power.
 
-    With ``final=0`` as ``torch.optim.lr_scheduler.PolynomialLR``.
+    ``progress`` rises from 0 after the warm-up to 1 at the end of the run. With ``final=0`` as
+    ``torch.optim.lr_scheduler.PolynomialLR``.
+
+    Attributes:
+        power: the exponent; 1 is a line.
+        final: rate at the end of the run, as a fraction of the initial rate.
 
     Raises:
         UsageError: ``power`` or ``final`` is below 0, or an option of the warm-up is invalid.
@@ -371,7 +385,9 @@ class PolynomialSchedule(ConstantSchedule):
 class ExponentialSchedule(ConstantSchedule):
     """Learning-rate schedule: multiply the rate by ``gamma`` after each duration ``every``, such as ``1ep``.
 
-    Durations count from the start of the run.
+    Attributes:
+        gamma: factor on the rate.
+        every: the duration; durations count from the start of the run, warm-up included.
 
     Raises:
         UsageError: ``gamma`` is below 0, ``every`` is malformed, or an option of the warm-up is invalid.
@@ -405,7 +421,8 @@ class WSDSchedule(ConstantSchedule):
 
     Attributes:
         decay: fraction of the run in which the rate falls.
-        shape: ``linear``, or ``sqrt`` for 1 - √progress.
+        shape: ``linear``, or ``sqrt``: the rate falls with the square root of the fraction of the decay that has
+            passed.
         final: rate at the end, as a fraction of the initial rate.
 
     Raises:

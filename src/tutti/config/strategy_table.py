@@ -26,8 +26,8 @@ class Strategy:
 
     Attributes:
         layout: dataclass of the options of the model layout, which places a replica of the model on ranks.
-        sync: dataclass of the options of the gradient synchronisation, which reduces gradients over replicas and
-            makes the updates; no field name occurs in both dataclasses.
+        sync: dataclass of the options of the gradient synchronisation, which reduces gradients over replicas and makes
+            the updates; no field name occurs in both dataclasses.
         summary: description in one line.
         reproducible: whether ``--reproducible`` gives the same bits on any number of data ranks.
         single_update: whether all logical workers make one update together, from the sum of their gradients.
@@ -38,7 +38,8 @@ class Strategy:
             defined.
         worker_gradients: whether each logical worker's own gradient exists on one rank before the sum.
         own_backward: whether each micro-batch has a backward of its own; False where all of a worker's run together.
-        sparse_devices: largest number of devices on which models with sparse gradients run; None for no limit.
+        sparse_devices: largest number of devices on which the strategy exchanges sparse gradients, 0 for none; None for
+            no limit. On more devices a model runs only if its gradients can be made dense.
         own_copies: whether every rank has its own full copy of parameters and optimizer state, into which a script may
             load without collectives.
         optimizer_here: whether the optimizer's state is on ranks, and not on parameter servers.

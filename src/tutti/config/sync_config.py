@@ -18,12 +18,13 @@ class AllReduceConfig(StrategyOptions):
 
     Attributes:
         algorithm: ``native``: the collective library's all-reduce, overlapped with backward; ``shared_memory``: sums in
-            shared memory of the processes of one node; ``auto``: shared memory if it is available, else native;
-            ``ring``, ``tree``, ``halving``, ``hierarchical`` (shared memory within nodes, rings between them) and
-            ``central``: the schedules of ``tutti.comm.collective_schedules``, after backward.
-        wire: dtype in which gradients are communicated.
-        bucket_mb: megabytes of gradients in a bucket (default 25), not for ``shared_memory``; the first bucket is
-            smaller, so that its all-reduce starts early.
+            shared memory of the processes of one node; ``auto``: shared memory where all ranks compute on x86-64 CPUs
+            of one node and neither ``wire`` nor ``bucket_mb`` is given, else native; ``ring``, ``tree``, ``halving``,
+            ``hierarchical`` (shared memory within nodes, rings between them) and ``central``: the schedules of
+            ``tutti.comm.collective_schedules``, after backward.
+        wire: dtype in which gradients are communicated; ``fp32``: each gradient in its own dtype.
+        bucket_mb: megabytes (2²⁰ bytes) of gradients in a bucket (default 25), not for ``shared_memory``; the first
+            bucket is smaller, so that its all-reduce starts early.
 
     Raises:
         ValueError: ``bucket_mb`` is not above 0, or ``shared_memory`` is combined with ``bucket_mb`` or with a ``wire``
@@ -61,7 +62,7 @@ class RowsConfig(StrategyOptions):
         stage: ZeRO stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too.
         offload: whether parameter shards and optimizer state are kept in host memory, and updated there; ``optimizer``:
             the optimizer state alone. For accelerators.
-        units: FSDP wrap policy: ``auto``, or names and classes of the modules to wrap, ``Block+head``.
+        units: FSDP wrap policy: ``auto``, or names of the modules to wrap, or of their classes, as in ``Block+head``.
         param_dtype: dtype in which parameters are gathered and used in forward and backward; default: their own.
 
     Raises:
@@ -207,8 +208,8 @@ class SplitConfig(RowsConfig, AllReduceConfig):
     def capabilities(self) -> dict[str, Any]:
         """Return the capabilities that depend on options, of a strategy whose replicas span several devices each.
 
-        Called when ``--strategy`` is parsed. Names are fields of ``Strategy`` in ``parallel/registry.py``; the returned
-        values replace those that the registry has for the strategy.
+        Called when ``--strategy`` is parsed. Names are fields of ``Strategy`` in ``config/strategy_table.py``; the
+        returned values replace those that the table has for the strategy.
 
         Returns:
             A dict by name of the capability. With ``shards`` > 1: ``worker_gradients`` False, because no rank has the
@@ -369,12 +370,12 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
-        """Return what parameter servers with these options can do, by field of ``Strategy`` (``parallel/registry.py``).
+        """Return what parameter servers with these options can do, by field of ``strategy_table.Strategy``.
 
-        The values replace those of the table of strategies. ``reproducible``: same bits on any number of ranks;
-        ``shared_weights``: logical workers (shares of the global batch) hold the same weights at any time;
-        ``averages``: ranks see the same parameters after an update; ``single_update``: all workers make one update
-        together.
+        Called when ``--strategy`` is parsed; the values replace those of the table of strategies. ``reproducible``:
+        same bits on any number of ranks; ``shared_weights``: logical workers (shares of the global batch) hold the same
+        weights at any time; ``averages``: ranks see the same parameters after an update; ``single_update``: all workers
+        make one update together.
 
         Returns:
             For ``mode=sync`` an empty dict; with backup workers, whose steps leave out stragglers, ``reproducible``,

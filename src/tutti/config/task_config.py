@@ -17,6 +17,9 @@ class CnnConfig:
     Attributes:
         batch_norm: whether batch norm follows each convolution.
         dropout: probability that a feature is dropped before the last layer.
+
+    Raises:
+        ValueError: ``dropout`` is not at least 0 and below 1.
     """
 
     batch_norm: bool = False
@@ -33,6 +36,9 @@ class MlpConfig:
     Attributes:
         hidden: number of hidden features between the two layers.
         dropout: probability that a hidden feature is dropped.
+
+    Raises:
+        ValueError: ``hidden`` is below 1, or ``dropout`` not at least 0 and below 1.
     """
 
     hidden: int = 64
@@ -69,6 +75,10 @@ class GptConfig:
         width: number of features of a character; a multiple of ``heads``.
         block: context length, in characters.
         dropout: probability that a feature, or the attention to one position, is dropped.
+
+    Raises:
+        ValueError: a number of layers, heads, features or characters is below 1, ``width`` is no multiple of ``heads``,
+            or ``dropout`` is not at least 0 and below 1.
     """
 
     layers: int = 4
@@ -93,6 +103,9 @@ class UnetConfig:
         depth: number of downsampling scales; an image's height and width are multiples of 2^depth.
         width: number of channels at full resolution; doubles at each scale.
         batch_norm: whether batch norm follows each convolution.
+
+    Raises:
+        ValueError: ``depth`` or ``width`` is below 1.
     """
 
     depth: int = 4

@@ -247,12 +247,13 @@ class TrainConfig:
     def engine(self) -> EngineConfig | None:
         """Return the options of the engine that starts the ranks, from ``--on``.
 
-        Raises UsageError if the text is malformed.
-
         Returns:
             A ``LocalEngineConfig`` (processes of this node), ``SshEngineConfig``, ``RayEngineConfig`` or
             ``SlurmEngineConfig``. Without ``--on``, or for ``none``: a ``LocalEngineConfig`` for a range of devices,
             such as ``2:8``, which needs an engine, else None.
+
+        Raises:
+            UsageError: the text of ``--on``, or the range of devices, is malformed.
         """
         if self.on is None or self.on == "none":
             return None if self.device_range is None else LocalEngineConfig()
@@ -276,7 +277,7 @@ class TrainConfig:
     def strategy_choice(self) -> Choice:
         """The strategy with its options, from ``--strategy``.
 
-        A ``Choice``: ``name`` of the strategy, ``row`` (its capabilities), ``layout`` and ``exchange`` (options of the
+        A ``Choice``: ``name`` of the strategy, ``row`` (its capabilities), ``layout`` and ``sync`` (options of the
         model layout and of gradient synchronisation). A configuration that is sent to another process takes the object
         with it. Raises UsageError for an unknown strategy, option or value.
         """
@@ -373,7 +374,8 @@ class TrainConfig:
     def watched(self) -> bool:
         """Whether ``--start-timeout``, ``--step-timeout`` or ``--save-timeout`` sets a limit above 0.
 
-        Then even a run of a single process gets a watchdog, which ends a rank that makes no progress for so long.
+        Then even a run of a single process gets a watchdog, which ends a rank that makes no progress for longer than a
+        limit.
         """
         return any((self.start_timeout, self.step_timeout, self.save_timeout))
 
@@ -400,9 +402,10 @@ class TrainConfig:
 
     @cached_property
     def windows(self) -> Mapping[str, tuple[int, int]]:
-        """The training steps to record, by option, ``profile`` and ``trace``: first step, from 1, and number of steps.
+        """The training steps to record, from ``--profile`` and ``--trace``: first step, from 1, and number of steps.
 
-        Has no entry for an option that is not given. Raises UsageError if a value is not ``FIRST:STEPS``.
+        A mapping with the keys ``profile`` and ``trace`` to such pairs; an option that is not given has no entry.
+        Raises UsageError if a value is not ``FIRST:STEPS``.
         """
         given = {"profile": self.profile, "trace": self.trace}
         return {name: _window(name, text) for name, text in given.items() if text is not None}
@@ -465,7 +468,7 @@ class TrainConfig:
         """Names of settings in which a resumed run may differ from its checkpoint, from ``--change``.
 
         ``names`` is a frozenset of texts, such as ``lr`` and ``batch_size``; empty without the option. Raises
-        UsageError if a setting does not exist or cannot be changed.
+        UsageError if a setting does not exist or cannot be changed (``NamedChanges.check``).
         """
         named = NamedChanges.parse(self.change)
         chosen = self.optimizer_choice.options if named.names else None

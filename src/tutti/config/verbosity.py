@@ -62,8 +62,9 @@ def is_quiet(environ: Mapping[str, str]) -> bool:
 class StandardErrorHandler(logging.Handler):
     """Logging handler that writes to ``sys.stderr``: all records of rank 0, and warnings and errors of all ranks.
 
-    With ``-vv`` every rank writes all. The stream is looked up for each record. If a script has configured the root
-    logger, the records go there alone. An error in writing, such as a closed pipe, is ignored.
+    With ``-vv`` every rank writes all records. The stream is looked up for each record. If the root logger has
+    handlers, as after a script's ``logging.basicConfig``, these get the records, and this handler writes nothing. An
+    error in writing, such as a closed pipe, is ignored.
 
     Args:
         environ: the environment, whose ``RANK`` is this process's rank, if it is a rank.
