@@ -63,14 +63,14 @@ class BacktestResult:
     Attributes:
         rows: one dictionary for each kind of table, group of its rows (such as one hardware) and protocol, with the
             keys ``table``, ``group``, ``protocol``, ``n`` (number of predictions), ``mean``, ``median`` and ``worst``
-            relative error, ``coverage90`` (fraction of measurements within the 90 % bands), ``median_band_width``
-            (relative to the prediction), ``within_25`` and ``within_2x`` (fractions of predictions within 25 % and
-            within a factor of 2), ``bias`` (mean signed relative error), and where needed ``band`` and ``note``
-            (texts).
+            relative error, ``coverage90`` (fraction of measurements within the 90 % bands) and ``median_band_width``
+            (relative to the prediction), both None where no prediction has a band, ``within_25`` and ``within_2x``
+            (fractions of predictions within 25 % and within a factor of 2), ``bias`` (mean signed relative error), and,
+            where they apply, ``band`` (text that says that there are no bands) and ``note`` (text of ``Asked.reason``).
         cells: one dictionary for each cell, with the keys ``cell``, ``series`` (number of independent series), ``sets``
-            (number of published sources), ``coverage90``, and where the cell has enough series ``low`` and ``high``
-            (95 % interval expected for the coverage), ``holds`` (whether the coverage lies in this interval) and
-            ``median_band_width``.
+            (number of published sources), and ``coverage90``. Where bands of at least 30 series were checked, further
+            ``low`` and ``high`` (95 % interval expected for the coverage), ``holds`` (whether the coverage lies in this
+            interval) and ``median_band_width``; elsewhere ``coverage90`` is None and ``band`` a text.
         refused: one dictionary for each group and protocol without any prediction, and for each table of which no row
             is used, with the keys ``table``, ``group``, ``protocol`` and ``reason``.
         notes: one dictionary for each group and protocol whose predictions guess something or leave out rows, and for

@@ -76,8 +76,8 @@ def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     The time is the number of samples to the target times the device-seconds of a sample, a serial part included,
     divided by the number of devices. The samples and the device-seconds are predicted by one law each; both laws are
     fitted to trainings of the same benchmark round on the same accelerator. Trainings without a number of devices or
-    minutes are left out, and so are trainings whose data to the target differ from the round's median by a factor of 20
-    or more, because such data are in another unit.
+    minutes, or with a column ``ok`` that is not above 0, are left out, and so are trainings whose data to the target
+    differ from the round's median by a factor of 20 or more, because such data are in another unit.
 
     Args:
         rows: one row for each training run, with benchmark, round, accelerator, nodes and devices a node, global batch,

@@ -20,10 +20,10 @@ class Network:
     Attributes:
         per_node: devices of a node.
         between: cost of a message between nodes over a node's link; None where nothing is known of it.
-        messages: measured seconds of messages between nodes over bytes, which say more than the line of ``between``
-            where links are shared by both ways; None where the line is all that is known.
-        collectives: measured curves of collectives with one rank a node, by ``KIND/NODES``; a ring's law from
-            ``between`` for a kind without one.
+        messages: measured curve of the seconds of a message between nodes over its bytes, which predictions prefer to
+            ``between``; None where only ``between`` is known.
+        collectives: measured curves of seconds over bytes of collectives with one rank a node, by ``KIND/NODES``; a
+            kind without a curve takes the closed form of a ring over ``between``.
     """
 
     per_node: int
@@ -32,7 +32,7 @@ class Network:
     collectives: Mapping[str, Curve] = field(default_factory=dict)
 
     def nodes(self, ranks: int) -> int:
-        """Return the smallest number of nodes of the cluster that hold ``ranks`` devices."""
+        """Return the number of nodes that ``ranks`` devices take: ``ranks`` divided by ``per_node``, rounded up."""
         return math.ceil(ranks / self.per_node)
 
     def spread(self, ranks: int, apart: int) -> tuple[int, int]:

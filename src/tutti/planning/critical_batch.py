@@ -38,8 +38,9 @@ class NoiseEvidence:
         path: the run directory.
         task: name of the run's task.
         batch: samples in a global batch.
-        estimates: gradient noise estimates of the run's last measured steps, in order.
-        scaled: the same estimates for Adam's preconditioned gradient.
+        estimates: one estimate of the gradient noise for each of the run's last measured steps, in order; empty where
+            none was recorded.
+        scaled: the same for Adam's preconditioned gradient.
         target: metric and value of ``--until``; None without that option.
         samples: training samples until the target was reached; None if the run did not reach it.
         spread: standard deviation of the natural logarithm of ``samples`` because a run evaluates every so often only.
@@ -64,11 +65,12 @@ class CriticalBatch:
         scaled: noise scale of Adam's preconditioned gradient; None if none was measured.
         batches: measured samples to the target by rising batch size; geometric mean over the runs of a batch size.
         recipe: posterior of samples to the target; None without a run that reached a target.
-        band: 5 % and 95 % quantile of the critical batch.
+        band: low and high end of the 90 % band of the critical batch, in samples; 0 or ∞ at an end that is not bounded.
         critical_batch: the estimate in samples.
         basis: what the estimate rests on, in words.
-        ways: the estimate by each way of measuring alone: gradient noise, branches, samples to a target.
-        branches: the fit to trainings that continue a checkpoint at multiples of its batch; None without.
+        ways: the estimate by each method that was measured, alone: gradient noise, branches, samples to a target.
+        branches: the fit to trainings that continue a checkpoint at multiples of its batch; None without such
+            trainings.
     """
 
     noise: NoiseBand | None
@@ -145,12 +147,12 @@ def critical_batch(
             batch (``fit_branches``); None without.
 
     Returns:
-        A ``CriticalBatch``: ``critical_batch`` in samples; ``band``, its 5 % and 95 % quantiles; ``basis``, what the
-        estimate rests on, in words; ``ways``, a tuple with the estimate by each measured method alone (``noise``,
-        ``branches``, ``target``); ``recipe``, the posterior of E_min and B_crit (None without a run that reached a
-        target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's preconditioned gradient with
-        their bands (None where not measured); ``batches``, for each batch the samples to the target (geometric mean
-        over its runs) and the number of runs; and ``branches`` as given.
+        A ``CriticalBatch``: ``critical_batch`` in samples; ``band``, low and high end of its 90 % band, 0 or ∞ where
+        not bounded; ``basis``, what the estimate rests on, in words; ``ways``, a tuple with the estimate by each
+        measured method alone (``noise``, ``branches``, ``target``); ``recipe``, the posterior of E_min and B_crit (None
+        without a run that reached a target); ``noise`` and ``scaled``, the noise scales of the gradient and of Adam's
+        preconditioned gradient with their bands (None where not measured); ``batches``, for each batch the samples to
+        the target (geometric mean over its runs) and the number of runs; and ``branches`` as given.
 
     Raises:
         UsageError: nothing was measured (no gradient noise, no branches, no run to a target); one batch size with a
@@ -291,10 +293,11 @@ def _band(estimates: Sequence[NoiseEstimate]) -> NoiseBand | None:
 
 
 def last_estimates(steps: Sequence[Mapping[str, Any]], name: str, last: float) -> tuple[NoiseEstimate, ...]:
-    """Return the estimates of gradient noise from the last measured steps, in order.
+    """Return the estimates of gradient noise from the last measured steps, in order; empty where no step was measured.
 
     Args:
-        steps: values of each step by name, such as records of ``metrics.jsonl``; a step without estimates counts not.
+        steps: values of each step by name, such as records of ``metrics.jsonl``. A measured step has ``{name}/trace``
+            and ``{name}/square``.
         name: ``noise``, or ``noise/adam`` for the preconditioned gradient.
         last: fraction of the measured steps, counted from the end; rounded up, and at least one step.
     """

@@ -55,7 +55,8 @@ class DataDemand:
     Attributes:
         samples: number of samples, in the median.
         draws: (256,) Monte Carlo draws of this number.
-        band: low and high end of its 90 % band; None where such predictions were not tested.
+        band: low and high end of its 90 % band, in samples; None for a measured number, and where such predictions were
+            not tested.
         text: what the number rests on, and where the band comes from or why there is none.
     """
 
@@ -77,6 +78,11 @@ class TargetData:
             ``measured``; None fits the law.
         residuals: scores of checked predictions from which bands are derived (``shipped_residuals``).
         task: name of the task, for the command in messages.
+
+    Attributes:
+        measured: ``measured`` by batch size, in rising order.
+        spread: standard deviation of the natural logarithm of the samples to the target between runs, by the fitted
+            law; 0 where no law was fitted.
 
     Raises:
         UsageError: neither a measured batch nor a recipe is known.
@@ -223,7 +229,7 @@ class PlannedStep:
     def choice(self) -> Choice:
         """Parallel strategy of the planned training step, with its options, parsed from the text ``strategy``.
 
-        A ``Choice``: ``name`` of the strategy, ``layout`` and ``exchange`` (options of the model layout and of gradient
+        A ``Choice``: ``name`` of the strategy, ``layout`` and ``sync`` (options of the model layout and of gradient
         synchronisation), and the method ``shape(devices)``, ranks by axis of the device mesh. The property raises
         UsageError for an unknown strategy or option.
         """
@@ -258,8 +264,8 @@ class DevicePlan:
         steps: whole number of training steps to the target.
         seconds: training time to the target, without start, evaluations, saves and failures.
         draws: (256,) Monte Carlo draws of the seconds.
-        band: low and high end of a 90 % band of the seconds; None where such bands were not tested.
-        cost: devices · hours · price of a device for an hour; None without a price.
+        band: low and high end of a 90 % band of the seconds; None where ``data``, or a predicted step, has no band.
+        cost: devices · hours · price of a device for an hour, in the price's currency; None without a price.
     """
 
     step: PlannedStep
@@ -362,7 +368,7 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
     Args:
         steps: measured or predicted training steps, each with devices, batch and strategy.
         data: number of training samples to the target at any batch size.
-        price: price of one device for an hour; None for no costs.
+        price: price of one device for an hour, in any currency; None for no costs.
 
     Returns:
         A plan for every step, sorted by number of devices and then by seconds of training. A plan has the number of
@@ -488,7 +494,7 @@ class LostReason:
     """Why a plan takes longer than the winner, the plan that it is compared with.
 
     Attributes:
-        gap: seconds that the plan takes longer than the winner.
+        gap: seconds that the plan takes longer than the winner; may be negative for a tie.
         term: cause that closes most of the gap if its seconds are replaced by the winner's, such as ``communication``;
             empty for a tie.
         closes: seconds of the gap that this replacement closes.
@@ -505,8 +511,8 @@ class LostReason:
         """Whether the training times of the two compared plans are too close to tell apart, so that no cause is named.
 
         A plan is a choice of devices, batch size and strategy. True if the loser takes at most 1 % longer than the
-        winner, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws. Then ``term`` is empty and
-        ``closes`` is 0.
+        winner, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws; False for a loser whose
+        seconds are only a lower bound. Then ``term`` is empty and ``closes`` is 0.
         """
         return not self.term
 

@@ -62,9 +62,9 @@ class HardwareAnchor:
     Attributes:
         chip: the chip's name without maker and memory, such as ``A100``; a card's with its form (``chip_of``).
         memory_gb: memory of the chip in GB, 0 where the source does not say.
-        precision: class of precision: 8, 16, tf32, 32.
+        precision: class of precision as ``precision_class`` names it: ``8``, ``16``, ``tf32`` or ``32``.
         utilisation: median over the jobs of hardware FLOP/s over the chip's dense peak.
-        spread: standard deviation of the utilisation's natural logarithm over the jobs.
+        spread: standard deviation of the utilisation's natural logarithm over the jobs; 0 for a single job.
         rows: number of jobs, which are rows of the source.
         set_name: name of the source's set of measurements.
         source: where the measurements were published; may be empty.

@@ -22,7 +22,8 @@ class LandscapeOptions:
         checkpoint: directory of the checkpoint around which the loss is measured.
         to: directory of a second run's checkpoint, for losses on the line between both; None for no such line.
         ema: take the averaged weights of the checkpoints instead of the trained ones.
-        parts: what to measure: some of ``PARTS``.
+        parts: what to measure: some of ``curvature`` (Hessian eigenvalues, trace and spectral density), ``sharpness``,
+            ``line`` and ``plane`` (losses along one and two random directions).
         samples: number of samples that are drawn from each data set; None for all.
         block: samples of a forward and backward pass.
         statistics: batch norm's statistics: of the checkpoint (``running``) or of each block of samples (``batch``).
@@ -36,6 +37,10 @@ class LandscapeOptions:
         grid: number of points of a side of the plane.
         reach: distance from the checkpoint to the ends of line and plane, in units of a filter-normalised direction.
         seed: seed of samples, directions and probes.
+
+    Raises:
+        UsageError: a part is unknown, or a number is below its least value: 3 for ``points`` and ``grid``, 2 for
+            ``lanczos``, 1 for all other counts; the rest must be above 0.
     """
 
     checkpoint: Path

@@ -23,10 +23,10 @@ OTHER_SETS = 8.0
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """A scaling law of time with the posterior of its constants' logarithms (normal, by Laplace's approximation).
+    """A fitted scaling law with the posterior of its constants' logarithms (normal, by Laplace's approximation).
 
     Attributes:
-        law: the formula of the seconds, with the names of its constants.
+        law: the formula of the seconds, or of another measured quantity, with the names of its constants.
         log_constants: (constants,) natural logarithms of the constants at the optimum.
         covariance: (constants, constants) posterior covariance of these logarithms.
         rows: number of measurements that the law was fitted to.
@@ -40,7 +40,7 @@ class FittedLaw:
     misfit: float = _RESIDUAL
 
     def predict(self, inputs: Inputs) -> tuple[Array, Array]:
-        """Predict by the fitted law the seconds of further measurements from their inputs.
+        """Predict by the fitted law the seconds, or other quantity, of further measurements from their inputs.
 
         Args:
             inputs: an array (n,) for each input of the law by its name, such as ``ranks`` and ``bytes``.
@@ -58,7 +58,7 @@ class FittedLaw:
         return centre, np.hypot(np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0), self.misfit)
 
     def constants(self) -> dict[str, float]:
-        """Return the constants of the scaling law of time, as fitted to measurements.
+        """Return the constants of the scaling law, as fitted to measurements.
 
         Returns:
             Name of the constant, such as ``latency_s``, → its value at the optimum of the fit, a Python float. A name
@@ -82,7 +82,7 @@ def _root(covariance: Array) -> Array:
 
 
 def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float = _INDEPENDENT) -> FittedLaw:
-    """Fit the constants of a law of time to measured seconds, with a normal prior on each constant's logarithm.
+    """Fit the constants of a law to measured seconds, with a normal prior on each constant's logarithm.
 
     Maximum a posteriori: soft-L1 loss of the errors of log seconds.
 
@@ -90,7 +90,7 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
         law: formula of the seconds and its constants; the prior of the constants comes from ``law.centre`` and
             ``law.spread``.
         inputs: an array (n,) for each input of the law by its name, with one element for each measurement.
-        seconds: (n,) measured seconds, positive; for n = 0 the fit is the prior.
+        seconds: (n,) measured seconds, or other quantity of the law, positive; for n = 0 the fit is the prior.
         independent: effective number of measurements: if n is larger, errors are weighted down so that together they
             count as so many independent ones. Pass the constant ``OTHER_SETS`` for measurements of another source than
             the one to predict, which say less about it.

@@ -101,15 +101,15 @@ class LossSurface:
     """Computes the loss of a model on fixed samples, its gradient and Hessian products at points in parameter space.
 
     The samples are divided over all data ranks. Rank 0 calls ``value``, ``gradient`` and ``hessian_product``; all other
-    ranks call ``serve`` and take part in these until rank 0 calls ``close``. Creating the object sends nothing. A
-    point is a vector of ``size`` trained parameters, in the order of
-    ``named_parameters``, followed by the model's other floating-point tensors (running statistics of batch norm, frozen
-    parameters), which have no derivatives. The model is in the mode that ``for_landscape`` sets.
+    ranks call ``serve`` and take part in these calls until rank 0 calls ``close``. Creating the object sends nothing. A
+    point is a vector of ``size`` trained parameters, in the order of ``named_parameters``, followed by the model's
+    other floating-point tensors (running statistics of batch norm, frozen parameters), which have no derivatives. The
+    model is in the mode that ``for_landscape`` sets.
 
     Args:
         model: the whole model, on the device.
         loss: the loss function.
-        sets: samples by name of the set; derivatives are those of the first.
+        sets: samples by name of the set; derivatives are those of the mean loss over the first set.
         comm: communicator of the data ranks.
         seed: seed of random draws in the loss function, keyed by block.
         counted: called with the kind of each pass, such as ``gradient``, on the rank that calls a method.

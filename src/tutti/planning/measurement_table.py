@@ -151,8 +151,9 @@ class TableRow:
     """One row of a table of measurements; numbers are in SI units, and missing values are absent.
 
     Attributes:
-        text: text of each cell by the role of its column, such as ``hardware``.
-        numbers: number of each cell by role, such as ``step_time``.
+        text: text of each cell by the role of its column: the standard name of the column's quantity (``column_role``),
+            such as ``hardware``.
+        numbers: number of each cell by role, such as ``step_time``, and numbers that other cells of the row determine.
     """
 
     text: Mapping[str, str]
@@ -252,7 +253,8 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
     """Convert the cells of a table's row to texts and to numbers in SI units, both by the role of the column.
 
     A number is kept if it is positive and plausible: between 1e-15 and 1e15, for training FLOP and squared gradients up
-    to 1e30. Numbers of a metric may have any sign. A missing cell, such as ``n/a``, is left out.
+    to 1e30. Numbers of the roles ``metric`` and ``last_eval`` may have any sign. An empty cell, or one such as ``n/a``
+    or ``unknown``, is left out.
 
     Args:
         cells: text of each cell by header of its column.
@@ -427,7 +429,8 @@ def _decode(content: bytes) -> str:
 def read_tables(folder: Path) -> list[MeasurementTable]:
     """Read every CSV or TSV file in a folder and its subfolders as a table of measurements, and recognise its kind.
 
-    Nothing is raised: a file that cannot be read or recognised becomes a table without rows, whose ``reason`` says why.
+    The separator is a comma, semicolon or tab, the one that the header has most of. Nothing is raised: a file that
+    cannot be read or recognised becomes a table without rows, whose ``reason`` says why.
 
     Args:
         folder: folder that is searched for names that end in ``.csv`` or ``.tsv``.

@@ -271,8 +271,9 @@ def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
             ``observe_stages``.
 
     Returns:
-        A copy of ``config`` whose strategy names the first module of each stage but the first. ``config`` itself if a
-        stage begins with a module without a name, which cannot be written.
+        A copy of ``config`` whose strategy names the first module of each stage but the first. A list of modules in the
+        option ``stages`` becomes the number of stages. ``config`` itself if a stage begins with a module without a
+        name, which cannot be written.
 
     Raises:
         TypeError: the run is no pipeline.

@@ -64,8 +64,8 @@ def plan_config(plan: DevicePlan, base: PlannedRun, target: TrainingTarget, near
 
     Returns:
         Options of ``tutti train``: those of ``base`` with the plan's choice, ``until`` set to the target and the length
-        in samples; without output directory, ``resume``, profile and trace, and with the default of ``wait`` (time to
-        wait for another device), as the number of devices is fixed.
+        in samples; without output directory, ``resume``, ``overwrite``, ``machine``, profile and trace, and with the
+        default of ``wait`` (time to wait for another device), as the number of devices is fixed.
     """
     if near is not None:
         taken: dict[str, Any] = {name: getattr(near.config, name) for name in TRAINING_OPTIONS}
@@ -212,9 +212,9 @@ def plan_json(
         by cause, such as ``compute``), ``samples`` and ``steps`` to the target, ``seconds`` of the training and
         ``cost``; with 90 % bands (``step_band``, ``samples_band``, ``band``, ``cost_band``), quantiles 0.05 and 0.95
         over Monte Carlo draws (``step_draws``, ``draws``, ``cost_draws``), and words on their sources (``step_basis``,
-        ``samples_basis``, ``band_text``). ``lost`` is an object with ``gap_seconds``, ``term`` (the cause),
-        ``closes_seconds`` (part of the gap that the cause explains), ``tie`` and ``text``, or None without a reason.
-        Unknown numbers are None.
+        ``samples_basis``, ``band_text``). ``lost`` is an object with ``gap_seconds``, ``term`` (the cause, None for a
+        tie), ``closes_seconds`` (part of the gap that the cause explains), ``tie`` and ``text``, or None without a
+        reason. Unknown numbers are None.
     """
     found = []
     for place, plan in enumerate(plans):

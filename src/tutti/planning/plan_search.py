@@ -157,12 +157,13 @@ class StepPricer:
     """Predicts the seconds and memory of planned training steps on a machine; caches what plans have in common.
 
     Attributes:
-        sizes: traces of the task's model and loss.
+        sizes: traces of the task's model and loss, made once for each partition of the model.
         base: configuration with the options of the run besides those of a plan.
         costs: durations of computing and communication on the machine.
         factors: by name of the strategy, and under "" over all strategies: measured ÷ predicted seconds of earlier
             steps, by which predictions are multiplied, and the number of these steps.
-        residuals: scores of checked predictions from which bands of predicted steps are derived.
+        residuals: scores of checked predictions (errors over the stated uncertainty, by class and source) from which 90
+            % bands of predicted steps are derived.
     """
 
     sizes: TaskSizes
@@ -190,9 +191,9 @@ class StepPricer:
             False where the step was simulated.
 
         Raises:
-            UsageError: the step cannot be simulated: its strategy or options are unknown or refused
-                (``check_buildable``), the model cannot be traced or cut into stages, or the data on the machine lack
-                something that the step needs.
+            UsageError: the batch is larger than the data set; or the step cannot be simulated: its strategy or options
+                are unknown or refused (``check_strategy``, ``check_buildable``), the model cannot be traced or cut into
+                stages, or the data on the machine lack something that the step needs.
         """
         config, facts, prices = self._open(step)
         bound = step_floor(facts, config, self.costs, prices)
@@ -215,9 +216,9 @@ class StepPricer:
             seconds are no lower bound.
 
         Raises:
-            UsageError: the step cannot be simulated: its strategy or options are unknown or refused
-                (``check_buildable``), the model cannot be traced or cut into stages, or the data on the machine lack
-                something that the step needs.
+            UsageError: the batch is larger than the data set; or the step cannot be simulated: its strategy or options
+                are unknown or refused (``check_strategy``, ``check_buildable``), the model cannot be traced or cut into
+                stages, or the data on the machine lack something that the step needs.
         """
         config, facts, prices = self._open(step)
         program, slow = build_step(facts, config, self.costs, prices)

@@ -161,15 +161,16 @@ def _host(path: Path) -> str:
 def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEvidence], list[str]]:
     """Select the runs from which training of a task can be planned, and check that all have the same model and data.
 
-    Runs whose batch size or learning rate adapts during training are left out.
+    Left out are runs with ``--batch-growth``, ``--lr-scale adascale`` or ``--regime-batch``, whose batch size or
+    learning rate changes with the run.
 
     Args:
         found: the runs; all kept runs must have the options ``data``, ``model`` and ``augment`` of the first kept one.
         task: name of the task.
 
     Returns:
-        A pair of lists: the kept runs, and lines in words on runs that were left out and on options in which kept runs
-        differ.
+        A pair of lists: the kept runs, and lines in words on runs that were left out, and on options of
+        ``TRAINING_OPTIONS`` and ``precision`` in which kept runs differ.
 
     Raises:
         UsageError: a run is of another task, or its option ``data``, ``model`` or ``augment`` differs from that of the

@@ -39,11 +39,15 @@ class ScriptMeasurement:
     steps: int | None = None
 
     def applied(self, options: RunOptions, record: Any) -> RunOptions:
-        """Return the options of a script's ``tutti.prepare`` with the measurement and a further callback.
+        """Return a copy of the options of a script's ``tutti.prepare``, with this measurement and a further callback.
+
+        The numbers of this measurement replace ``noise_every``, ``workers`` and ``micro_batch``. Where neither it nor
+        the script states one, ``noise_every`` is 10, and ``workers`` is 4 if there is no micro-batch either. ``record``
+        is appended to ``callbacks``.
 
         Args:
-            options: as the script gives them.
-            record: the callback, called after each step.
+            options: as the script gives them; not changed.
+            record: the callback, whose ``on_step_end(run)`` the run calls after each step.
         """
         workers = self.workers or options.workers
         micro_batch = self.micro_batch or options.micro_batch
@@ -101,7 +105,9 @@ def script_noise(
         last: fraction of the measured steps, counted from the end, whose noise is kept.
 
     Returns:
-        A ``NoiseEvidence`` without a target.
+        A ``NoiseEvidence`` without a target: ``path`` and ``task`` are the script's path and file name, ``batch`` the
+        samples of a global batch, ``estimates`` and ``scaled`` the noise of the gradient and of Adam's preconditioned
+        gradient (may be empty).
 
     Raises:
         UsageError: the script does not exist, raises, exits with another code than 0, or makes no measured step; or the

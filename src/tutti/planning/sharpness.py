@@ -16,9 +16,9 @@ _ITERATIONS = 10
 def epsilon_sharpness(function: ValueAndGradient, point: Vector, epsilon: float) -> float:
     """Return by how much the loss f rises at most in a box around a point: 100 · (max f(x + y) − f(x)) / (1 + f(x)) %.
 
-    The box is |y_i| ≤ ε(|x_i| + 1). The maximum is sought by 10 iterations of L-BFGS-B from x, so that the result is a
-    lower bound. The result depends on the scale of the parameters (Dinh et al. 2017, arXiv 1703.04933): compare models
-    of one architecture only.
+    The box is |y_i| ≤ ε(|x_i| + 1). The maximum is sought by 10 iterations of L-BFGS-B from x, and at the corner of the
+    box to which the gradient's signs point, so that the result is a lower bound. The result depends on the scale of the
+    parameters (Dinh et al. 2017, arXiv 1703.04933): compare models of one architecture only.
 
     Args:
         function: f; returns loss and gradient (n,) at a point (n,).

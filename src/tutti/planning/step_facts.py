@@ -78,7 +78,8 @@ class StageFacts:
     Attributes:
         groups: names of the module groups of each virtual stage.
         tensors: indices of the trainable parameters of each virtual stage in ``StepFacts.tensors``.
-        crossing: for each cut between two stages the names of the module groups whose outputs a later stage needs.
+        crossing: for each cut between two neighbouring virtual stages, in order, the names of the module groups before
+            the cut whose outputs a stage behind it needs.
     """
 
     groups: tuple[tuple[str, ...], ...]

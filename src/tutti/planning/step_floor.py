@@ -75,10 +75,11 @@ def step_floor(facts: StepFacts, config: PlannedRun, costs: StepCosts, prices: P
         prices: predicts the seconds of the model's forwards and backwards over a micro-batch, and caches them.
 
     Returns:
-        A ``StepFloor``: ``seconds``, lower bounds as an array of shape (256,), one for each of the Monte Carlo draws
-        of the machine's uncertain constants; and ``terms``, the seconds of the median bound by cause: ``compute``,
+        A ``StepFloor``: ``seconds``, lower bounds as an array of shape (256,), one for each of the Monte Carlo draws of
+        the machine's uncertain constants; and ``terms``, the seconds of the median bound by cause: ``compute``,
         ``communication``, ``idling``, and for a pipeline ``bubble``. None for a strategy without a bound, such as
-        parameter servers, whose step must be simulated (``build_step``).
+        parameter servers, and for a pipeline whose ``facts`` have no stages: such a step must be simulated
+        (``build_step``).
 
     Raises:
         UsageError: the machine's data lack the cost of a link, a collective, a class of operators or the optimizer; the
