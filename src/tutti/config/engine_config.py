@@ -99,8 +99,9 @@ class SlurmEngineConfig:
         requeue: whether Slurm starts the job again after exit code 75 and after the loss of a node.
 
     Raises:
-        UsageError: a number is too small, ``time`` is malformed or no longer than ``notice``, one of the texts from
-            ``partition`` to ``constraint`` is not a single word, or ``memory`` is no size.
+        UsageError: ``nodes`` or ``cpus`` is below 1, ``gpus`` or ``notice`` below 0, ``time`` is malformed or no longer
+            than ``notice``, one of the texts from ``partition`` to ``constraint`` is not a single word, or ``memory``
+            is no size such as ``64G``.
     """
 
     nodes: int = 1
@@ -180,8 +181,8 @@ def parse_engine(text: str) -> EngineConfig:
         The engine's options, an instance of a class for each engine, such as ``RayEngineConfig``.
 
     Raises:
-        UsageError: the text is malformed, a name or key is unknown (naming the nearest), a key is repeated, or the
-            engine refuses a value.
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), a key is repeated, a value has
+            the wrong type, or as the engine's class raises it.
 
     >>> parse_engine("ray:address=10.0.0.1:6379,cpus=2").cpus
     2.0

@@ -207,7 +207,7 @@ class TensorConfig(StrategyOptions):
 
     Raises:
         ValueError: ``tensor`` is below 1 or ``least`` below 0, ``sequence`` is given with ``tensor=1``, ``plan`` with
-            ``whole``, or ``plan`` has an invalid item or one pattern twice.
+            ``whole``, or ``plan`` has an item that is not ``pattern:style`` with a known style, or one pattern twice.
     """
 
     tensor: int | None = None

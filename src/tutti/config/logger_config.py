@@ -107,6 +107,9 @@ def parse_loggers(text: str) -> tuple[LoggerOptions, ...]:
     Args:
         text: such as ``wandb:project=mine,mode=offline`` or ``wandb+mlflow:uri=sqlite:///runs.db``.
 
+    Returns:
+        The options of each logger, in order, such as ``WandbOptions``.
+
     Raises:
         UsageError: the text is malformed, or a name or key is unknown (naming the nearest).
 
@@ -118,7 +121,7 @@ def parse_loggers(text: str) -> tuple[LoggerOptions, ...]:
 
 
 def check_packages(loggers: tuple[LoggerOptions, ...]) -> None:
-    """Raise UsageError if the package of a logger is not installed.
+    """Raise UsageError if the package of a logger is not installed; no package is imported.
 
     Args:
         loggers: options of the loggers.

@@ -74,7 +74,7 @@ def check_loss_scale(text: str) -> LossScaleConfig:
 
     Raises:
         UsageError: the number is not finite and above 0, the text is malformed, a name or key is unknown (naming the
-            nearest), or a value is out of range.
+            nearest), a value is no number, or as ``Dynamic`` raises it.
 
     >>> check_loss_scale("1024"), check_loss_scale("dynamic:init=256").init
     (ConstantLossScale(value=1024.0), 256.0)
@@ -101,7 +101,7 @@ def choose_loss_scale(text: str | None, precision: str | None) -> LossScaleConfi
         for no loss scale.
 
     Raises:
-        UsageError: ``text`` is invalid, or given with a precision other than fp16.
+        UsageError: ``text`` is given with a precision other than fp16, or as ``check_loss_scale`` raises it.
     """
     if text is None:
         return Dynamic() if precision == "fp16" else None

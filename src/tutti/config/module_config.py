@@ -71,7 +71,8 @@ def check_batch_norm(text: str) -> BatchNormConfig:
         The options: a ``WorkerBatchNorm``, a ``Ghost`` with the integer ``size``, or a ``Sync``.
 
     Raises:
-        UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value is refused.
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), or ``size`` is no whole number
+            of at least 1.
     """
     spec = Spec.parse(text, "--batch-norm")
     return spec.build(spec.choose(BATCH_NORMS, "batch norm"), "--batch-norm")
@@ -256,8 +257,8 @@ def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> 
         None for ``none``.
 
     Raises:
-        UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value is refused, or
-            ``selective`` is combined with ``--compile``.
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), ``every`` is no whole number
+            of at least 1, or ``selective`` is combined with ``--compile``.
     """
     options: Any = choice
     if isinstance(choice, str):

@@ -335,7 +335,7 @@ class StepSchedule(ConstantSchedule):
         gamma: factor on the rate.
 
     Raises:
-        UsageError: a milestone or an option of the warm-up is invalid.
+        UsageError: a milestone is malformed, or as ``ConstantSchedule`` raises it.
         ValueError: there are no milestones.
     """
 
@@ -370,7 +370,7 @@ class PolynomialSchedule(ConstantSchedule):
         final: rate at the end of the run, as a fraction of the initial rate.
 
     Raises:
-        UsageError: ``power`` or ``final`` is below 0, or an option of the warm-up is invalid.
+        UsageError: ``power`` or ``final`` is below 0, or as ``ConstantSchedule`` raises it.
     """
 
     power: float = 2.0
@@ -390,7 +390,7 @@ class ExponentialSchedule(ConstantSchedule):
         every: the duration; durations count from the start of the run, warm-up included.
 
     Raises:
-        UsageError: ``gamma`` is below 0, ``every`` is malformed, or an option of the warm-up is invalid.
+        UsageError: ``gamma`` is below 0, ``every`` is malformed, or as ``ConstantSchedule`` raises it.
         ValueError: ``every`` is 0.
     """
 
@@ -426,7 +426,7 @@ class WSDSchedule(ConstantSchedule):
         final: rate at the end, as a fraction of the initial rate.
 
     Raises:
-        UsageError: ``final`` is below 0, or an option of the warm-up is invalid.
+        UsageError: ``final`` is below 0, or as ``ConstantSchedule`` raises it.
         ValueError: ``decay`` is not above 0 and at most 1.
     """
 
@@ -454,7 +454,7 @@ class OneCycleSchedule(ConstantSchedule):
         final: rate of the last step, as a fraction of the optimizer's.
 
     Raises:
-        UsageError: ``start`` or ``final`` is below 0, or an option of the warm-up is invalid.
+        UsageError: ``start`` or ``final`` is below 0, or as ``ConstantSchedule`` raises it.
         ValueError: a ``warmup`` is given, or ``rise`` is not between 0 and 1.
     """
 
@@ -491,7 +491,8 @@ class PlateauSchedule(ConstantSchedule):
         min: least rate, as a multiple of the optimizer's.
 
     Raises:
-        UsageError: a value is below 0, or an option of the warm-up is invalid.
+        UsageError: ``factor``, ``patience``, ``threshold``, ``cooldown`` or ``min`` is below 0, or as
+            ``ConstantSchedule`` raises it.
         ValueError: ``factor`` is not below 1.
     """
 

@@ -313,22 +313,22 @@ class ParameterServerConfig(StrategyOptions):
             staleness.
         servers: number of servers that the parameters are sharded over.
         staleness: steps that a worker may be ahead of the slowest; must be given for ``bounded``, and for it only.
-        backup: number of stragglers that a step does not wait for, for ``sync`` only.
+        backup: number of stragglers, the slowest logical workers, that a step does not wait for, for ``sync`` only.
         fetch, push: steps between two fetches of the parameters, and between two pushes of the gradients accumulated
             meanwhile, for ``async`` only.
         steps: steps that the run's length counts, for ``async`` only: the steps of ``each`` worker, or of ``all``
             workers together, so that a fast worker makes more steps than a slow one.
         over_staleness: whether the learning rate of each update is divided by its staleness, the number of updates
             since the worker fetched the parameters.
-        snapshot: number of updates between two snapshots, from which a killed server restarts; 0 for none. Not for
-            ``sync``.
+        snapshot: number of updates between two snapshots, from which a killed server restarts; 0 for none; default:
+            100. Not for ``sync``.
         lease: seconds of silence after which a worker is no longer waited for, for ``bounded`` only; default: the run's
             timeout.
         transport: ``shared_memory`` on one node, ``tcp`` anywhere; ``auto``: shared memory if it is available.
 
     Raises:
-        ValueError: a number is too small, ``bounded`` has no ``staleness``, or an option is given for a mode that does
-            not have it.
+        ValueError: ``servers``, ``fetch`` or ``push`` is below 1, another number below 0, or ``lease`` not above 0;
+            ``bounded`` has no ``staleness``, or an option is given for a mode that does not have it.
     """
 
     mode: Literal["sync", "async", "bounded"] = "sync"

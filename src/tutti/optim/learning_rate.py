@@ -93,6 +93,9 @@ def set_learning_rates(groups: Iterable[Group], factor: float | None) -> None:
 def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tuple[Group, Any]]:
     """Multiply each parameter group's learning rate by ``factor`` in place; a group that occurs twice counts once.
 
+    Called around an update of a run without a schedule of its own, with the factor of the epoch's phase of
+    ``--batch-growth``; ``restore_learning_rates`` follows.
+
     Args:
         groups: parameter groups; their entry ``initial_lr`` stays.
         factor: factor on each group's ``lr``.

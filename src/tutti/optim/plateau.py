@@ -1,4 +1,4 @@
-"""State of the schedule ``plateau``, which lowers the learning rate once evaluations stop to improve. No torch."""
+"""State of the schedule ``plateau``, which lowers the learning rate once evaluations stop improving. No torch."""
 
 from __future__ import annotations
 

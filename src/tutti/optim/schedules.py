@@ -86,7 +86,7 @@ def cosine_decay(progress: float, final: float) -> float:
 
     Args:
         progress: fraction of the decay that has passed, from 0; above 1 counts as 1.
-        final: factor at the end of the decay; it is 1 at the begin.
+        final: factor at the end of the decay; it is 1 at the beginning.
 
     >>> cosine_decay(0.0, 0.0), cosine_decay(1.0, 0.1)
     (1.0, 0.1)
@@ -99,7 +99,7 @@ def linear_decay(progress: float, final: float) -> float:
 
     Args:
         progress: fraction of the decay that has passed, from 0; above 1 counts as 1.
-        final: factor at the end of the decay; it is 1 at the begin.
+        final: factor at the end of the decay; it is 1 at the beginning.
 
     >>> linear_decay(0.5, 0.0)
     0.5
@@ -113,7 +113,7 @@ def polynomial_decay(progress: float, power: float, final: float) -> float:
     Args:
         progress: fraction of the decay that has passed, from 0; above 1 counts as 1.
         power: exponent; 1 is a line.
-        final: factor at the end of the decay; it is 1 at the begin.
+        final: factor at the end of the decay; it is 1 at the beginning.
 
     >>> polynomial_decay(0.5, 2.0, 0.0)
     0.25

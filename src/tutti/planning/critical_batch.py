@@ -43,7 +43,8 @@ class NoiseEvidence:
         scaled: the same for Adam's preconditioned gradient.
         target: metric and value of ``--until``; None without that option.
         samples: training samples until the target was reached; None if the run did not reach it.
-        spread: standard deviation of the natural logarithm of ``samples`` because a run evaluates every so often only.
+        spread: standard deviation of the natural logarithm of ``samples``: the target was reached somewhere between two
+            evaluations (``interval_spread``).
     """
 
     path: Path

@@ -39,7 +39,8 @@ class MeasuredTarget:
         batch: samples in a global batch.
         samples: training samples until a run reached the target, of several runs their median or geometric mean.
         runs: number of runs.
-        spread: standard deviation of the natural logarithm of ``samples`` because a run evaluates every so often only.
+        spread: standard deviation of the natural logarithm of ``samples``: the target was reached somewhere between two
+            evaluations (``interval_spread``).
     """
 
     batch: int

@@ -49,8 +49,8 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
 
     Raises:
         UsageError: the run does not fit (the message names the nearest plan that does, if there is one), ``memory``
-            cannot be parsed, the task, an option or the strategy is wrong, or the model of a pipeline cannot be cut
-            into stages.
+            cannot be parsed, there is no such task, an option or the strategy is refused, or the model of a pipeline
+            cannot be cut into stages.
         DataError: the task's data are missing or malformed.
         TuttiError: a process that this function forked to trace the model has ended without an answer.
     """

@@ -221,8 +221,8 @@ class MeasuredCosts(StepCosts):
         """Return the cost of a copy in the memory of a node, from the line fitted to the machine's measured copies.
 
         Returns:
-            A ``LinkCost``: ``alpha``, seconds of latency of a copy, and ``beta``, bytes a second: n bytes take alpha +
-            n / beta seconds.
+            A ``LinkCost``: ``alpha``, seconds of latency of a copy, and ``beta``, bytes a second: a tensor of n bytes
+            takes alpha + n / beta seconds.
 
         Raises:
             UsageError: the machine file has no measured copies.

@@ -103,7 +103,8 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
         the task reads a stream), and ``dataset`` (number of training samples; None for a stream).
 
     Raises:
-        UsageError: the task cannot be loaded, or the strategy's wrap policy does not fit the model.
+        UsageError: the task cannot be loaded, or the strategy's wrap policy names a module that the model lacks, or a
+            container without a forward.
         DataError: the task's data are missing or malformed.
     """
     task = resolve_task(name, config)
@@ -330,9 +331,9 @@ def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
     """Train two steps of a run as one of its ranks, and measure the memory that each rank takes in the second.
 
     Optimizers make their state in the first step. Collective over all ranks of the launch: each calls this function,
-    which initialises the process group, trains, all-gathers four numbers of each rank, and ends the process group.
-    Rank 0 writes a list by rank with the bytes of ``parameters``, ``buffers``, ``optimizer`` and ``total`` (the peak)
-    as JSON into ``directory``.
+    which initialises the process group, trains, all-gathers four numbers of each rank, and ends the process group. Rank
+    0 writes a list by rank with the bytes of ``parameters``, ``buffers``, ``optimizer`` and ``total`` (the peak) as
+    JSON into ``directory``.
 
     Args:
         name: name of the task.
@@ -340,7 +341,7 @@ def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
         directory: folder for the file ``memory.json``.
 
     Raises:
-        UsageError: the task, an option or the strategy is wrong.
+        UsageError: there is no such task, or an option or the strategy is refused, as by ``tutti.prepare``.
         DataError: the task's data are missing or malformed.
         TuttiError: training fails for another reason, such as a lost rank.
     """

@@ -115,7 +115,7 @@ def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
         directory: folder for the file.
 
     Raises:
-        UsageError: the task or an option is wrong.
+        UsageError: there is no such task, or an option is refused, as by ``tutti.prepare``.
         DataError: the task's data are missing or malformed.
     """
     world = context.init(config.device, config.timeout)

@@ -12,7 +12,11 @@ from tutti.config.train_config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun(TrainConfig):
-    """Options of a run on a stated number of devices, as ``TrainConfig`` has them, with its device mesh."""
+    """Options of a run on a stated number of devices: a ``TrainConfig`` whose option ``devices`` is a whole number.
+
+    Properties give the number of devices (``device_count``), the device mesh (``shape``) and the number of
+    ``data_ranks``.
+    """
 
     @classmethod
     def of(cls, config: TrainConfig) -> PlannedRun:
@@ -68,7 +72,8 @@ class PlannedRun(TrainConfig):
             activation_checkpointing: value of ``--activation-checkpointing``, such as ``none`` or ``selective``.
 
         Raises:
-            UsageError: the number of devices does not fit the strategy, or a growing batch does not fit the sizes.
+            UsageError: the number of devices does not fit the strategy, or ``--batch-growth`` conflicts with
+                ``batch_size``.
         """
         changed: dict[str, Any] = {
             "batch_size": batch_size,

@@ -122,7 +122,8 @@ def build_step(
 
     Raises:
         UsageError: the strategy or one of its options cannot be simulated (``check_buildable``), the number of devices
-            does not fit the strategy, or the speed of a link is not known.
+            does not fit the strategy, or the machine's data lack something that the step needs, such as the cost of a
+            link.
         TypeError: the strategy's gradient synchronisation is of a kind that the simulator does not know.
     """
     check_buildable(config)

@@ -204,7 +204,8 @@ class TaskSizes:
             ``unit`` and ``rest``; number of ``samples`` in the largest forward, and bytes of its ``activations``.
 
         Raises:
-            UsageError: the strategy's wrap policy does not fit the model.
+            UsageError: the strategy's wrap policy names a module that the model lacks, or a container without a
+                forward.
             DataError: a sample of the task's data cannot be read.
         """
         choice = config.activation_checkpointing
@@ -413,7 +414,9 @@ def predict_step(
         of the simulated step, shape (actions, 256); its method ``rows`` makes a timeline.
 
     Raises:
-        UsageError: the strategy, its options, a link, or the memory of the model's pipeline stages cannot be predicted.
+        UsageError: the strategy or an option is refused (``check_strategy``, ``check_buildable``), the machine's data
+            lack something that the step needs, such as the cost of a link, or the memory of the model's pipeline stages
+            cannot be predicted (``observe_stages``).
         DataError: the run is a pipeline, and the task's data are missing or malformed.
     """
     devices = config.device_count

@@ -86,7 +86,7 @@ class GradientSync(Protocol):
         Raises:
             MismatchError: the data ranks hold models with different parameters or buffers.
             UsageError: the strategy cannot step the optimizer on this rank's part of the model, cannot shard or share
-                its parameters, or cannot start servers as asked.
+                its parameters, or cannot start or join parameter servers.
             ValueError: with parameter servers, no parameter is trained.
             PeerError: a rank or a parameter server is lost, or does not take part within the timeout.
         """

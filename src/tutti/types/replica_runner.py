@@ -104,7 +104,7 @@ class ReplicaRunner(Protocol):
             norms and saved. If the owner has it under another name, that name is among ``tied`` in ``specs``.
         summary: lines for the run's header, text by label.
         sharded: parameters of which this rank keeps only rows (FSDP), as plain tensors. A forward all-gathers them over
-            the shard ranks, so that all of these must run equally many.
+            the shard ranks, so that all of these ranks must run equally many forwards.
         swap_values: context manager within which the model holds other values, given by name.
         around_fsdp_hooks: context manager around FSDP2's registration of its hooks on a module, which unwraps tensors
             that these hooks do not know.
@@ -320,7 +320,7 @@ class ModelLayout(Protocol):
         Raises:
             MismatchError: the ranks have built models with different parameters or buffers, where the layout compares
                 them.
-            UsageError: the model cannot be split as asked, or activation checkpointing or ``torch.compile`` cannot be
-                applied.
+            UsageError: the model cannot be split by the strategy's options, or activation checkpointing or
+                ``torch.compile`` cannot be applied.
             PeerError: where the layout is collective, a rank has ended, or did not make the call in time.
         """
