@@ -104,7 +104,7 @@ class StepPrediction:
 class TaskSizes:
     """Traces a task's model and loss on fake tensors for predictions of many plans, each partition of the model once.
 
-    Fake tensors have shapes and no values, so that nothing is computed. An exception are plans with tensor parallelism,
+    Fake tensors have shapes and no values, so that nothing is computed. The exception is plans with tensor parallelism,
     for which a few samples are computed on the CPU to find out how the layers can be split.
 
     Args:

@@ -194,7 +194,7 @@ class StepTimes:
 
     Attributes:
         program: the simulated step.
-        start, end: seconds from the begin of the step, (actions, draws): a row for each of ``program.actions``, a
+        start, end: seconds from the start of the step, (actions, draws): a row for each of ``program.actions``, a
             column for each Monte Carlo draw of the machine's uncertain constants.
     """
 
@@ -255,7 +255,7 @@ class StepTimes:
 
         Returns:
             One list for each simulated device: its segments by start time, without overlaps. A ``TimelineSegment`` has
-            ``phase`` (such as ``forward`` or ``communication``), ``start`` and ``end`` in seconds from the begin of the
+            ``phase`` (such as ``forward`` or ``communication``), ``start`` and ``end`` in seconds from the start of the
             step, and ``call``, the text of its action.
         """
         place, found = self.median_sample, []
@@ -299,7 +299,7 @@ def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
         samples: number of Monte Carlo draws; ``seconds`` of every action has as many elements.
 
     Returns:
-        A ``StepTimes`` with the arrays ``start`` and ``end``, seconds from the begin of the step, both of shape
+        A ``StepTimes`` with the arrays ``start`` and ``end``, seconds from the start of the step, both of shape
         (actions, samples). From these it computes the property ``seconds``, the step's duration, shape (samples,), and
         the methods ``shares`` (fractions of time) and ``rows`` (a timeline).
 
