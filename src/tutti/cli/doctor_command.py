@@ -97,8 +97,9 @@ def launcher() -> Iterator[Finding]:
     """Check which launcher (torchrun, srun, mpirun, …) has started this process, by its environment variables.
 
     Yields:
-        One line of the report of ``tutti doctor``: ``ok`` with the launcher, rank and number of processes, also where
-        no launcher's variables are set (``single``, rank 0 of 1); a ``problem`` if they are malformed or incomplete.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``launcher``. Values: ``source`` (the launcher,
+        ``single`` for none), ``rank`` and ``size_processes``. A ``problem``, with ``source`` None, if the variables are
+        malformed or incomplete; else ``ok``.
     """
     try:
         found = process_context.read_identity(os.environ)
@@ -117,8 +118,8 @@ def variables() -> Iterator[Finding]:
     """Check that all ``TUTTI_*`` variables in the environment have known names and valid values.
 
     Yields:
-        One line of the report of ``tutti doctor``: ``ok`` with the names of the variables, or a ``problem`` that
-        describes the first unknown or invalid one.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``variables``: ``ok``, or a ``problem`` whose
+        text describes the first unknown or invalid variable. Values: ``names``, a sorted list of all of them.
     """
     names = sorted(name for name in os.environ if name.startswith(PREFIX))
     try:

@@ -52,10 +52,11 @@ def collectives(ranks: int) -> Iterator[Finding]:
         ranks: number of processes.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values) for each of
-        three stages: ``start`` (seconds until the processes have met), ``gloo`` and ``shared`` (latency for 4 KiB,
-        bandwidth at 16 MiB, and whether sums are right). A wrong sum is a problem; a machine without shared-memory
-        all-reduces gets a note. A stage that does not finish is a problem, and no lines follow it.
+        One line of the report of ``tutti doctor`` (a ``Finding``) for each of three stages, named ``start_N``,
+        ``all_reduce_N_gloo`` and ``all_reduce_N_shared`` for N = ``ranks``. The first has ``seconds`` until the
+        processes have met; the others latency for 4 KiB, bandwidth at 16 MiB, and whether sums are right. A wrong sum
+        is a problem; a machine without shared-memory all-reduces gets a note. A stage that does not finish is a
+        problem, and no lines follow it.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)

@@ -34,9 +34,9 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
         folder: directory of shared memory.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a problem
-        if the folder is missing or cannot be written, a note if less than ``LITTLE_SHARED_MEMORY`` (256 MiB) is free.
-        Values: ``total_bytes`` and ``free_bytes``.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``shared_memory``: a problem if the folder is
+        missing or cannot be written, a note if less than ``LITTLE_SHARED_MEMORY`` (256 MiB) is free. Values:
+        ``total_bytes`` and ``free_bytes``, both 0 for a problem.
     """
     remedy = "Mount a larger one: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm."
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -56,8 +56,8 @@ def open_files() -> Iterator[Finding]:
     """Check how many files and connections a process may have open (``RLIMIT_NOFILE``).
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
-        below ``FEW_FILES`` (512).
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``open_files``: a problem if the soft limit is
+        below ``FEW_FILES`` (512). Values: ``soft_limit_count`` and ``hard_limit_count``, None for unlimited.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values = {"soft_limit_count": _count(soft), "hard_limit_count": _count(hard)}
@@ -71,14 +71,15 @@ def open_files() -> Iterator[Finding]:
 
 
 def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
-    """Check how many processes and threads may exist, by the user's limit (``RLIMIT_NPROC``) and by that of the cgroup.
+    """Check how many processes and threads may exist: by the user's limit (``RLIMIT_NPROC``) and the cgroup's.
 
     Args:
         limits: limits of this process's cgroup.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
-        if the smaller limit is below ``FEW_PROCESSES`` (512).
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``processes``: a problem if the smaller of the
+        user's soft limit and the cgroup's limit is below ``FEW_PROCESSES`` (512). Values: ``soft_limit_count`` and
+        ``cgroup_limit_count``, None for no limit.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     values = {"soft_limit_count": _count(soft), "cgroup_limit_count": limits.processes}
@@ -97,9 +98,10 @@ def network(environ: Mapping[str, str]) -> Iterator[Finding]:
         environ: environment variables.
 
     Yields:
-        One line of the report of ``tutti doctor``, a ``Finding``, with the interfaces of this host: a problem if
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``network``: a problem if
         ``GLOO_SOCKET_IFNAME`` names an interface that this host lacks; without the variable a note if the host name's
-        address is unknown, a loopback address or of no interface.
+        address is unknown, a loopback address or of no interface. Values: ``GLOO_SOCKET_IFNAME`` (None if unset),
+        ``interfaces`` (name → addresses), and without the variable ``host_address`` and ``host_interface``.
     """
     interfaces = _addresses()
     choices = ", ".join(interfaces) or "none"
@@ -157,8 +159,9 @@ def directory() -> Iterator[Finding]:
     """Check that the current directory can be written and has free space for a run.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a problem
-        if the directory cannot be written, a note if less than ``LITTLE_SHARED_MEMORY`` (256 MiB) of its disk is free.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``directory``: a problem if the directory
+        cannot be written, a note if less than ``LITTLE_SHARED_MEMORY`` (256 MiB) of its disk is free. Values:
+        ``writable`` (bool) and, if it is, ``free_bytes``.
     """
     remedy = "Change to a directory of your own, or give --runs DIR."
     try:

@@ -27,8 +27,8 @@ def system() -> Iterator[Finding]:
     """Report operating system, distribution and architecture of this machine.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values); a note on
-        other systems than Linux.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``system``; a note on other systems than Linux.
+        Values, all texts: ``system`` (name and release), ``distribution``, ``architecture`` and ``cpu``.
     """
     name = f"{platform.system()} {platform.release()}"
     with_distribution = hasattr(platform, "freedesktop_os_release") and Path("/etc/os-release").exists()
@@ -46,8 +46,9 @@ def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
         limits: limits of this process's cgroup.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a note if
-        the cgroup allows fewer cores than the affinity, or if only one of several is usable.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``cores``: a note if the cgroup allows fewer
+        cores than the affinity, or if only one of several is usable. Values: ``usable_cores`` (by affinity),
+        ``present_cores``, and ``cgroup_limit_cores``, None for no limit.
     """
     usable, present = usable_cores(), os.cpu_count() or 1
     values = {"usable_cores": usable, "present_cores": present, "cgroup_limit_cores": limits.cores}
@@ -70,9 +71,10 @@ def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
         limits: limits of this process's cgroup.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
-        if the machine's free memory or the cgroup's limit is below ``LITTLE_MEMORY`` (1 GiB). What the cgroup already
-        uses is reported, and not subtracted from its limit.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``memory``: a problem if the machine's free
+        memory or the cgroup's limit is below ``LITTLE_MEMORY`` (1 GiB). Values: ``total_bytes``, ``free_bytes``,
+        ``cgroup_limit_bytes`` (None if there is no limit below the total) and, with a limit, ``cgroup_used_bytes``,
+        which is not subtracted from it.
     """
     import psutil  # type: ignore[import-untyped]
 
@@ -99,9 +101,9 @@ def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
         environ: environment variables.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a note if
-        a variable pins threads, so that all processes of a node would share the same cores, or sets more threads a
-        process than there are usable cores.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``threads``: a note if a variable pins threads,
+        so that all processes of a node would share the same cores, or sets more threads a process than there are
+        usable cores. Values: ``variables`` (those that are set, by name) and ``usable_cores``.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *PINNING)
     given = {name: environ[name] for name in names if name in environ}
@@ -127,8 +129,8 @@ def bandwidth() -> Iterator[Finding]:
     Computers".
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values), a problem
-        if a copy differs from its source.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``memory_bandwidth``: a problem, without values,
+        if a copy differs from its source. Values: ``one_core_bytes_per_second`` and ``copied_bytes`` (64 MiB).
     """
     import numpy
 

@@ -53,10 +53,11 @@ def software() -> Iterator[Finding]:
     Imports torch in a process of its own, and asks ``nvidia-smi`` for GPUs.
 
     Yields:
-        Lines of the report of ``tutti doctor`` (each a ``Finding`` with name, mark, text and measured values):
-        versions, CUDA, GPUs and backends. A problem if the import fails, after which no lines follow; if torch sees no
-        GPU although it is built with CUDA and ``nvidia-smi`` lists some; if torch sees no GPU and ``nvidia-smi`` fails;
-        or if torch has no Gloo. A note if ``nvidia-smi`` lists GPUs and torch is built without CUDA.
+        Four lines of the report of ``tutti doctor``, each a ``Finding``: ``versions``, ``cuda``, ``gpus`` and
+        ``backends``. ``versions`` is a problem, and the only line, if the import fails; ``gpus`` is a problem if torch
+        sees no GPU although it is built with CUDA and ``nvidia-smi`` lists some, or if torch sees no GPU and
+        ``nvidia-smi`` fails, and a note if ``nvidia-smi`` lists GPUs and torch is built without CUDA; ``backends`` is a
+        problem if torch has no Gloo.
 
     Raises:
         subprocess.TimeoutExpired: the import or ``nvidia-smi`` took longer than ``TIMEOUT`` (20) seconds.
@@ -135,8 +136,9 @@ def module() -> Iterator[Finding]:
     """Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this package.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values): a problem
-        for another project's module, a note for another copy of this package, else ok.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``module``: a problem for another project's
+        module, a note for another copy of this package, else ok. Values: ``path`` of this package, ``distribution``
+        (its name on PyPI), and lists of texts ``foreign`` (other projects' modules) and ``copies`` (folders).
     """
     package = Path(__file__).resolve().parents[1]
     copies, foreign = [], [*foreign_distributions(package)]
@@ -166,7 +168,7 @@ def foreign_distributions(package: Path) -> Iterator[str]:
         package: folder of this package.
 
     Yields:
-        A text for each: name and version of the distribution, and the place of its ``tutti``.
+        A text for each: name and version of the distribution, and in words the folder that holds its ``tutti``.
     """
     for found in importlib.metadata.distributions():
         # A regular expression, not a parser: the RECORD of torch alone has thousands of lines.
@@ -202,8 +204,8 @@ def compiled_loops() -> Iterator[Finding]:
     Looks for a C++ compiler, and compiles nothing: a compiler that fails shows only in a run.
 
     Yields:
-        One line of the report of ``tutti doctor`` (a ``Finding`` with name, mark, text and measured values); a note if
-        there is no C++ compiler or ``TUTTI_KERNELS`` is off, as the results are then the same and only slower.
+        One line of the report of ``tutti doctor``, a ``Finding`` named ``kernels``: a note if there is no C++ compiler
+        or ``TUTTI_KERNELS`` is off, as the results are then the same and only slower. Values: ``compiled`` (bool).
     """
     found = kernels()
     compiled = found.startswith("compiled")
