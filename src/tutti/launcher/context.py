@@ -36,11 +36,14 @@ from tutti.torch_compat import default_store, flight_recorder, forget_process_gr
 
 @dataclass
 class FailureNote:
-    """Record of the errors that ended collective code of tutti on this rank.
+    """Count of the errors that ended functions of tutti with collectives, on this rank or another; changed in place.
+
+    ``comm.stall.StallInspector`` keeps it: an error is told to the other ranks by a numbered note in the job's store,
+    and a waiting rank raises PeerError for a note whose number is above its own ``count``.
 
     Attributes:
-        count: number of these errors, or the number that another rank has told of its own errors, if that is larger.
-        written: whether the job's store holds a note about this rank's last error.
+        count: number of errors that this rank has had, or has read of in a note of another rank.
+        written: whether the store holds a note about this rank's last error; the rank's next collective deletes it.
     """
 
     count: int = 0
@@ -59,8 +62,9 @@ class World:
         owned: whether ``init`` made the process group, so that ``shutdown`` destroys it; False if the script made it.
         sent: descriptions of the asynchronous sends that this process has started and not waited for yet, by which the
             ranks tell a deadlock from data that are on their way.
-        left: the collectives that this process has completed last: description → how often, for the same purpose.
-        failure: this rank's errors between two collectives, of which waiting ranks are told.
+        left: the last 64 different collectives that this process has completed: text that identifies one (operation,
+            name, ranks, size) → how often it was completed; for the same purpose.
+        failure: count of the errors of which the ranks have told each other.
     """
 
     identity: Identity
@@ -88,9 +92,9 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
 
     Reads the variables of torchrun, Horovod, Open MPI, Hydra (MPICH, Intel MPI), PALS, Flux and Slurm. A default
     process group that exists already is adopted, without communication; otherwise the call is collective over all ranks
-    of the job, and blocks until they have arrived. Gloo moves CPU tensors, the vendor's backend an accelerator's. In a
-    job of several processes, each process that has no watchdog yet gets one: a process that kills the rank when it
-    makes no progress. On several nodes Gloo takes the network interface that leads to rank 0, unless
+    of the job, and blocks until they have arrived. Gloo moves CPU tensors, the vendor's backend an accelerator's. A
+    process that a launcher has started as a rank, and that has no watchdog yet, gets one: a process that kills the rank
+    when it makes no progress. On several nodes Gloo takes the network interface that leads to rank 0, unless
     ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once, and at the interpreter's exit
     ``shutdown`` is called. docs/environment.md lists all effects on the process. ``TUTTI_PROCESS_SETUP=off`` switches
     them off, except for the process group, the current accelerator, and the log handler that ``TUTTI_VERBOSITY``
@@ -261,8 +265,8 @@ def _destroy() -> None:
 def abandon_world() -> None:
     """Leave the job without waiting for its other ranks, some of which may be gone; ``init`` can then join another job.
 
-    Drops PyTorch's process groups, unless the user's script made the default one. The functions registered by
-    ``before_shutdown`` are not called.
+    Called between two sets of ranks of an elastic job (``hvd``). Not collective. Drops PyTorch's process groups, unless
+    the user's script made the default one. The functions registered by ``before_shutdown`` are not called.
     """
     global _world
     leaving, _world = _world, None

@@ -79,7 +79,8 @@ class _Block:
 class Lane(_Block):
     """Heartbeats of one thread of a rank, in memory that the rank may share with its watchdog process.
 
-    The thread records its phase and its progress, at which the watchdog looks. Without a watchdog the memory is
+    The thread that trains (lane ``training``) or writes checkpoints (``saving``) records its phase and its progress by
+    ``enter``, ``during`` and ``beat``; the watchdog process reads them by ``seen``. Without a watchdog the memory is
     private.
     """
 
@@ -156,7 +157,11 @@ class Lane(_Block):
 
 
 class ProcessHeartbeat(_Block):
-    """Facts about a rank's process for its watchdog, in memory that both share: job's timeout and log directory."""
+    """Facts about a rank's process for its watchdog, in memory that both share: job's timeout and log directory.
+
+    The rank writes them when it starts and joins the job (``set_timeout``, ``set_recorder``, ``report_to``); the
+    watchdog process reads them. Without a watchdog the memory is private.
+    """
 
     def set_timeout(self, seconds: float) -> None:
         """Record the job's timeout for this rank's watchdog.

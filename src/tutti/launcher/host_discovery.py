@@ -57,7 +57,8 @@ class SlotTable:
     """Table of the slots of an elastic job on each host: a slot is room for one rank, as in Horovod.
 
     A host discovery script names the hosts and their slots, and is called anew about twice a second. A rank that fails
-    takes a slot of its host away for a while (its cooldown).
+    takes a slot of its host away for a while (its cooldown). ``ElasticDriver`` calls ``poll`` and ``slots`` in each
+    turn of its loop (every 20 ms), and ``fail`` when a rank's process has ended with an error.
 
     Args:
         script: executable that prints the hosts, called once at construction; None: ``fixed`` slots on localhost.

@@ -59,7 +59,7 @@ class Host:
 
 @dataclass(frozen=True)
 class RemoteProcess:
-    """One rank to start.
+    """Assignment of one rank to a node, with its variables, as ``plan_processes`` makes it; nothing is started.
 
     Attributes:
         host: node of the rank.
@@ -251,14 +251,15 @@ def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> li
 class TetheredRanks:
     """Processes of this node that hold the ranks of one start of a job, such as an ``ssh`` for each remote rank.
 
-    The standard input of each process carries signals to its rank; the rank ends when the input is closed.
+    Engines (``HostsEngine``, ``NodeEngine``, ``SlurmEngine``) start and stop their ranks by it. The standard input of
+    each process carries signals to its rank; the rank ends when the input is closed.
 
     Args:
         logs: folder for the output of all ranks but the first one.
         first_rank: number of the first rank within the whole job, for the names of the logs.
 
     Attributes:
-        started: host and process of each rank of the last ``start``, in rank order.
+        started: pairs (host, ``Popen`` of the process on this node) of the ranks of the last ``start``, in rank order.
     """
 
     def __init__(self, logs: Path, first_rank: int = 0) -> None:
@@ -336,7 +337,7 @@ class TetheredRanks:
 
 
 class HostsEngine:
-    """Engine that starts the ranks of a job on this node and on nodes that are reached over SSH.
+    """``Engine`` that starts the ranks of a job on this node and on nodes that are reached over SSH, for ``supervise``.
 
     A slot is room for one rank. The slots of a host whose SSH connection was lost do not count until ``ssh HOST true``
     succeeds again.

@@ -95,8 +95,8 @@ def write_whole(path: Path, raw: bytes) -> None:
     """Write the bytes ``raw`` to the file ``path`` atomically.
 
     A reader finds the new content as a whole, the former content, or no file, and never a part of the new content. The
-    new content is first written to the file of this name with the suffix ``.tmp``, so that only one process may write a
-    path at a time.
+    new content is first written to ``path`` with the suffix ``.tmp`` in place of its own, so that only one process may
+    write a path at a time.
     """
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(raw)

@@ -22,7 +22,7 @@ _CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_
 def keep_freed_memory() -> bool:
     """Make glibc's malloc keep all freed memory in this process instead of returning it to the system.
 
-    For CPU training: the kernel then does not zero the pages of each activation again in every step.
+    ``tutti.init`` calls it on a CPU: the kernel then does not zero the pages of each activation again in every step.
 
     Returns:
         True if the settings were changed. False without glibc, or where the user has set malloc's environment variables
@@ -34,7 +34,8 @@ def keep_freed_memory() -> bool:
 def free_at_once() -> bool:
     """Make glibc's malloc return blocks of 4 MiB and more to the system as soon as they are freed.
 
-    Replaces the settings of ``keep_freed_memory``, and returns memory that is free already.
+    Called before a large model is sharded on CPUs. Replaces the settings of ``keep_freed_memory``, and returns memory
+    that is free already.
 
     Returns:
         True if the settings were changed. False without glibc, or where the user has set malloc's environment variables

@@ -85,6 +85,8 @@ class Membership:
     def check(self) -> None:
         """Raise PeerError if a rank of the elastic job has been lost since the present set of ranks began.
 
+        ``tutti.init`` and ``hvd.init`` call it while they wait for the other ranks of the set.
+
         Performs no communication: a thread of this object has recorded the loss (``interrupted``). The error's message
         is the reason.
         """

@@ -48,7 +48,7 @@ class NodePart:
 
 
 class NodeEngine:
-    """Engine that starts the ranks of this node only; the other nodes run the same command, as with torchrun.
+    """``Engine`` that starts the ranks of this node only; the other nodes run the same command, as with torchrun.
 
     A slot is room for one rank. There are as many slots as ranks on this node, so that the job keeps its size.
 

@@ -70,7 +70,7 @@ class _Rank:
 
 
 class RayEngine:
-    """Engine that starts the ranks of a job on a Ray cluster: for each rank an actor, which holds the rank's process.
+    """``Engine`` that starts the ranks of a job on a Ray cluster: for each rank an actor, which holds its process.
 
     A slot is room for one rank: the CPUs and GPUs that ``config`` demands for each. Connects to the cluster, or makes
     one on this node if ``config.address`` is ``local``.

@@ -35,11 +35,11 @@ def failure_of(error: Exception, node: str | None = None) -> Exception:
         node: name of the node on which the actor of the call lives; None for a call to the head.
 
     Returns:
-        ``EngineGone`` if the head does not answer, or Ray itself fails (with Ray's words); ``AuthenticationError`` if
-        the cluster refuses this process; ``UsageError`` if Ray refuses the arguments, cannot prepare the runtime
-        environment, or a node has no tutti; ``NotEnoughMemory`` if a node has no memory for a process; ``TuttiError``
-        for a defect of the actor's own code; a ``TuttiError`` that the actor has raised, and any exception that is not
-        Ray's, as it is.
+        ``EngineGone`` if the head does not answer (also for an OSError), or Ray itself fails (with Ray's words);
+        ``AuthenticationError`` if the cluster refuses this process; ``UsageError`` if Ray refuses the arguments (a
+        ValueError or TypeError), cannot prepare the runtime environment, or a node has no tutti; ``NotEnoughMemory`` if
+        a node has no memory for a process; ``TuttiError`` for a defect of the actor's own code. A ``TuttiError`` that
+        the actor has raised, and every other exception that is not Ray's, is returned as it is.
     """
     if isinstance(error, ray.exceptions.AuthenticationError):
         return AuthenticationError(

@@ -32,7 +32,7 @@ _STEP = ("srun", "--quiet", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=
 
 
 class SlurmEngine:
-    """Engine that starts the ranks of a job inside a Slurm allocation, each rank as a job step (``srun``) of one task.
+    """``Engine`` that starts the ranks of a job in a Slurm allocation, each rank as a job step (``srun``) of one task.
 
     A slot is room for one rank; each node has as many slots as Slurm tasks. When Slurm takes a node from the job
     (``sbatch --no-kill``), the slots of the node are lost and do not come back within the job.
@@ -189,10 +189,11 @@ def restarts(environ: Mapping[str, str]) -> int:
 def requeue(code: int) -> None:
     """Put this Slurm job back into the queue (``scontrol requeue``) if its run was preempted or ended by a signal.
 
-    The job is that of ``SLURM_JOB_ID``, without which KeyError is raised. The signals are SIGTERM, SIGUSR1 and SIGUSR2.
-    Does nothing after other ends of the run, nor if Slurm itself is ending the job: a cancelled job would come back.
-    Blocks until Slurm answers, which may take seconds. Prints a line on standard error if the job is requeued; if Slurm
-    refuses or does not answer, nothing is printed or raised, and the job is not requeued.
+    ``tutti train`` and ``tutti run`` with ``--on slurm`` call it after the run. The job is that of ``SLURM_JOB_ID``,
+    without which KeyError is raised. The signals are SIGTERM, SIGUSR1 and SIGUSR2. Does nothing after other ends of the
+    run, nor if Slurm itself is ending the job: a cancelled job would come back. Blocks until Slurm answers, which may
+    take seconds. Prints a line on standard error if the job is requeued; if Slurm refuses or does not answer, nothing
+    is printed or raised, and the job is not requeued.
 
     Args:
         code: exit code of the run, a member of ``tutti.errors.ExitCode`` (75: preempted) or 128 + the number of a

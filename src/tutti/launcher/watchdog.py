@@ -141,7 +141,8 @@ class Stall:
 class Watch:
     """Detects that a rank makes no progress: adds up the time since the last heartbeat of each of its threads.
 
-    A rank has two such threads: the one that trains, and the one that writes checkpoints in the background.
+    A rank has two such threads: the one that trains, and the one that writes checkpoints in the background. The
+    watchdog process calls ``look`` every ``polling_interval`` seconds.
 
     Args:
         limits: seconds for start, step and save, from which ``phase_limit`` computes the limit of each phase.
