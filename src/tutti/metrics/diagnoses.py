@@ -78,6 +78,8 @@ CLASSICS: Mapping[str, Classic] = {
 class Diagnoses:
     """Reports the classic mistakes of distributed training that are found in one run, each once, on rank 0.
 
+    The checks of ``train.script_checks.mistake_checks`` find them and call ``report``.
+
     Args:
         rank: global rank of this process.
         warn: receives a report's text; None for Python's ``warnings``, whose filters apply in either case.

@@ -16,8 +16,8 @@ class RunHeader:
 
     Attributes:
         title: one line: task, strategy, optimizer.
-        derived: numbers that follow from the options, such as samples of a worker's batch, by name, in the order to
-            print them.
+        derived: settings that follow from the options, such as the samples of a logical worker's batch: name → text, in
+            the order to print them.
         total_steps: steps in the whole run; None if unknown until a stream ends.
         steps_per_epoch: steps in one epoch; None if unknown until a stream ends, or if the batch grows.
     """
@@ -65,9 +65,9 @@ class Pace:
     """Speed, elapsed and remaining time of a run after one step.
 
     Attributes:
-        samples_per_second: throughput of all devices together over the last steps.
+        samples_per_second: throughput of all devices together over the last 30 steps.
         elapsed: seconds of training since the run's first start, over all resumes, without evaluations and saves.
-        remaining: estimated seconds of training to go.
+        remaining: estimated seconds of training to go, at the present rate; infinite while the end is unknown.
         device: figures of one device by name, such as ``throughput/device/mfu``.
         data: seconds for which the last step waited for its batch, on rank 0; None if not measured.
     """
@@ -153,7 +153,11 @@ class Listener(Protocol):
 
 
 class EarlyWarnings:
-    """Collect warnings until ``pass_to`` names a function that receives them, and forward them from then on."""
+    """Receiver of warnings, called with the text of each: keeps them until ``pass_to`` names a function to forward to.
+
+    A rank's entry point (``train.main``) makes one for the time before the run has its listeners. From ``pass_to`` on,
+    each call forwards its text at once.
+    """
 
     def __init__(self) -> None:
         self._kept: list[str] = []

@@ -25,6 +25,7 @@ def make_profiler(device: torch.device) -> torch.profiler.profile:
     """Return a ``torch.profiler.profile`` that records this process's CPU operations and the kernels on ``device``.
 
     The profiler is not started: the caller calls its ``start`` and ``stop``. Not collective; each rank makes its own.
+    Sets the environment variable ``KINETO_LOG_LEVEL`` to 6 if it is unset, so that the profiler writes no log lines.
 
     Args:
         device: the device of this rank; for a CPU only CPU operations are recorded.
@@ -36,6 +37,8 @@ def make_profiler(device: torch.device) -> torch.profiler.profile:
 
 def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: Path, steps: int) -> None:
     """Write this rank's profile as ``folder/rank{N}.json``, and on rank 0 a table, ``operations.txt``. Not collective.
+
+    Called on each rank after the last profiled step (``--profile``).
 
     The JSON is a trace for ui.perfetto.dev or chrome://tracing. The table has the milliseconds that each phase of
     training (such as ``forward``) takes a step, and below the operators with the most time.

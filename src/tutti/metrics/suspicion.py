@@ -1,6 +1,7 @@
 """Rules of thumb, with their sources, for numbers of a run that look like one of the classic mistakes.
 
-The rules warn and never refuse. Their bounds are wide on purpose: a run that is merely unusual must get no warning.
+``train.script_checks.mistake_checks`` applies them. The rules warn and never refuse. Their bounds are wide on purpose:
+a run that is merely unusual must get no warning.
 """
 
 from __future__ import annotations

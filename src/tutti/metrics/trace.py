@@ -24,9 +24,11 @@ TABLE = "shares.txt"
 
 
 class TraceRecorder:
-    """Records on this rank the time spent in each phase of the traced steps; nested phases interrupt the outer one.
+    """Records on this rank the time spent in each phase of the traced steps (``--trace``).
 
-    Collective: two barriers in the constructor align the ranks' clocks.
+    Every rank makes one before the first traced step, enters ``during`` around each phase and ``waits`` around all
+    traced steps, and calls ``write`` after the last one. Collective over all ranks: two all-gathers of a digest in the
+    constructor, which compare ``step``; as barriers they align the ranks' clocks.
 
     Args:
         comm: communicator of all ranks.

@@ -64,7 +64,8 @@ class RunRecord:
         config: content of ``config.toml``; empty if missing.
         environment: content of ``env.json``; empty if missing.
         summary: content of ``summary.json``; empty if missing.
-        timeline: segments of each device's trace, by device; empty if none was recorded.
+        timeline: for each device in order the segments of its trace; empty if none was recorded, or if there are more
+            than ``MOST_SEGMENTS``.
         goodput: the run's time, divided into productive and lost time; None if its records do not give it.
         landscape: content of ``landscape.json``, of ``tutti landscape``; empty without one.
         problems: a sentence for each file or value that is missing or unreadable.
