@@ -103,8 +103,8 @@ def bench_device(device: torch.device, found: Findings) -> None:
 
     Args:
         device: the device.
-        found: receives the curves of median seconds over FLOP or bytes, and figures; their names begin with
-            ``device/``.
+        found: receives the curves of median seconds over FLOP or bytes, the seconds of an operation, and the FLOP/s of
+            the fastest matrix product in each precision (``peak_name``); their names begin with ``device/``.
     """
     rounds = [Findings(show=False) for _ in range(ROUNDS)]
     for each in rounds:
@@ -126,7 +126,8 @@ def bench_operators(
         found: receives the curves of median seconds over FLOP or bytes, and the seconds of an operation; their names
             begin with ``device/``.
         seconds: time to spend on each size.
-        begin: called before each curve, equally often on all devices of one kind, so that ranks can begin together.
+        begin: called without arguments before each group of curves, such as the two of matrix products (forward and
+            backward), equally often on all devices of one kind, so that ranks can begin together.
     """
     shapes = _shapes(device)
     draw = partial(_draw, device=device, found=found, seconds=seconds)
@@ -263,7 +264,8 @@ def bench_optimizer(
         found: receives the curves ``optimizer/sgd`` and ``optimizer/adam`` of median seconds over the parameters of one
             tensor, and the seconds of each further tensor, ``optimizer/sgd/tensor`` and ``optimizer/adam/tensor``.
         seconds: time to spend on each size.
-        begin: called before the steps of each optimizer, so that ranks can begin together.
+        begin: called without arguments before the steps of each optimizer in each of the two rounds, so that ranks can
+            begin together.
     """
     rounds = [Findings(show=False) for _ in range(ROUNDS)]
     for each in rounds:

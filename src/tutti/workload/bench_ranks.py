@@ -91,8 +91,8 @@ def bench_shared(world: World, found: Findings) -> None:
     """Measure operators and optimizers in all ranks of a node at once, each with the threads it has in training.
 
     What ranks share slows each of them down: cores, caches and the bandwidth of memory, by class of operator and size.
-    Collective over all ranks: before each curve they all-gather one number, as a barrier. The measurements stay on
-    their rank.
+    Collective over all ranks: before each group of curves they all-gather one number, as a barrier. The measurements
+    stay on their rank.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are on one node.

@@ -55,7 +55,7 @@ def bench_scaling(task: str, words: Sequence[str], counts: Sequence[int], device
 
     The global batch and the number of logical workers (shares of the batch) are the same on all numbers of devices, so
     that all compute the same updates; workers are the largest number of devices unless ``words`` say otherwise. Each
-    run is a ``tutti train`` of its own. The steps before the first record of a run, which warm it up, do not count.
+    run is a ``tutti train`` of its own. The first step of a run, which warms it up, does not count.
 
     Args:
         task: name of a task, or ``FILE.py:FUNCTION``.

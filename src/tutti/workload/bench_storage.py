@@ -23,8 +23,8 @@ def bench_data(found: Findings) -> None:
     """Measure the samples a second of tutti's data loader in this process, and with one and with two loader processes.
 
     Args:
-        found: receives the figures ``data/loader/N``, N being the number of processes, for batches of 128 colour images
-            of 32×32 pixels in memory.
+        found: receives the figures ``data/loader/N`` in samples a second, N being the number of loader processes (0:
+            this process loads), for batches of 128 colour images of 32×32 pixels in memory.
     """
     draws = np.random.default_rng(0)
     images = draws.random((_SAMPLES, 3, 32, 32), dtype=np.float32)

@@ -20,7 +20,7 @@ class PublishedPeak:
     """Published peak FLOP/s of dense matrix products of one accelerator.
 
     Attributes:
-        name: regular expression for the device name that the driver reports.
+        name: regular expression that is searched for in the device name that the driver reports.
         flop: FLOP/s by precision of the products: fp32, tf32, bf16, fp16, fp64.
         source: where the peaks are published.
     """

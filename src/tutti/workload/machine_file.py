@@ -94,7 +94,7 @@ class Machine:
     Attributes:
         host: name, CPU, cores, memory and versions of the host.
         device: type, name, and CPU threads of one device.
-        parts: parts of ``tutti bench`` that were measured.
+        parts: names of the parts of ``tutti bench`` that were measured, such as ``links``.
         figures: single numbers by name, such as ``device/operation/seconds``.
         curves: curves of seconds over size by name, such as ``device/matmul/fp32`` or ``collectives/all_reduce/2``.
         measured: date and time (UTC) of the measurement, in ISO format.

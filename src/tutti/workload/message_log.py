@@ -113,6 +113,8 @@ class MessageLog:
     def begin(self, place: Callable[[], tuple[tuple[str, ...], str]]) -> None:
         """Start recording the collectives of a new trace of a model; collectives not yet passed to ``keep`` are lost.
 
+        ``trace_modules`` calls it before each trace.
+
         Args:
             place: called at each collective; returns the names of the modules within whose calls it is made, the
                 outermost first, and the pass (``forward``, ``backward`` or ``recompute``).
@@ -122,8 +124,8 @@ class MessageLog:
     def keep(self, choice: str, samples: int) -> None:
         """Store the collectives recorded since ``begin`` as those of one traced forward and backward of a model.
 
-        ``lines`` later fits bytes over samples, and needs at least two stored traces of each ``choice``, the first two
-        of them with different numbers of samples.
+        ``trace_modules`` calls it after each trace. ``lines`` later fits bytes over samples, and needs at least two
+        stored traces of each ``choice``, the first two of them with different numbers of samples.
 
         Args:
             choice: kind of activation checkpointing that the trace was made with, such as ``none`` or ``blocks``.

@@ -14,7 +14,8 @@ from tutti.torch_compat import TorchDispatchMode, is_dtensor, storage_key, tree_
 class Tracker(TorchDispatchMode):
     """Context manager that counts the bytes of tensor storages that operators create in its block.
 
-    Real and fake tensors count; results that share the storage of an argument, such as views, do not count again.
+    Real and fake tensors count, ``DTensor``s do not; results that share the storage of an argument, such as views, do
+    not count again.
 
     Attributes:
         peak: the largest number of bytes that were alive at once after an operator, so far; the caller may set it to

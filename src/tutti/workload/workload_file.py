@@ -76,14 +76,14 @@ class GroupWork:
 
     Attributes:
         name: name of the module in the model; ``REST`` or ``LOSS`` for the rest of the model and the loss.
-        kind: class of the module.
+        kind: name of the module's class; of the whole model's for ``REST``, and empty for ``LOSS``.
         parameters, trained_parameters: number of parameters, all and trainable, each counted in the innermost group
             that holds it.
         parameter_bytes, buffer_bytes: bytes of parameters and of buffers.
         forward, backward: work of the passes by class of operator, without recomputation.
-        recompute: work that backward does again, by choice of activation checkpointing; ``none`` has what fused kernels
-            repeat.
-        activation_bytes: bytes that the forward keeps for backward, by choice of activation checkpointing.
+        recompute: work that backward does again, by value of ``--activation-checkpointing``, such as ``blocks``; that
+            of ``none`` is what fused kernels repeat.
+        activation_bytes: bytes that the forward keeps for backward, by value of ``--activation-checkpointing``.
         output_bytes: bytes of the tensors that the module returns: the message of a pipeline that is cut after it.
         ready: position, from 0, in the order of gradients at which the last gradient of the group is complete; None
             without parameters.
@@ -142,7 +142,7 @@ class Workload:
         return sum(group.parameters for group in self.groups)
 
     def checkpointing(self) -> tuple[str, ...]:
-        """Return the choices of activation checkpointing with which the model was traced.
+        """Return the values of ``--activation-checkpointing`` with which the model was traced.
 
         Returns:
             ``none`` first, then ``blocks`` and ``selective``, as far as they find anything to recompute in the model.
@@ -168,7 +168,7 @@ class Workload:
 
         Args:
             samples: number of samples in the micro-batch.
-            choice: activation checkpointing, one of ``checkpointing()``.
+            choice: value of ``--activation-checkpointing``, one of ``checkpointing()``.
 
         Raises:
             UsageError: the model was not traced with this choice.

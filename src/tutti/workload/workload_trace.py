@@ -169,8 +169,9 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
         subject: the model and its loss: functions that build the model and compute the loss, a batch of one sample, and
             the precision.
         real: compute on real tensors, for models that read values; on fake tensors nothing is computed.
-        choices: activation checkpointing to trace, some of ``none`` (needed), ``blocks`` and ``selective``; choices
-            that find nothing to recompute are left out.
+        choices: values of ``--activation-checkpointing`` to trace: ``none`` (needed), ``blocks`` (backward computes
+            each of the model's repeated blocks again) and ``selective`` (the same, but results of matrix products,
+            convolutions and attention are kept); choices that find nothing to recompute are left out.
 
     Returns:
         A ``Workload`` with the attributes ``groups``: for each module group FLOP, bytes and calls of forward and
@@ -279,8 +280,9 @@ def trace_modules(
     Args:
         subject: the model and its loss; its ``groups`` are not read.
         real: compute on real tensors, for models that read values; on fake tensors nothing is computed.
-        choices: activation checkpointing to trace, some of ``none`` (needed), ``blocks`` and ``selective``; choices
-            that find nothing to recompute are left out.
+        choices: values of ``--activation-checkpointing`` to trace: ``none`` (needed), ``blocks`` (backward computes
+            each of the model's repeated blocks again) and ``selective`` (the same, but results of matrix products,
+            convolutions and attention are kept); choices that find nothing to recompute are left out.
         watched: names of the modules that may be chosen as groups later; None for all.
 
     Returns:
