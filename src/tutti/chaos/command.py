@@ -131,7 +131,8 @@ class Running:
     Attributes:
         directory: the run directory.
         devices: number of ranks that were found.
-        launcher: parent process of the ranks, or of a run of one process this process; None if unknown.
+        launcher: parent process of the ranks; for a run of a single process that process itself. None if no process
+            was found, or if another launcher, such as torchrun, has started the single process.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -67,10 +67,10 @@ class Report:
     Attributes:
         directory: run directory.
         planned: number of faults planned.
-        outcomes: outcomes of the faults that were injected.
+        outcomes: outcomes of the faults that were injected, in order.
         exit_code: exit code of the run; None while it goes on.
         finished: whether the run had to end with exit code 0.
-        steps: number of steps of the run.
+        steps: the last training step that the run has made.
         executed: number of steps executed, repeated steps included.
         seconds: seconds from start to end, without the uninterrupted run.
         weights_sha256: hash of the run's weights; None if unknown.

@@ -40,8 +40,8 @@ class Crew:
     """The processes of a training run at one moment.
 
     Attributes:
-        launcher: the parent process of the ranks; for a run of one process this process, or None if another launcher
-            has started it; None without processes.
+        launcher: the parent process of the ranks; for a run of a single process that process itself, or None if
+            another launcher has started it; None without processes.
         ranks: process of each rank, by rank.
     """
 
@@ -69,8 +69,8 @@ def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
 
     Returns:
         A ``Crew`` of ``launcher`` and ``ranks``. ``ranks`` is a dict from the rank's number to its ``psutil.Process``,
-        empty if there are none. ``launcher`` is the parent process of the lowest rank; for a run of one process this
-        process itself, or None if another launcher such as torchrun has started it; None if there are no processes.
+        empty if there are none. ``launcher`` is the parent process of the lowest rank; for a run of a single process
+        that process itself, or None if another launcher such as torchrun has started it; None if there are none.
     """
     with suppress(psutil.NoSuchProcess):
         near = [launcher, *launcher.children(recursive=True)] if launcher else psutil.process_iter()

@@ -40,12 +40,13 @@ class BranchPoint:
         run: the run directory.
         task: name of the run's task.
         checkpoint: directory of the checkpoint.
-        config: the run's configuration, with the number of its workers.
+        config: the run's configuration, with the number of its logical workers (fixed shares of the global batch).
         step: number of steps until the checkpoint.
         epoch: number of epochs until the checkpoint.
         samples: training samples of an epoch.
         loss: held-out loss at the checkpoint.
-        factor: value of the learning-rate schedule in the checkpoint's last step, a factor on the configured rate.
+        factor: learning rate of the step before the checkpoint ÷ configured rate (that of the optimizer, times the
+            factor of ``--lr-scale``): the value of the schedule in that step.
     """
 
     run: Path

@@ -32,7 +32,7 @@ class Rung:
         name: name in the table.
         parent: name of the rung whose configuration this one changes; None for the first.
         cause: what the changed options stand for, in words, to explain a change of accuracy.
-        changes: the options that differ from the parent's, by name.
+        changes: the options that differ from the parent's, by name; of the first rung those that it states itself.
         config: the whole configuration.
     """
 
@@ -90,9 +90,9 @@ def load_ladder(text: str, variables: Mapping[str, int | float], options: Mappin
 
     Args:
         text: name of a shipped ladder, or path of a TOML file.
-        variables: numbers ``workers``, ``batch_size`` and ``epochs`` (all three needed), which replace the placeholders
-            ``{workers}``, ``{batch_size}`` and ``{epochs}`` in the file; a fourth placeholder, ``{worker_batch}``, is
-            computed as batch size ÷ workers.
+        variables: numbers ``workers`` (of logical workers), ``batch_size`` (global, in samples) and ``epochs``, all
+            three needed, which replace the placeholders ``{workers}``, ``{batch_size}`` and ``{epochs}`` in the file; a
+            fourth placeholder, ``{worker_batch}``, is computed as batch size ÷ workers.
         options: fields of ``TrainConfig`` for all rungs. They take precedence over the file's ``[base]``, but not over
             the options that a rung states.
 

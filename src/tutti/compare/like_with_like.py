@@ -1,7 +1,8 @@
 """Find each rung's like-with-like baselines: rungs that differ from it only in the number of workers. No torch.
 
-The claim that N logical workers hold the accuracy of one worker needs the same recipe at both scales. Muon at eight
-workers against Adam at one differs in two causes, and proves nothing about either.
+A logical worker is a replica of the algorithm with a fixed share of the global batch; ``workers`` is their number,
+which devices do not change. The claim that N logical workers hold the accuracy of one worker needs the same recipe at
+both scales. Muon at eight workers against Adam at one differs in two causes, and proves nothing about either.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _WARMUPS = frozenset({"warmup", "warmup_from"})
 def recipes(ladder: Ladder) -> tuple[Rung, ...]:
     """Select the training configurations (rungs) of a ladder that are to be tested against baselines.
 
-    These are the rungs at another scale (number of workers, batch size) than the first rung. If all have the first
-    rung's scale, they are all rungs but the first.
+    These are the rungs at another scale (number of logical workers, batch size) than the first rung. If all have the
+    first rung's scale, they are all rungs but the first.
 
     Args:
         ladder: the ladder, a series of rungs.
@@ -43,9 +44,10 @@ def recipes(ladder: Ladder) -> tuple[Rung, ...]:
 def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
     """Select the training configurations (rungs) of a ladder with which a rung may be compared like with like.
 
-    Such rungs have the first rung's workers and batch size, and otherwise the options of the compared rung. The
-    learning rate, its rule and its warm-up may differ, because each scale needs its own. The baseline of a rung at the
-    first rung's scale is the first rung, if the two differ in at most one option besides the learning rate.
+    Such rungs have the first rung's scale, its number of logical workers and its batch size, and otherwise the options
+    of the compared rung. The learning rate, its rule and its warm-up may differ, because each scale needs its own. The
+    baseline of a rung at the first rung's scale is the first rung, if the two differ in at most one option besides the
+    learning rate.
 
     Args:
         ladder: the ladder, a series of rungs.
@@ -62,7 +64,7 @@ def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
 
 
 def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
-    """Return the options in which two runs differ, apart from scale (workers, batch size) and learning rate.
+    """Return the options in which two runs differ, apart from scale (logical workers, batch size) and learning rate.
 
     An option that has no effect at the reference's scale counts as not set: ``regime_batch`` equal to the reference's
     batch size, ``gradient_noise`` whose base batch has this size, and, if the reference has one worker,

@@ -100,8 +100,8 @@ def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> Non
     """Train one run in a process of its own, and block until it ends; resume it from its last checkpoint if it has one.
 
     To be called in the main thread: until the run ends, this process passes SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 on to
-    it. The process's output goes to ``NAME.log`` beside the run directory ``NAME``. A run
-    directory without a checkpoint is overwritten. An exception of ``watch`` kills the run and propagates.
+    the run's process, whose output goes to ``NAME.log`` beside the run directory ``NAME``. A run directory without a
+    checkpoint is overwritten. An exception of ``watch`` kills the run and propagates.
 
     Args:
         trial: the run, one rung (configuration) with one seed.

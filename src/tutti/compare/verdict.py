@@ -1,6 +1,7 @@
 """Judge a finished ladder: the gain or loss of each change, and whether it exceeds the spread over seeds.
 
-In every function ``rows`` are the results by rung name, of rungs with finished runs only.
+In every function ``rows`` are the results by rung name, of rungs with finished runs only. The scale of a rung is its
+number of logical workers (fixed shares of the global batch) and its batch size.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class Effect:
         parent: name of the parent.
         gain: by how much the mean of the metric over the seeds is better than the parent's; negative if it is worse.
         noise: difference that seeds alone make: the larger spread of the two rungs.
-        share: gain ÷ drop of the metric from the first to the naive rung; None without a drop, and for controls, which
-            do not explain it.
+        share: gain ÷ drop of the metric from the first to the naive rung; None without a drop, for the naive rung, and
+            for rungs that are no recipes (``like_with_like.recipes``: rungs at another scale than the first).
     """
 
     name: str
@@ -176,8 +177,8 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
         One ``Effect`` for each rung, in the ladder's order, with ``name``, ``cause``, ``parent``, ``gain`` (positive if
         better than the parent), ``noise`` (the larger of both rungs' ranges over seeds) and ``share``: the gain divided
         by the drop of the metric from the first to the naive rung, which loses accuracy. ``share`` is a number for
-        recipes alone, and None if there is no drop. Recipes are all rungs but the naive one at another number of
-        workers or batch size than the first; if no rung has another, all but the naive and the first.
+        recipes alone, and None if there is no drop. Recipes are here all rungs but the naive one at another number of
+        logical workers or batch size than the first; if no rung has another, all but the naive and the first.
     """
     drop = _drop(ladder, rows, metric)
     asked = {rung.name for rung in recipes(ladder)} - {ladder.naive}
@@ -196,9 +197,9 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
     """Return the verdict on a ladder in sentences: the drop of the metric, its causes by share, and the best recipe.
 
     The drop is that from the first rung to the naive one (``ladder.naive``), which loses accuracy. A recipe is a rung
-    at another scale (workers, batch size) than the first, or any rung but the first if all have one scale. It is judged
-    only against a baseline at the first rung's scale with otherwise equal options (``like_with_like.baselines``), so
-    that a difference has one cause.
+    at another scale (logical workers, batch size) than the first, or any rung but the first if all have one scale. It
+    is judged only against a baseline at the first rung's scale with otherwise equal options
+    (``like_with_like.baselines``), so that a difference has one cause.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -275,10 +276,10 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
 def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> bool:
     """Return whether some recipe is as good as its baseline and as the first rung: its mean of the metric is not worse.
 
-    A recipe (``like_with_like.recipes``) is a rung at another scale (workers, batch size) than the first; its baseline
-    has otherwise equal options at the first rung's scale. If all rungs have one scale, recipes are all rungs but the
-    first, and a recipe that differs from the first in at most one option has the first as its baseline. Means are over
-    the seeds.
+    A recipe (``like_with_like.recipes``) is a rung at another scale (logical workers, batch size) than the first; its
+    baseline has otherwise equal options at the first rung's scale. If all rungs have one scale, recipes are all rungs
+    but the first, and a recipe that differs from the first in at most one option has the first as its baseline. Means
+    are over the seeds.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -298,8 +299,8 @@ def baseline(
 ) -> RungResult | None:
     """Return the results of the best baseline of a training configuration (rung), with which the rung is compared.
 
-    Baselines have the first rung's workers and batch size, and but for the learning rate the rung's options
-    (``like_with_like.baselines``). The best one has the best mean of the metric over the seeds.
+    Baselines have the first rung's number of logical workers and batch size, and but for the learning rate the rung's
+    options (``like_with_like.baselines``). The best one has the best mean of the metric over the seeds.
 
     Args:
         ladder: the ladder, a series of rungs.
@@ -410,7 +411,7 @@ def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> d
         with ``name``, ``from`` (its parent), ``cause``, ``changes``, ``baselines`` and ``runs`` (the fields of
         ``RunOutcome``); ``effects`` (gain of each rung over its parent, without rungs with a non-finite value);
         ``verdict``, a list of sentences; and ``held``, the result of ``recipe_holds``: whether a rung at another number
-        of workers or batch size is as good as its baseline and the first rung.
+        of logical workers or batch size is as good as its baseline and the first rung.
     """
     _, finite = _without_numbers(ladder, rows)
     return {

@@ -19,8 +19,8 @@ from tutti.tasks.unet import unet
 def membranes_task(config: UnetConfig, data: str, augment: bool) -> Task:
     """Build the task of binary segmentation of grey images by a U-Net.
 
-    A batch is a dict of ``image`` and ``mask``, both (samples, 1, height, width); the loss is the pixels' binary
-    cross-entropy (``mask_pixels``).
+    A batch is a dict of ``image`` (float32, grey levels scaled to [-2, 2]) and ``mask`` (uint8, 0 or 1), both (samples,
+    1, height, width); the loss is the pixels' binary cross-entropy (``mask_pixels``).
 
     Args:
         config: options of the U-Net: ``depth`` (downsampling scales), ``width`` (channels of the first scale) and
