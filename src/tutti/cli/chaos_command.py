@@ -307,9 +307,10 @@ def soak(
     -------
     int
         Exit code. 0: the run survived all faults. 9 (``THRESHOLD``): it broke a promise, which is printed: final
-        weights other than those of the run without faults, an unexpected exit code, more repeated steps than lie
-        between two checkpoints, a fault that came after the end, or files of an unfinished save left behind. A wrong
-        option raises UsageError, which ``tutti`` turns into exit code 2.
+        weights other than those of the run without faults, an unexpected exit code, more repeated steps than
+        ``Rules.most_lost`` permits after a fault (two checkpoint intervals for most kinds), a fault that came after the
+        end, or files of an unfinished save left behind. A wrong option raises UsageError, which ``tutti`` turns into
+        exit code 2.
 
     Notes
     -----

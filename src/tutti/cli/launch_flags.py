@@ -82,7 +82,7 @@ def hosts_as_engine(words: list[str]) -> list[str]:
 
     Raises:
         UsageError: hosts are malformed, the host file cannot be read, a flag has no value, or of ``-H``, ``--hostfile``
-            and ``--on`` two are given (for ``run`` only ``--hostfile`` together with ``--on`` is refused here).
+            and ``--on`` two are given (but ``run -H … --on …`` is not refused here).
 
     >>> hosts_as_engine(["train", "digits", "-H", "a:2,b:2"])
     ['train', 'digits', '--on', 'ssh:hosts=a:2+b:2', '--devices', '4']

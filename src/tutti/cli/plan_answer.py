@@ -165,7 +165,7 @@ class PlanAnswer:
         Args:
             base: configuration with the options that all plans share.
             runs: evidence of the runs, from which the plan file takes learning rate, schedule and length.
-            out: plan file to write; None for none.
+            out: plan file, written only if a plan is chosen; None for none.
             figure: SVG or PNG to write; None for none.
             as_json: print JSON in place of tables.
 

@@ -54,7 +54,7 @@ def group_name(kind: str, names: Sequence[str]) -> str:
     """Return the name of one collective over several named tensors: ``KIND.FIRST.COUNT.HASH``.
 
     COUNT is the number of tensors, HASH the CRC-32 of all names as 8 hexadecimal digits: ranks whose tensors have other
-    names, or another order, get another name, and their calls do not meet.
+    names, or another order, get another name, and their calls are not matched.
 
     Args:
         kind: kind of the tensors, such as ``gradients``.

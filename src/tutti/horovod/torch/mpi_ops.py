@@ -884,7 +884,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     """Concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
 
     Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
-    ranks' gradients.
+    ranks' gradients, for which backward, collective too, all-gathers the numbers of rows and all-reduces the gradients.
 
     Args:
         tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -936,7 +936,7 @@ def grouped_allgather(
     """Concatenate the ranks' tensors along the first dimension, for several tensors by one call.
 
     Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
-    ranks' gradients.
+    ranks' gradients, for which backward, collective too, all-gathers the numbers of rows and all-reduces the gradients.
 
     Args:
         tensors: as many on all ranks, of shapes (rows, …); trailing dimensions and dtypes are equal on all ranks. A
@@ -992,8 +992,8 @@ def broadcast(
 ) -> Tensor:
     """Broadcast the tensor of global rank ``root_rank`` and return it as a new tensor.
 
-    Collective over ``process_set``; blocks. Differentiable: the gradient on ``root_rank`` is the average of the ranks'
-    gradients, elsewhere zero.
+    Collective over ``process_set``; blocks. Differentiable: backward all-reduces the gradients; on ``root_rank`` the
+    result is the average of the ranks' gradients, elsewhere zero.
 
     Args:
         tensor: tensor of equal shape and dtype on all ranks; the values of ``root_rank`` are sent.
@@ -1133,8 +1133,8 @@ def alltoall(
 ) -> Any:
     """Send ``splits[r]`` rows of a tensor to each rank r, in order, and return the received rows.
 
-    Collective over ``process_set``; blocks. Differentiable: the gradient of a received row goes back to the rank that
-    sent it.
+    Collective over ``process_set``; blocks. Differentiable: the gradient of a received row goes back, by an all-to-all,
+    to the rank that sent it; rows that were not sent get zeros.
 
     Args:
         tensor: shape (rows, …); trailing dimensions and dtype are equal on all ranks.

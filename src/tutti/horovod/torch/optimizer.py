@@ -516,7 +516,10 @@ class _DistributedDelta(_Distributed):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raise AssertionError, as Horovod does: with Adasum ``step`` cannot leave out its collective."""
+        """Raise AssertionError, as Horovod does: with Adasum ``step`` cannot leave out its collective.
+
+        Does nothing on a rank whose changes are not combined, such as one outside of the process set.
+        """
         if self._buckets:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield

@@ -26,6 +26,10 @@ class ElasticSampler(Sampler[int]):
         dataset: any object with a length; only its length is used.
         shuffle: whether to shuffle the samples, by ``torch.randperm`` seeded with ``seed + epoch``.
         seed: seed of the order; equal on all ranks.
+
+    Attributes:
+        indices: dataset indices of this rank's samples since the last division, in the order in which they are given.
+        num_samples: number of ``indices``, equal on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
