@@ -28,9 +28,9 @@ class ExitCode(IntEnum):
         USAGE: invalid options or configuration, or too little memory.
         DATA: data are missing or unreadable, or a loader process failed.
         CHECKPOINT: a checkpoint cannot be loaded, or does not fit the run.
-        PEER: another rank or a collective failed, or ranks disagree.
+        PEER: another rank or a collective failed, ranks disagree, or Ray or Slurm does not answer.
         NON_FINITE: too many steps in a row had NaN or infinite gradients, or a run to be read has diverged.
-        AUTHENTICATION: a parameter server refused this process.
+        AUTHENTICATION: a parameter server or a Ray cluster refused this process.
         DISK: a file cannot be written.
         THRESHOLD: the run ended as planned, and missed a target that the user stated.
         PREEMPTED: SIGTERM, SIGUSR1 or SIGUSR2 ended the run, which can be resumed.
@@ -191,7 +191,7 @@ class CheckpointError(TuttiError):
 
 
 class PeerError(TuttiError):
-    """Raised where another rank died, hung or never arrived at a collective."""
+    """Raised where another rank died, hung or never arrived at a collective, or where Ray or Slurm does not answer."""
 
     exit_code = ExitCode.PEER
 
@@ -210,7 +210,7 @@ class NonFiniteError(TuttiError):
 
 
 class AuthenticationError(TuttiError):
-    """Raised where a parameter server refused this process."""
+    """Raised where a parameter server or a Ray cluster refused this process."""
 
     exit_code = ExitCode.AUTHENTICATION
 
