@@ -78,6 +78,8 @@ def test_bad_optimizers_are_refused(text: str, words: str) -> None:
         ("step:milestones=3ep,warmup=x", "cannot read 'x'"),
         ("cosine:warmup=5", "cannot read '5' as a duration"),
         ("linear:warmup_from=-1", "warmup_from is -1.0"),
+        ("linear:final=-0.1", "final is -0.1"),
+        ("cosine:final=-1", "final is -1.0"),
         ("constant:final=0", "unknown option 'final'"),
     ],
 )

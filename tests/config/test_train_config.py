@@ -38,7 +38,7 @@ def test_lengths_exclude_each_other(names: tuple[str, ...]) -> None:
     ("name", "values"),
     [
         ("workers", [0, -1]),
-        ("batch_size", [0, -64]),
+        ("batch_size", [0, -64, True]),
         ("micro_batch", [0]),
         ("steps", [0, -1]),
         ("samples", [0]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,12 @@ def test_a_stage_divides_what_it_shares_out(stage: int) -> None:
     assert part.optimizer == whole.optimizer / 2
     assert part.gradients == whole.gradients / (2 if stage > 1 else 1)
     assert part.parameters == whole.parameters / (2 if stage > 2 else 1)
+
+
+def test_a_model_without_parameters_needs_memory_for_its_activations_alone() -> None:
+    found = replace(model_facts("digits", PlannedRun(**BASE)), parameters=0, whole=0, trained=0, unit=0, rest=0)
+    memory = plan_memory(found, PlannedRun(**BASE))
+    assert memory.total == memory.activations + memory.buffers > 0
 
 
 def test_a_batch_has_no_more_samples_than_the_data() -> None:

@@ -64,6 +64,16 @@ def test_steps_and_samples_are_read(tmp_path: Path) -> None:
     assert steps[0].seconds == pytest.approx(0.015) and steps[0].measured and "2 runs" in steps[0].basis
 
 
+def test_measured_steps_of_two_strategies_err_independently(tmp_path: Path) -> None:
+    """Equal draws would make any difference of two medians certain."""
+    for number, strategy in enumerate(("mirrored", "sharded", "sharded:stage=1")):
+        for seconds in (0.01, 0.02):
+            write_run(tmp_path / f"{number}-{seconds}", 32, 6400, seconds, strategy=strategy, devices="2")
+    drawn = [step.draws for step in measured_steps(evidence(*find_runs([tmp_path])))]
+    found = np.corrcoef(drawn)[np.triu_indices(3, 1)]
+    assert len(found) == 3 and (np.abs(found) < 0.3).all()
+
+
 def test_plan_and_noise_take_the_same_samples_to_the_target(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", 32, 6400)
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))

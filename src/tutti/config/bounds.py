@@ -21,7 +21,9 @@ def check_least(numbers: Mapping[str, object], least: int = 1) -> None:
     tutti.errors.UsageError: --steps is 0. Give a whole number of at least 1.
     """
     for option, number in numbers.items():
-        if number is not None and (not isinstance(number, Integral) or number < least):
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
             raise UsageError(f"{option} is {number!r}", remedy=f"give a whole number of at least {least}")
 
 

@@ -308,9 +308,16 @@ class CosineSchedule(ConstantSchedule):
 
     Attributes:
         final: rate at the end of the run, as a fraction of the initial rate.
+
+    Raises:
+        UsageError: ``final`` is below 0, or an option of the warm-up is invalid.
     """
 
     final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, at_least_zero=("final",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,9 +328,16 @@ class LinearSchedule(ConstantSchedule):
 
     Attributes:
         final: rate at the end of the run, as a fraction of the initial rate.
+
+    Raises:
+        UsageError: ``final`` is below 0, or an option of the warm-up is invalid.
     """
 
     final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, at_least_zero=("final",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,21 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
+def to_float64(model: nn.Module) -> nn.Module:
+    """Convert all floating-point parameters and buffers of a model to float64 in place, and return the model.
+
+    ``Module.double`` does the same, but fails on fake tensors: it swaps each for another, and a ``FakeTensorMode``
+    keeps weak references to them.
+
+    Args:
+        model: the model, on real or fake tensors.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.double()
+    return model
+
+
 def registered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return a (name, submodule) pair for each registration directly in a module, in order.
 

@@ -133,7 +133,7 @@ def _cut(ahead: StagePlan, plans: Sequence[Memory]) -> str:
     """Describe a stage partition: number of stages, first module of each, shares, and bytes on each device."""
     shares = " | ".join(f"{share:.0%}" for share in ahead.shares)
     held = " | ".join(format_bytes(plan.total) for plan in plans)
-    where = ", ".join(name or "something without a name" for name in ahead.names)
+    where = ", ".join(name or "a call of no module" for name in ahead.names)
     return f"{len(ahead.shares)}, cut before {where} ({shares} of the {_kind(ahead)}; {held})"
 
 

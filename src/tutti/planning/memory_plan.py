@@ -22,6 +22,7 @@ from tutti.data.stream import Stream
 from tutti.device import peak_memory, reset_peak_memory
 from tutti.launcher import context
 from tutti.nn.ac_and_compile import recompute
+from tutti.nn.swap import to_float64
 from tutti.parallel.fsdp import fsdp_wrap_policy
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.script_task import optimizer_text
@@ -166,7 +167,9 @@ def plan_memory(found: Facts, config: PlannedRun) -> Memory:
         UsageError: the devices do not fit the strategy.
     """
     split, ranks = _split(config), config.data_ranks
-    each = State(*(b / found.parameters for b in (found.whole, found.trained, found.words * found.trained)))
+    # A model without parameters has 0 bytes of each kind.
+    elements = max(found.parameters, 1)
+    each = State(*(b / elements for b in (found.whole, found.trained, found.words * found.trained)))
     memory = state_memory(found.parameters, each, split)
     model = split.stages * split.tensor
     workers = -(-(config.workers or ranks) // ranks)
@@ -199,7 +202,7 @@ def model_of(task: Task, config: PlannedRun) -> nn.Module:
         config: configuration of the run, for its precision.
     """
     model = task.model()
-    return model.double() if config.precision == "fp64" else model
+    return to_float64(model) if config.precision == "fp64" else model
 
 
 def _split(config: PlannedRun) -> DeviceSplit:

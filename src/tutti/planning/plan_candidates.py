@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -128,7 +129,8 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
         spread = max(run.step_spread for run in same)
         if len(seconds) > 1:
             spread = max(spread, float(np.std(np.log(seconds), ddof=1)) / math.sqrt(len(seconds)))
-        seed = hash((devices, batch)) % (1 << 32)
+        # Runs of other strategies or options are measurements of their own, with errors of their own.
+        seed = zlib.crc32(repr((devices, batch, strategy, options)).encode())
         draws = middle * np.exp(spread * np.random.default_rng(seed).standard_normal(DRAWS))
         samples = None
         if not is_single_update(strategy):

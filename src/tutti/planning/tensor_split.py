@@ -41,7 +41,7 @@ class TensorSplit:
     """
 
     def __init__(self, task: Task, sample: Any, config: PlannedRun, layout: TensorConfig, ranks: int) -> None:
-        self._task, self._layout = task, layout
+        self._task, self._config, self._layout = task, config, layout
         self.ranks = ranks
         narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
 
@@ -67,7 +67,7 @@ class TensorSplit:
         Returns:
             The model, whose split layers hold the first rank's slices.
         """
-        model = self._task.model()
+        model = model_of(self._task, self._config)
         ranks = TensorRanks(log or MessageLog(self.ranks))
         split_layers(model, self._plan, ranks, sequence=self._layout.sequence)
         return model

@@ -31,6 +31,7 @@ from tutti.distribution import VERSION
 from tutti.errors import DataError, TuttiError, UsageError
 from tutti.nn.ac_and_compile import recompute
 from tutti.nn.ac_policy import find_units
+from tutti.nn.swap import to_float64
 from tutti.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -356,7 +357,7 @@ def _build(subject: TracedModel) -> nn.Module:
         raise
     except Exception as error:
         raise _untraceable("the model cannot be built on fake tensors", error) from error
-    return model.double() if subject.precision == "fp64" else model
+    return to_float64(model) if subject.precision == "fp64" else model
 
 
 def _trace(subject: TracedModel, watched: Sequence[str], samples: int, choice: str, real: bool) -> _Counts:
