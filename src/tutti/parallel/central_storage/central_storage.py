@@ -35,8 +35,9 @@ from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import ScriptMode
 from tutti.nn.swap import buffers, parameters
 from tutti.optim.mixing import needs_closure
-from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
+from tutti.parallel.ddp.allreduce import AllReduceSync
 from tutti.parallel.ddp.host_parameters import HostParameters
+from tutti.parallel.ddp.optimizer_step import culprits
 from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import SharedReducer, attach_shared
 from tutti.parallel.ddp.sync_module_states import agree_on_state

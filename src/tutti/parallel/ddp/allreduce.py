@@ -9,35 +9,32 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import cut_state, load_optimizer, mine_of, optimizer_tensors, read_local, written
-from tutti.comm.communicator import Communicator
 from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
 from tutti.config.sync_config import AllReduceConfig
-from tutti.device import is_accelerator, widest_float
+from tutti.device import is_accelerator
 from tutti.errors import UsageError
-from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
 from tutti.optim.factory import is_known
-from tutti.optim.layerwise import LayerWise
-from tutti.optim.learning_rate import set_learning_rates
-from tutti.optim.several import acting, members_of, slots, stepping
+from tutti.optim.several import acting, members_of, slots
 from tutti.parallel.ddp.buckets import FIRST_BYTES, ReducedSums, largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
+from tutti.parallel.ddp.optimizer_step import culprits, optimizer_step
 from tutti.parallel.ddp.reducers import WIRE_DTYPES, OverlappedReducer, Reducer, StartedSum, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import SparseReducer, with_sparse_gradients
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.unsharded_gradients import UnshardedGradients
-from tutti.parallel.ddp.update_first import LEAST_WAIT, PendingSums, can_skip_on_device, skipped_unless
+from tutti.parallel.ddp.update_first import LEAST_WAIT, PendingSums, can_launch_first
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import (
@@ -46,7 +43,6 @@ from tutti.parallel.normalisation import (
     finite_by_norm,
     is_finite,
     mean_factor,
-    nonfinite_names,
 )
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
@@ -61,7 +57,6 @@ from tutti.parallel.whole_tensors import (
     refuse_parts,
     trained_by,
 )
-from tutti.torch_compat import foreach_mul_
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossSums
@@ -277,9 +272,8 @@ class AllReduceSync(UnshardedGradients):
         self._buffers.finish()
         # Before the exchange: behind it other ranks may update parameters that all of a node share.
         step_context.written()
-        counted, later = self._counting.take(), None
-        if counted is not None and self._may_update_first(step_context):
-            later = cast(OverlappedReducer, self._reducer).finish_later(step_context, counted)
+        counted = self._counting.take()
+        later = None if counted is None else self._sum_later(step_context, counted)
         if later is not None:
             self._may_have_sent = False
             self._keep_gradients()
@@ -320,46 +314,32 @@ class AllReduceSync(UnshardedGradients):
 
     # --- updates before the host has read the results --------------------------------------------------------------
 
-    def _may_update_first(self, step_context: StepContext) -> bool:
-        """Return whether the host may launch this step's update before it reads the results of the reduction.
+    def _sum_later(self, step_context: StepContext, counted: Tensor) -> PendingSums | None:
+        """Sum gradients without waiting for the results, where the update may be launched first; None elsewhere.
 
-        The device must be able to skip the update (``can_skip_on_device``), and the host must have waited for it in the
-        previous step. In a custom loop the script sees the gradients before the update, so that their factor must be
-        known to be 1.
+        The host must have waited for the device in the previous step. In a custom loop the script sees the gradients
+        before the update, so that their factor must be known to be 1.
         """
-        device, reducer = self._run_context.comms.world.device, self._reducer
-        return (
-            isinstance(reducer, OverlappedReducer)
-            and reducer.waited >= LEAST_WAIT
-            and is_accelerator(device)
-            and widest_float(device) == torch.float64
-            and step_context.loss_scale == 1.0
-            and (step_context.whole or not self._has_custom_loop)
-            and self._updates_on_device
-            and self._whole is None
-            and self._run_context.comms.model.size == 1
-            and len(self._run_context.mine) == 1
-            and all(map(can_skip_on_device, members_of(self._optimizer)))
-        )
+        reducer = self._reducer
+        if not isinstance(reducer, OverlappedReducer) or reducer.waited < LEAST_WAIT:
+            return None
+        if not self._updates_on_device or self._whole is not None:
+            return None
+        if self._has_custom_loop and not step_context.whole:
+            return None
+        if not can_launch_first(self._optimizer, self._run_context, step_context):
+            return None
+        return reducer.finish_later(step_context, counted)
 
     def _read_pending(self, later: PendingSums, step_context: StepContext) -> tuple[StepStats, bool]:
         """Wait for the results of a reduction, and finish what depends on them; also return ``later.allowed``."""
-        sums, square, allowed, cast(OverlappedReducer, self._reducer).waited = later.read()
+        sums, square, allowed = later.read()
         return self._results(sums, step_context, square), allowed
 
     def _launch_update(self, later: PendingSums, step_context: StepContext) -> None:
         """Clip the gradients and step the optimizers, which changes nothing where ``later.allowed`` is False."""
-        if (largest := self._run_context.clip) is not None:
-            # As ``clip_norm`` on the host.
-            clips = later.allowed & (later.norm > largest)
-            factor = torch.where(clips, largest / (later.norm + 1e-6), 1.0)
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            for dtype in {gradient.dtype for gradient in gradients}:
-                foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], factor.to(dtype))
-        optimizers = [member for optimizer in self.optimizers for member in stepping(optimizer)]
-        with skipped_unless(later.allowed, optimizers):
-            for optimizer in self.optimizers:
-                optimizer_step(optimizer, step_context.lr_factor)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        later.launch_update(self.optimizers, gradients, self._run_context.clip, step_context.lr_factor)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Clip the gradients and step this rank's optimizers; skip the update where a gradient is not finite.
@@ -969,60 +949,3 @@ def _sum(row: Sequence[float]) -> float:
         return math.fsum(row)
     except OverflowError:
         return math.inf
-
-
-def culprits(comm: Communicator, named: NamedParameters) -> tuple[str, ...]:
-    """Find the parameters that have a NaN or infinity in ``.grad`` on any rank of ``comm``.
-
-    Collective over the ranks of ``comm``: an all-gather of the names; blocks.
-
-    Args:
-        comm: the ranks to search.
-        named: (name, parameter) of this rank's parameters.
-
-    Returns:
-        Names of the parameters found, each once, in rank order and equal on all ranks; at most three from each rank.
-
-    Raises:
-        PeerError: a rank has ended, or did not make the call in time.
-        MismatchError: the ranks are in different calls.
-    """
-    found = nonfinite_names((name, p.grad) for name, p in named)
-    gathered = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
-    return tuple(dict.fromkeys(name for text in gathered for name in text.splitlines()))
-
-
-def optimizer_step(
-    optimizer: Optimizer,
-    lr_factor: float | None,
-    grad_norm: float | None = None,
-    whole: WholeTensorsOf | None = None,
-) -> None:
-    """Set the learning rate of each parameter group of an optimizer, then step the optimizer.
-
-    Args:
-        optimizer: an optimizer, or an object that combines several and steps each.
-        lr_factor: factor by which each group's initial learning rate is multiplied; None leaves ``group["lr"]`` as it
-            is.
-        grad_norm: L2 norm of the gradient of the complete model, for layer-wise optimizers that clip by it
-            (``tutti.optim.LAMB``), whose own parameters may belong to one pipeline stage only.
-        whole: all-gathers tensors that are split over ranks, for optimizers whose step needs whole tensors; the step is
-            collective then, over the ranks that share these tensors. None where no optimizer needs this.
-
-    Raises:
-        UsageError: the optimizer does not take the sparse gradients that it was given.
-    """
-    for member in members_of(optimizer):
-        if isinstance(member, LayerWise):
-            member.grad_norm = grad_norm
-    set_learning_rates(optimizer.param_groups, lr_factor)
-    for member in stepping(optimizer):
-        gathered = None if whole is None else whole.of(member)
-        try:
-            if gathered is None:
-                member.step()
-            else:
-                gathered.step(member)
-        except RuntimeError as error:
-            check_sparse_step(member, error)
-            raise

@@ -345,8 +345,7 @@ class OverlappedReducer:
         if not step_context.whole:
             counted = totals[1] == step_context.samples
             agrees = counted if agrees is None else agrees & counted
-        parse = partial(self._parsed, step_context=step_context, shown=True)
-        return PendingSums(numbers, self._counted(), agrees, parse)
+        return PendingSums(numbers, self._counted(), agrees, partial(self._parsed_later, step_context))
 
     def _sum(self, step_context: StepContext, loss_sums: Tensor | None) -> Tensor | None:
         """Complete the all-reduces. Returns the numbers to read, on the device; None for a single rank without any."""
@@ -374,6 +373,11 @@ class OverlappedReducer:
         if not shown:
             expose(self._buckets, sums.used)
         return sums
+
+    def _parsed_later(self, step_context: StepContext, read: list[float], waited: float) -> ReducedSums:
+        """Return the sums of ``finish_later`` from the numbers for which the host has waited so many seconds."""
+        self.waited = waited
+        return self._parsed(read, step_context, shown=True)
 
     def _read(self, numbers: Tensor, step_context: StepContext) -> list[float]:
         """Copy ``numbers`` to the host, and with them the squares of the gradients, where no scale is to come."""

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from tutti.device import current_stream, is_accelerator
+from tutti.device import current_stream, is_accelerator, widest_float
+from tutti.optim.several import members_of, stepping
 from tutti.parallel.ddp.buckets import ReducedSums
 from tutti.parallel.ddp.gradient_arithmetic import norms_of
-from tutti.torch_compat import step_hooks
+from tutti.parallel.ddp.optimizer_step import optimizer_step
+from tutti.torch_compat import foreach_mul_, step_hooks
+from tutti.types.run_context import RunContext
+from tutti.types.step_records import StepContext
 
 LEAST_WAIT = 1e-3
 """Seconds that the host must have waited for the device in the previous step, so that launching first pays (a guess):
@@ -35,7 +39,8 @@ class PendingSums:
         numbers: (n,) sums as the reducer adds them up, such as loss and count.
         gradients: tensors whose elements are those of the whole gradient, on the same device; at least one.
         agrees: 0-dim bool tensor: whether the numbers allow the update, apart from the gradients; None: they do.
-        parse: makes ``ReducedSums`` from the n numbers on the host; it may raise.
+        parse: makes ``ReducedSums`` from the n numbers on the host, and the seconds for which the host has waited for
+            them; it may raise.
 
     Attributes:
         norm: 0-dim float64 tensor, the L2 norm of the whole gradient.
@@ -47,7 +52,7 @@ class PendingSums:
         numbers: Tensor,
         gradients: Sequence[Tensor],
         agrees: Tensor | None,
-        parse: Callable[[list[float]], ReducedSums],
+        parse: Callable[[list[float], float], ReducedSums],
     ) -> None:
         norms = norms_of(gradients).double()
         # In the order in which the host adds up.
@@ -60,12 +65,32 @@ class PendingSums:
         self._event = current_stream(together.device).record_event()
         self._count, self._parse = len(numbers), parse
 
-    def read(self) -> tuple[ReducedSums, float, bool, float]:
+    def launch_update(
+        self, optimizers: Sequence[Optimizer], gradients: Sequence[Tensor], clip: float | None, lr_factor: float | None
+    ) -> None:
+        """Clip gradients and step optimizers, which changes nothing where ``allowed`` is False; do not wait for it.
+
+        Args:
+            optimizers: optimizers, or objects that combine several, of which ``can_skip_on_device`` is True.
+            gradients: the gradients of the optimizers' parameters, scaled in place.
+            clip: largest L2 norm of the whole gradient; None does not clip.
+            lr_factor: factor on each parameter group's initial learning rate; None leaves the rates as they are.
+        """
+        if clip is not None:
+            # As ``clip_norm`` on the host.
+            factor = torch.where(self.allowed & (self.norm > clip), clip / (self.norm + 1e-6), 1.0)
+            for dtype in {gradient.dtype for gradient in gradients}:
+                foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], factor.to(dtype))
+        with skipped_unless(self.allowed, [member for each in optimizers for member in stepping(each)]):
+            for optimizer in optimizers:
+                optimizer_step(optimizer, lr_factor)
+
+    def read(self) -> tuple[ReducedSums, float, bool]:
         """Wait for the device, and return what the host needs to go on.
 
         Returns:
-            The sums over the data ranks; the square of the L2 norm of the whole gradient; whether the device has
-            allowed the update; and the seconds for which the host has waited.
+            The sums over the data ranks; the square of the L2 norm of the whole gradient; and whether the device has
+            allowed the update.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -75,7 +100,29 @@ class PendingSums:
         waited = time.perf_counter() - began
         *values, allowed = self._copy.tolist()
         square = sum(norm * norm for norm in values[self._count :])
-        return self._parse(values[: self._count]), square, allowed > 0, waited
+        return self._parse(values[: self._count], waited), square, allowed > 0
+
+
+def can_launch_first(optimizer: Optimizer | None, run_context: RunContext, step_context: StepContext) -> bool:
+    """Return whether a step's update can be launched before its results are read, and skipped by the device.
+
+    True on accelerators with float64, in which the norm is computed, without a loss scale, where a rank has the whole
+    model and one logical worker (fixed share of the global batch), and ``can_skip_on_device`` is True of the optimizer.
+
+    Args:
+        optimizer: the rank's optimizer, or an object that combines several; None where the rank has nothing to train.
+        run_context: device, mesh and logical workers of the run.
+        step_context: the step under way.
+    """
+    device = run_context.comms.world.device
+    return (
+        is_accelerator(device)
+        and widest_float(device) == torch.float64
+        and step_context.loss_scale == 1.0
+        and run_context.comms.model.size == 1
+        and len(run_context.mine) == 1
+        and all(map(can_skip_on_device, members_of(optimizer)))
+    )
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:

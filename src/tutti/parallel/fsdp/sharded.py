@@ -39,11 +39,11 @@ from tutti.optim.layerwise import LayerWise
 from tutti.optim.mixing import needs_closure
 from tutti.optim.muon import Muon
 from tutti.optim.several import acting, members_of, stepping
-from tutti.parallel.ddp.allreduce import culprits, optimizer_step
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.gradient_arithmetic import scale_all, squares_of
 from tutti.parallel.ddp.host_parameters import OffloadedUpdate
+from tutti.parallel.ddp.optimizer_step import culprits, optimizer_step
 from tutti.parallel.ddp.step_agreement import layout_key_of, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.optim.several import acting, members_of
-from tutti.parallel.ddp.allreduce import optimizer_step
 from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
+from tutti.parallel.ddp.optimizer_step import optimizer_step
 from tutti.parallel.ddp.unsharded_gradients import TrainedGradients
 from tutti.parallel.normalisation import clip_norm, finite_by_norm, nonfinite_names
 from tutti.types.custom_loop_sync import GradientPlace

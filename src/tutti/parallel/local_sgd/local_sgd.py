@@ -24,9 +24,9 @@ from tutti.config.sync_config import LocalSGDConfig
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
 from tutti.optim.several import slots
-from tutti.parallel.ddp.allreduce import culprits, optimizer_step
 from tutti.parallel.ddp.buckets import METRICS
 from tutti.parallel.ddp.gradient_arithmetic import scale_all
+from tutti.parallel.ddp.optimizer_step import culprits, optimizer_step
 from tutti.parallel.ddp.reducers import Reducer, TreeReducer
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
