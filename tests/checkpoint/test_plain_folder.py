@@ -21,7 +21,7 @@ from tutti.checkpoint.dtypes import tensor_from_bytes
 from tutti.checkpoint.export_folder import export_dcp_folder, export_hf_folder
 from tutti.checkpoint.plain import PlainFile
 from tutti.checkpoint.plain_folder import PlainFolder
-from tutti.checkpoint.weights import weights_hash
+from tutti.checkpoint.weights import weights_hash, whole_tensor
 from tutti.checkpoint.weights_source import check_source, open_weights, verified
 from tutti.errors import CheckpointError, UsageError
 from tutti.launcher import context
@@ -52,7 +52,7 @@ def test_written_and_read(weights: PlainFile, tmp_path: Path, most: int, files: 
     assert verified(tmp_path / "hf") == tmp_path / "hf"
     folder = PlainFolder(tmp_path / "hf")
     assert digest == weights_hash(folder) == weights_hash(weights)
-    assert np.array_equal(folder.numbers("a"), weights.numbers("a"))
+    assert np.array_equal(whole_tensor(folder, "a"), whole_tensor(weights, "a"))
 
 
 def test_other_files_stay_and_earlier_shards_go(weights: PlainFile, tmp_path: Path) -> None:
@@ -138,10 +138,12 @@ def test_slices_that_dcp_has_written_in_safetensors_are_put_together(tmp_path: P
     assert {name: (r.dtype, r.shape) for name, r in weights.records.items()} == {
         "rows": ("F32", (5, 4)), "columns": ("BF16", (2, 6)), "few": ("F32", (2, 1)), "whole": ("F64", (3,)),
     }  # fmt: skip
-    assert tensor_from_bytes(weights.numbers("rows"), "F32").tolist() == torch.arange(20.0).view(5, 4).tolist()
-    assert tensor_from_bytes(weights.numbers("columns"), "BF16").tolist() == torch.arange(12.0).view(2, 6).tolist()
+    assert tensor_from_bytes(whole_tensor(weights, "rows"), "F32").tolist() == torch.arange(20.0).view(5, 4).tolist()
+    assert (
+        tensor_from_bytes(whole_tensor(weights, "columns"), "BF16").tolist() == torch.arange(12.0).view(2, 6).tolist()
+    )
     assert weights.region("rows", (1, 1), (3, 2)).view("<f4").tolist() == [[5, 6], [9, 10], [13, 14]]
-    assert weights.numbers("few").view("<f4").tolist() == [[0], [1]]
+    assert whole_tensor(weights, "few").view("<f4").tolist() == [[0], [1]]
     with pytest.raises(CheckpointError, match="does not lie within"):
         weights.region("rows", (3, 0), (3, 4))
     next(folder.glob("shard-00002*")).unlink()

@@ -14,7 +14,7 @@ from tutti.checkpoint.manifest import REMEDY, Manifest
 from tutti.checkpoint.read import TensorReader
 from tutti.checkpoint.state_shards import region_index
 from tutti.checkpoint.tensorfile import check_within
-from tutti.checkpoint.weights import Weights
+from tutti.checkpoint.weights import Weights, whole_tensor
 from tutti.comm.communicator import Communicator
 from tutti.errors import CheckpointError, did_you_mean
 from tutti.types.replica_runner import ReplicaRunner
@@ -142,7 +142,7 @@ class WeightsReader:
         if name in self._kept:
             return self._kept[name]
         found = self._found(name)
-        return tensor_from_bytes(self._weights.numbers(found), self._weights.records[found].dtype)
+        return tensor_from_bytes(whole_tensor(self._weights, found), self._weights.records[found].dtype)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
         """Return the shape of one whole tensor, of the constructor's ``kept`` or from the header of the weights file.

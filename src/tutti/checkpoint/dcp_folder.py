@@ -69,18 +69,6 @@ class DcpFolder:
             name: SliceRecord.whole(name, parts[0][1].dtype, parts[0][1].shape) for name, parts in self._slices.items()
         }
 
-    def numbers(self, name: str) -> NDArray[Any]:
-        """Return a copy of one whole tensor, put together from its slices in the files of the folder.
-
-        Args:
-            name: name of the tensor, a key of ``records``.
-
-        Returns:
-            Unsigned integers as wide as the tensor's elements, in the tensor's shape; bits are unchanged.
-        """
-        shape = self.records[name].shape
-        return np.array(self.region(name, (0,) * len(shape), shape))
-
     def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """Return a region of one tensor, put together from the slices of the folder that hold a part of it.
 

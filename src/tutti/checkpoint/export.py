@@ -9,7 +9,7 @@ from pathlib import Path
 from tutti.checkpoint.disk import NEW, on_disk, sync
 from tutti.checkpoint.plain import HASH
 from tutti.checkpoint.tensorfile import DTYPES, file_layout
-from tutti.checkpoint.weights import Weights, flat
+from tutti.checkpoint.weights import Weights, flat, whole_tensor
 from tutti.checkpoint.weights_hash import WeightsHash
 from tutti.errors import UsageError
 
@@ -54,7 +54,7 @@ def _write(weights: Weights, path: Path, metadata: Mapping[str, str]) -> tuple[s
     descriptor = os.open(path, NEW, 0o666)
     try:
         for name in sorted(begins):
-            record, data = weights.records[name], flat(weights.numbers(name))
+            record, data = weights.records[name], flat(whole_tensor(weights, name))
             digest.add(name, DTYPES[record.dtype][0], record.shape, data)
             _put(descriptor, data, begins[name])
         _put(descriptor, memoryview(file_layout(records, {**metadata, HASH: digest.hexdigest()}).header), 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tutti.checkpoint.disk import on_disk, sync
 from tutti.checkpoint.export import export_weights
-from tutti.checkpoint.weights import SomeWeights, Weights, weights_hash
+from tutti.checkpoint.weights import SomeWeights, Weights, weights_hash, whole_tensor
 from tutti.errors import UsageError
 
 MOST_BYTES = 5 * 10**9
@@ -116,7 +116,7 @@ def export_dcp_folder(weights: Weights, output: Path) -> tuple[str, int]:
 
     if output.exists():
         raise UsageError("the folder exists already", where=str(output), remedy="choose another -o")
-    state = {name: tensor_from_bytes(weights.numbers(name), r.dtype) for name, r in weights.records.items()}
+    state = {name: tensor_from_bytes(whole_tensor(weights, name), r.dtype) for name, r in weights.records.items()}
     with on_disk(output, "the weights"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # there is one process
         writer = dcp.FileSystemWriter(output)

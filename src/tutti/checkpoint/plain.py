@@ -71,18 +71,6 @@ class PlainFile:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._broken(f"its header cannot be used: {error}") from error
 
-    def numbers(self, name: str) -> NDArray[Any]:
-        """Return a copy of one tensor of the file, as unsigned integers of its elements' width, in the tensor's shape.
-
-        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the
-        real dtype.
-
-        Args:
-            name: name of the tensor, a key of ``records``.
-        """
-        shape = self.records[name].shape
-        return np.array(self.region(name, (0,) * len(shape), shape))
-
     def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """Return a region of one tensor of the file as a read-only view; the kernel reads pages that are accessed.
 

@@ -59,17 +59,6 @@ class PlainFolder:
             self._of[name] = self._files[file]
         self.records: Mapping[str, SliceRecord] = {name: file.records[name] for name, file in self._of.items()}
 
-    def numbers(self, name: str) -> NDArray[Any]:
-        """Return a copy of one tensor of the folder as unsigned integers of its elements' width, in the tensor's shape.
-
-        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the
-        real dtype.
-
-        Args:
-            name: name of the tensor, a key of ``records``.
-        """
-        return self._of[name].numbers(name)
-
     def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """Return a region of one tensor as a read-only view of its file, which is mapped into memory.
 

@@ -8,7 +8,7 @@ from torch import nn
 from tutti.checkpoint.checkpoint_reader import check_model
 from tutti.checkpoint.dtypes import tensor_from_bytes
 from tutti.checkpoint.manifest import Manifest
-from tutti.checkpoint.weights import SavedWeights
+from tutti.checkpoint.weights import SavedWeights, whole_tensor
 from tutti.types.shard_spec import ShardSpec
 
 
@@ -32,4 +32,4 @@ def load_plain_model(model: nn.Module, manifest: Manifest, ema: bool = False) ->
     specs = {name: ShardSpec(tuple(t.shape), (0,) * t.dim(), ()) for name, t in own.items()}
     check_model(specs, {name: record.shape for name, record in weights.records.items()}, str(manifest.path))
     for name, tensor in own.items():
-        tensor.copy_(tensor_from_bytes(weights.numbers(name), weights.records[name].dtype))
+        tensor.copy_(tensor_from_bytes(whole_tensor(weights, name), weights.records[name].dtype))

@@ -30,21 +30,8 @@ class Weights(Protocol):
         starts list the tensors by it before they read any.
         """
 
-    def numbers(self, name: str) -> NDArray[Any]:
-        """Return one whole tensor's elements as unsigned integers of the same width, in the tensor's shape.
-
-        Exports, hashes and warm starts call it for one tensor after the other. Bits are unchanged: a bfloat16 tensor, a
-        dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the real dtype.
-
-        Args:
-            name: name of the tensor, a key of ``records``.
-
-        Raises:
-            CheckpointError: the tensor is unreadable.
-        """
-
     def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
-        """Return a rectangular region of one tensor's elements, as ``numbers`` returns all of them.
+        """Return a rectangular region of one tensor's elements, as unsigned integers of the same width.
 
         Warm starts call it for the slice of a rank, so that no rank reads tensors of which it keeps only a part.
 
@@ -60,6 +47,24 @@ class Weights(Protocol):
         Raises:
             CheckpointError: the region does not lie within the tensor, or is unreadable.
         """
+
+
+def whole_tensor(weights: Weights, name: str) -> NDArray[Any]:
+    """Return a copy of one whole tensor's elements as unsigned integers of the same width, in the tensor's shape.
+
+    Exports, hashes and warm starts call it for one tensor after the other. Bits are unchanged: a bfloat16 tensor, a
+    dtype that NumPy lacks, becomes uint16. ``weights.records[name].dtype`` has the real dtype.
+
+    Args:
+        weights: the named tensors.
+        name: name of the tensor, a key of ``weights.records``.
+
+    Raises:
+        CheckpointError: the tensor is unreadable.
+    """
+    shape = weights.records[name].shape
+    found = weights.region(name, (0,) * len(shape), shape)
+    return found if found.flags.writeable else found.copy()
 
 
 class SavedWeights:
@@ -98,21 +103,6 @@ class SavedWeights:
         found = {name: manifest.tensors[group][first] for name, (group, first) in self._from.items()}
         self.records: Mapping[str, SliceRecord] = {name: _record(name, record) for name, record in found.items()}
 
-    def numbers(self, name: str) -> NDArray[Any]:
-        """Read one whole tensor, or its EMA, from the checkpoint as unsigned integers of its elements' width.
-
-        The array has the tensor's shape. Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes
-        uint16. ``records[name].dtype`` has the real dtype.
-
-        Args:
-            name: name of the tensor, a key of ``records``; tied tensors are found under each of their names.
-
-        Raises:
-            CheckpointError: a file differs from the manifest.
-        """
-        shape = self.records[name].shape
-        return self.region(name, (0,) * len(shape), shape)
-
     def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """Read a region of one tensor, or of its EMA, from the files of the checkpoint that hold a part of it.
 
@@ -144,22 +134,6 @@ class SomeWeights:
     def __init__(self, weights: Weights, names: Iterable[str]) -> None:
         self._weights = weights
         self.records: Mapping[str, SliceRecord] = {name: weights.records[name] for name in names}
-
-    def numbers(self, name: str) -> NDArray[Any]:
-        """Read one tensor of this selection of a checkpoint's or file's weights, as an array of unsigned integers.
-
-        The array has the tensor's shape, and integers as wide as the tensor's elements.
-
-        Bits are unchanged: a bfloat16 tensor, a dtype that NumPy lacks, becomes uint16. ``records[name].dtype`` has the
-        real dtype.
-
-        Args:
-            name: name of a selected tensor, a key of ``records``.
-
-        Raises:
-            CheckpointError: the tensor is unreadable.
-        """
-        return self._weights.numbers(name)
 
     def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """Read a region of one tensor of this selection, as the checkpoint or file gives it (``Weights.region``).
@@ -209,7 +183,7 @@ def weights_hash(weights: Weights) -> str:
     digest = WeightsHash()
     for name in sorted(weights.records):
         record = weights.records[name]
-        digest.add(name, DTYPES[record.dtype][0], record.shape, flat(weights.numbers(name)))
+        digest.add(name, DTYPES[record.dtype][0], record.shape, flat(whole_tensor(weights, name)))
     return digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.checkpoint.dtypes import DTYPES, tensor_from_bytes
-from tutti.checkpoint.weights import Weights
+from tutti.checkpoint.weights import Weights, whole_tensor
 from tutti.comm.communicator import Communicator
 from tutti.config.init_map import InitMap
 from tutti.device import forked_generators
@@ -253,7 +253,7 @@ def _put_saved(model: nn.Module, weights: Weights, found: Mapping[str, str]) -> 
     for slot in buffers([model]):
         if slot.get().is_meta and slot.name in found:
             there = found[slot.name]
-            value = tensor_from_bytes(weights.numbers(there), weights.records[there].dtype)
+            value = tensor_from_bytes(whole_tensor(weights, there), weights.records[there].dtype)
             _put_buffer(model, slot.get(), _empty_like(slot.get()).copy_(value))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tutti.checkpoint.checkpoint_reader import WeightsReader, catalogue, check_model
 from tutti.checkpoint.gather import gathered_model
-from tutti.checkpoint.weights import Weights
+from tutti.checkpoint.weights import Weights, whole_tensor
 from tutti.checkpoint.weights_source import open_weights, verified
 from tutti.comm.broadcast import broadcast_result
 from tutti.comm.communicator import Communicator
@@ -47,9 +47,6 @@ class _RenamedWeights:
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
         self._weights, self._names = weights, names
         self.records = {name: weights.records[old] for name, old in names.items()}
-
-    def numbers(self, name: str) -> NDArray[Any]:
-        return self._weights.numbers(self._names[name])
 
     def region(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         return self._weights.region(self._names[name], offset, shape)
@@ -170,7 +167,7 @@ def _check_tied(own: Mapping[str, ShardSpec], weights: Weights, where: Path) -> 
         first, *others = [n for n in (name, *spec.tied) if n in weights.records]
         for other in others:
             same = weights.records[first].dtype == weights.records[other].dtype
-            if not same or not np.array_equal(weights.numbers(first), weights.numbers(other)):
+            if not same or not np.array_equal(whole_tensor(weights, first), whole_tensor(weights, other)):
                 raise CheckpointError(
                     "the checkpoint is of another model",
                     where=str(where),
