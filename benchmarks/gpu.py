@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from result_file import report_failures, write_result
 from step_tax import hardware, table
 
 from tutti.errors import ExitCode
@@ -252,12 +253,8 @@ def main(argv: Sequence[str] | None = None) -> ExitCode:
             print(json.dumps(report["parts"][name], indent=1), flush=True)
         report["failures"] = failures(report["parts"], not given.quick)
         # After every part, so that nothing is lost when the machine goes.
-        for file in (given.json, kept if given.save else None):
-            if file is not None:
-                file.write_text(json.dumps(report, indent=2) + "\n")
-    for line in report["failures"]:
-        print(line, file=sys.stderr)
-    return ExitCode.THRESHOLD if report["failures"] else ExitCode.DONE
+        write_result(report, given.json, kept if given.save else None, indent=2)
+    return report_failures(report["failures"])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ beside all copies, and how far the first losses are apart. Exit codes: 0, 2 usag
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from paired import order, paired_ratio
+from result_file import report_failures, write_result
 from step_tax import hardware, listed
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -272,12 +272,8 @@ def main(argv: Sequence[str] | None = None) -> ExitCode:
             memory = f"{row['peak_bytes'] / 2**20:,.0f} MiB"
             print(f"{name:8} {contestant:9} {row['ms']:9.3f} ms {row['ratio']:6.3f} {interval} {memory}", flush=True)
         report["failures"] = failures(report["models"], None if given.quick else given.limit)
-        for file in (given.json, kept if given.save and not given.quick else None):
-            if file is not None:
-                file.write_text(json.dumps(report, indent=2) + "\n")
-    for line in report["failures"]:
-        print(line, file=sys.stderr)
-    return ExitCode.THRESHOLD if report["failures"] else ExitCode.DONE
+        write_result(report, given.json, kept if given.save and not given.quick else None, indent=2)
+    return report_failures(report["failures"])
 
 
 if __name__ == "__main__":

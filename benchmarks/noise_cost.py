@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from paired import paired_ratio
+from result_file import machine_facts, write_result
 from torch import nn
 
 import tutti
@@ -70,11 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
+        **machine_facts(),
         "parameters": sum(p.numel() for p in network().parameters()),
         "optimizer": "adam",
         "interval": INTERVAL,
@@ -95,8 +89,7 @@ def main() -> None:
             }
         result["sizes"][name] = row
     print(json.dumps(result, indent=1))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_result(result, options.out)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from result_file import machine_facts, write_result
 from torch import Tensor, nn
 
 import tutti
@@ -154,10 +152,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
+        **machine_facts(),
         "samples": SAMPLES,
         "batch": BATCH,
         "parts": WORKERS,
@@ -175,8 +170,7 @@ def main() -> None:
         result["models"][name] = entry
     result |= share(everything)
     print(json.dumps(result, indent=1))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_result(result, options.out)
 
 
 if __name__ == "__main__":
