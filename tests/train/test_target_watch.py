@@ -113,7 +113,7 @@ def trained(
     clock = Clock.saved(restored or {"started": 100.0})
     held_out, header = adapt(torch.zeros(5, 1)), RunHeader("", {}, total, 8)
     plan = TrainPlan(total, 1, 2)
-    return train_loop(run, plan, held_out, header, Listeners(()), saver, None, (), clock, None, watch)
+    return train_loop(run, plan, held_out, header, Listeners(()), saver=saver, clock=clock, watch=watch)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

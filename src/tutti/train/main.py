@@ -79,8 +79,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     model = build_task_model(chosen, config, world)
     size = sum(p.numel() for p in model.parameters())
     warnings = EarlyWarnings()
-    schedule = config.lr_schedule
-    plateau = Plateau(schedule, schedule.measured(chosen.directions)) if isinstance(schedule, PlateauSchedule) else None
+    plateau = _make_plateau(config, chosen)
     callbacks = [*chosen.callbacks, *make_loggers(config.loggers)]
     run = prepare_task(chosen, model, config, warnings, callbacks=callbacks, plateau=plateau)
     plan, total = make_train_plan(config, run.feed.epochs)
@@ -99,15 +98,12 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     try:
         with stop_on_signals(run) as reason:
             saver = _saver(run, directory, world, config, facts, warnings)
-            restored = saver.restore(config.changes) if saver is not None and resumes else None
-            if restored is not None:
-                _restore_optimizers(run, restored, config)
-                run.callbacks.load_run(restored)
+            restored = _restore(run, saver, config, plateau, warnings) if saver is not None and resumes else None
             if run.feed.epochs.earlier:
                 # The epochs until now had other batches: the plan and the schedule count them as they were.
                 plan, total = make_train_plan(config, run.feed.epochs)
-            if run.feed.epochs.earlier and run.lr_schedule is not None:
-                run.lr_schedule = make_lr_schedule(config, run.feed.epochs, plateau)
+                if run.lr_schedule is not None:
+                    run.lr_schedule = make_lr_schedule(config, run.feed.epochs, plateau)
             initial_weights = _warm_start(run, config, restored, facts)
             clock = Clock.saved(restored or {}) if resumes else Clock(time.time())
             if world.identity.rank == 0:
@@ -121,10 +117,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             header = RunHeader(title(task, config, run), lines, steps, _steps_per_epoch(run.feed.epochs))
             means = Means.saved(restored) if restored else None
             watch = _watch(config, chosen, restored, warnings)
-            if plateau is not None:
-                _load_plateau(plateau, (restored or {}).get("plateau"), warnings)
             throughput = partial(measured_throughput, chosen, config, world, run, listeners.warned)
-            measured = throughput if world.identity.rank == 0 else None
             with _marking_failure(run):
                 result = train_loop(
                     run,
@@ -132,14 +125,14 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
                     held_out,
                     header,
                     listeners,
-                    saver,
-                    means,
-                    windows,
-                    clock,
-                    measured,
-                    watch,
-                    plateau,
-                    _eval_collate(chosen),
+                    saver=saver,
+                    means=means,
+                    windows=windows,
+                    clock=clock,
+                    throughput=throughput if world.identity.rank == 0 else None,
+                    watch=watch,
+                    plateau=plateau,
+                    collate=_eval_collate(chosen),
                 )
             peaks = _peak_memory(run, world)
         listeners.finished(_summary(chosen, run, facts, clock, {**result, "peak_memory": peaks}))
@@ -310,16 +303,40 @@ def _watch(
     return watch
 
 
-def _restore_optimizers(run: Run, restored: Mapping[str, Any], config: TrainConfig) -> None:
-    """Restore the task's own optimizers and schedulers from a checkpoint.
+def _make_plateau(config: TrainConfig, chosen: Task) -> Plateau | None:
+    """Return the schedule that evaluations move, ``--schedule plateau``; None for another schedule."""
+    schedule = config.lr_schedule
+    return Plateau(schedule, schedule.measured(chosen.directions)) if isinstance(schedule, PlateauSchedule) else None
 
-    A checkpoint of an epoch's last step is saved before schedulers that step after epochs have stepped.
+
+def _restore(
+    run: Run, saver: Checkpoints, config: TrainConfig, plateau: Plateau | None, warn: Callable[[str], None]
+) -> Mapping[str, Any] | None:
+    """Continue from the run's newest checkpoint: model, task's own optimizers, schedulers, callbacks. Collective.
+
+    Args:
+        run: the run.
+        saver: the run's checkpoints.
+        config: the configuration, with the settings in which the run may differ from its checkpoint.
+        plateau: the schedule that evaluations move, if any.
+        warn: is told if the checkpoint's schedule has followed another metric.
+
+    Returns:
+        Facts of the checkpoint; None if there is none.
     """
+    restored = saver.restore(config.changes)
+    if restored is None:
+        return None
     run.schedulers.refuse_change(config.changes)
     restore_optimizers(run, restored, config.changes)
     under_way = restored.get("epoch_under_way")
     if under_way is not None and run.at.epoch > under_way:
+        # A checkpoint of an epoch's last step is saved before schedulers that step after epochs have stepped.
         run.schedulers.after_epoch()
+    run.callbacks.load_run(restored)
+    if plateau is not None:
+        _load_plateau(plateau, restored.get("plateau"), warn)
+    return restored
 
 
 def _load_plateau(plateau: Plateau, saved: Any, warn: Callable[[str], None]) -> None:
