@@ -23,6 +23,7 @@ from tutti.errors import TuttiError
 from tutti.metrics.records import config_toml, read_summary
 
 GRACE = 30.0
+"""Seconds between SIGTERM and SIGKILL for a run that does not end; a guess."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tutti.chaos.processes import Crew, StoppedProcess, alive, crew, frozen, sen
 from tutti.errors import FINISHED, UsageError
 
 POLL = 0.01
+"""Seconds between two looks at a run's progress."""
 LEFT_BEHIND = 10.0
 """Seconds after the end of a run after which a rank that is still alive counts as left behind."""
 

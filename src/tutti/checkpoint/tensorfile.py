@@ -35,6 +35,7 @@ DTYPES = {
 """Every dtype of the format: its name there → its name in PyTorch and the bytes of one element. No torch."""
 
 MOST_DIMENSIONS = 64
+"""Most dimensions of a tensor, the limit of NumPy 2."""
 _MOST_BYTES = 2**63 - 1
 
 

@@ -19,6 +19,7 @@ from tutti.errors import UsageError
 from tutti.launcher.encoding import json_text
 
 WIDTH = 100
+"""Characters of a line of findings."""
 _NAME_WIDTH = 21
 _COLOURS: dict[Mark, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
 

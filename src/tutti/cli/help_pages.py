@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
 COLUMN = 19
+"""Column, in characters, in which the description of an option begins."""
 
 
 class OneScreen:

@@ -27,6 +27,7 @@ from tutti.metrics.metrics_file import METRICS, metric_records
 from tutti.metrics.records import config_sha256, config_toml, read_summary
 
 POLL = 0.25
+"""Seconds between two looks at the runs under way."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HELD_OUT = 5
+"""Images, the last ones by name, that are held out for evaluation."""
 _STREAM = int.from_bytes(b"dihedral", "big")
 _CACHE_VERSION = 1
 # Pillow would otherwise try formats that start other programs, such as EPS.

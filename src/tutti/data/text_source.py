@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_CHARACTERS = 65536
+"""Most different characters of a text, each a token of the vocabulary; a guess."""
 _CODE_POINTS = 0x110000
 _EMBEDDED_BYTES = 1_000_000
 _GIVE_A_FILE = "give a text file with --data"

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 REFRESH_SECONDS = 0.1
+"""Seconds between two drawings of the progress line on a terminal."""
 QUIET_SECONDS = 10.0
+"""Fewest seconds between two lines of progress in a log, between lines that are due."""
 
 
 def terminal_listener(stream: TextIO, config: TrainConfig) -> Listener:

@@ -23,6 +23,7 @@ import numpy as np
 
 NO_BAND = "no band: nothing like this was checked"
 LEVEL = 0.9
+"""Fraction of measurements that bands are made to hold."""
 LEAST_SERIES = 30
 """Independent series of a cell, of all sets, below which nothing in it has a band."""
 _LEAST_OTHERS = 9

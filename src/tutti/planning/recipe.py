@@ -11,6 +11,7 @@ from typing import Any
 from tutti.errors import DiskError, UsageError
 
 RECIPE_FORMAT = 1
+"""Version of the recipe file."""
 _MOST_SAMPLES = 1e30
 """Beyond it a number of samples, or below its inverse, is a mistake; products of two such numbers stay finite."""
 

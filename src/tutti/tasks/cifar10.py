@@ -11,6 +11,7 @@ from tutti.tasks import losses, models
 from tutti.tasks.task import Task
 
 SIZE = 32
+"""Height and width of an image, in pixels."""
 HUB = "uoft-cs/cifar10"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # Mean and standard deviation of the 50,000 training images, by channel.

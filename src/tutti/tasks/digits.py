@@ -19,6 +19,7 @@ from tutti.tasks import losses, models
 from tutti.tasks.task import Task
 
 CLASSES = 10
+"""Number of classes, the digits."""
 
 
 def digits_task(config: CnnConfig | MlpConfig) -> Task:

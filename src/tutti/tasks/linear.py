@@ -15,7 +15,9 @@ from tutti.tasks import losses, models
 from tutti.tasks.task import Task
 
 SLOPE, INTERCEPT, NOISE = 2.0, -1.0, 0.5
+"""The line, and the standard deviation of the noise on its targets."""
 TRAIN, HELD_OUT = 512, 128
+"""Numbers of samples."""
 
 
 def linear_task(config: LineConfig) -> Task:

@@ -37,6 +37,7 @@ Models: TypeAlias = "nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]"
 Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
 
 DEFAULT_BATCH_SIZE = 128
+"""Samples of a global batch where neither the script nor its DataLoader states a batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)

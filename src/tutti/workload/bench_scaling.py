@@ -17,7 +17,9 @@ from tutti.metrics.metrics_file import metric_records
 from tutti.workload.machine_file import Figure
 
 STEPS = 60
+"""Training steps of a measured run."""
 ROUNDS = 3
+"""Runs of each number of devices."""
 _OURS = (
     "--devices",
     "--steps",

@@ -19,8 +19,10 @@ from tutti.torch_compat import foreach_copy_, storage_uses
 from tutti.types.step_records import StepContext
 
 METRICS = 6
+"""Most metrics of a loss function: messages have room for so many sums."""
 _TOTALS = 3 + METRICS
 FIRST_BYTES = 1 << 20
+"""Bytes of the first bucket, 1 MiB as in PyTorch's DDP: its all-reduce starts early in backward."""
 
 
 class ReducedSums(NamedTuple):

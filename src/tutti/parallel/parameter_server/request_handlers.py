@@ -34,6 +34,7 @@ from tutti.parallel.parameter_server.server_wire import (
 from tutti.parallel.parameter_server.staleness import StalenessTracker
 
 NONE = -1.0
+"""Stands for a missing number among the extras of a request or reply."""
 
 
 @dataclass
