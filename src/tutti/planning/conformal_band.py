@@ -219,12 +219,11 @@ def _left_out_coverage(sources: Sequence[CellScores], level: float) -> float:
     return float(np.mean(shares))
 
 
-def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
-    """Return the central 95 % interval of the fraction of hits among independent trials.
+def binomial_interval(count: int) -> tuple[float, float]:
+    """Return the central 95 % interval of the fraction of measurements within 90 % bands, if these hold ``LEVEL``.
 
     Args:
-        count: number of trials.
-        share: probability of a hit; default: 0.9, the probability that the 90 % bands of predictions promise.
+        count: number of measurements, which count as independent.
 
     Returns:
         A pair of Python floats: low and high end of the interval, as fractions of ``count`` in [0, 1].
@@ -234,7 +233,7 @@ def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
     """
     from scipy.special import bdtr
 
-    reached = bdtr(np.arange(count + 1), count, share)
+    reached = bdtr(np.arange(count + 1), count, LEVEL)
     low, high = np.searchsorted(reached, [0.025, 0.975])
     return float(low) / count, float(high) / count
 

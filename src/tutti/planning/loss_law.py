@@ -84,7 +84,7 @@ class FittedLoss:
         return float(low), float(high)
 
 
-def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, seed: int = 0) -> FittedLoss:
+def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS) -> FittedLoss:
     """Fit the law of the loss L = E + A/N^α + B/D^β to training runs, and again to bootstrap draws of the runs.
 
     Where all runs have one model size N, the term A/N^α is left out.
@@ -94,7 +94,6 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
         data: (runs,) samples or tokens D of each run.
         loss: (runs,) loss of each run, above 0.
         draws: number of bootstrap draws (runs drawn with replacement).
-        seed: seed of the bootstrap draws.
 
     Returns:
         A ``FittedLoss``: ``law``, the law with its constants (E, A, α, B, β), fitted to all runs, and ``draws``, one
@@ -107,7 +106,7 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
     by_size = len(np.unique(parameters)) > 1
     _check_enough(parameters, data, by_size)
     law = _fit(parameters, data, loss, by_size, None)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     found: list[LossLaw] = []
     while len(found) < draws:
         rows = generator.integers(0, len(loss), len(loss))
