@@ -216,7 +216,7 @@ def test_products_are_those_of_curvlinops() -> None:
 
 
 def test_the_figure_without_matplotlib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tutti.planning.landscape_figure.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="matplotlib") as refused:
         write_landscape_figure({"run": "r", "step": 1, "samples": {"training": 8}}, tmp_path / "landscape.svg")
     assert "pip install" in str(refused.value) and "plot" in str(refused.value)

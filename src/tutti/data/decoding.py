@@ -69,6 +69,18 @@ def decode_images(rows: Iterable[Encoded], size: int) -> NDArray[Any]:
     return np.concatenate(chunks) if chunks else np.empty(0, dtype=record_dtype(size))
 
 
+def resolved_folder(data: str) -> Path:
+    """Return the absolute path of a folder of images, with links resolved; raise DataError if nothing is there.
+
+    Args:
+        data: the value of ``--data``.
+    """
+    try:
+        return Path(data).expanduser().resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise DataError("there is no such folder", where=data, remedy="check --data") from None
+
+
 def check_pillow() -> None:
     """Check that Pillow is installed, which decodes images. Loads it.
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.data.cache import cached
-from tutti.data.decoding import SUFFIXES, Encoded, decode_images
+from tutti.data.decoding import SUFFIXES, Encoded, decode_images, resolved_folder
 from tutti.distribution import pip_install
 from tutti.errors import DataError
 
@@ -145,10 +145,7 @@ def read_images(split: ImageSplit, size: int) -> tuple[NDArray[np.uint8], NDArra
 
 
 def _root(data: str) -> Path:
-    try:
-        root = Path(data).expanduser().resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise DataError("there is no such folder", where=data, remedy="check --data") from None
+    root = resolved_folder(data)
     if not root.is_dir():
         raise DataError("this is not a folder", where=data, remedy=f"give a folder that holds {_LAYOUTS}")
     return root

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.data.cache import cached
-from tutti.data.decoding import SUFFIXES, check_pillow
+from tutti.data.decoding import SUFFIXES, check_pillow, resolved_folder
 from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey
 from tutti.errors import DataError
@@ -139,10 +139,7 @@ def find_masks(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
             or a mask no image; two files of a subfolder have one name; a link leads out of the folder; or there are
             five training images or fewer and no ``test``.
     """
-    try:
-        root = Path(data).expanduser().resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise DataError("there is no such folder", where=data, remedy="check --data") from None
+    root = resolved_folder(data)
     train = _pairs(root / "train", root)
     if (root / "test").is_dir():
         return train, _pairs(root / "test", root)

@@ -117,7 +117,7 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
         units.whole = [m for name, m in part.named_modules() if name in names or isinstance(m, classes)]
     else:
         units.every, units.selective = choice.every, isinstance(choice, Selective)
-        _split(part, _size(part) / 2, units)
+        _split(part, parameter_elements(part) / 2, units)
         if not units and is_sequence(part) and len(list(part.children())) > 1:
             units.runs[part] = _runs(part)
         units.whole = units.whole[:: choice.every]
@@ -132,19 +132,29 @@ def is_sequence(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
+def is_composite(module: nn.Module) -> bool:
+    """Return whether a module has children and parameters."""
+    return next(module.children(), None) is not None and parameter_elements(module) > 0
+
+
+def parameter_elements(module: nn.Module) -> int:
+    """Return the number of elements of all parameters of a module."""
+    return sum(p.numel() for p in module.parameters())
+
+
 def _split(module: nn.Module, most: float, units: CheckpointUnits) -> None:
     """Collect units below ``module``: members of stacks of blocks, and modules of at most ``most`` parameters.
 
     That a unit should hold at most half of the model is a guess: a unit's activations must fit into memory at once,
     and before the first batch only parameter counts are known.
     """
-    for child in filter(_composite, module.children()):
+    for child in filter(is_composite, module.children()):
         before = len(units)
         holds_only = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        blocks = sum(map(_composite, child.children()))
+        blocks = sum(map(is_composite, child.children()))
         if is_sequence(child) and not blocks and len(list(child.children())) >= _LONG:
             units.runs[child] = _runs(child)
-        elif holds_only or (is_sequence(child) and blocks > 1) or _size(child) > most:
+        elif holds_only or (is_sequence(child) and blocks > 1) or parameter_elements(child) > most:
             _split(child, most, units)
         if len(units) == before and not holds_only and child not in units.whole:
             units.whole.append(child)
@@ -155,12 +165,3 @@ def _runs(sequence: nn.Module) -> list[tuple[str, ...]]:
     names = [name for name, _ in registered_children(sequence)]
     length = math.ceil(math.sqrt(len(names)))
     return [tuple(names[start : start + length]) for start in range(0, len(names), length)]
-
-
-def _composite(module: nn.Module) -> bool:
-    """Whether ``module`` has children and parameters."""
-    return next(module.children(), None) is not None and _size(module) > 0
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tutti.distribution import pip_install
-from tutti.errors import DiskError, UsageError
+from tutti.planning.figure_file import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,14 +29,10 @@ def write_landscape_figure(found: Mapping[str, Any], path: Path) -> None:
         UsageError: matplotlib is not installed.
         DiskError: the file cannot be written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("the figure of a landscape needs the package matplotlib", remedy=f"run {pip_install('plot')}")
-    from matplotlib.figure import Figure as Canvas
-
     names = [name for name in ("density", "line", "plane", "between") if name in found]
     columns = min(2, max(len(names), 1))
     rows = max(-(-len(names) // columns), 1)
-    canvas = Canvas(figsize=(6.2 * columns, 4.4 * rows), layout="constrained")
+    canvas = new_figure("the figure of a landscape", 6.2 * columns, 4.4 * rows)
     canvas.suptitle(f"{found['run']} · step {found['step']} · {found['samples']['training']:,} samples")
     for place, name in enumerate(names, 1):
         panel = canvas.add_subplot(rows, columns, place)
@@ -50,10 +44,7 @@ def write_landscape_figure(found: Mapping[str, Any], path: Path) -> None:
             _draw_line(panel, found["line"], "distance along a filter-normalised direction")
         else:
             _draw_line(panel, found["between"], f"from this run (0) to {found['to']} (1)")
-    try:
-        canvas.savefig(path, format="svg")
-    except OSError as error:
-        raise DiskError("cannot write the figure", where=str(path), why=error.strerror) from error
+    save_figure(canvas, path)
 
 
 def _draw_density(panel: Axes, found: Mapping[str, Any]) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tutti.distribution import pip_install
-from tutti.errors import DiskError, UsageError
 from tutti.optim.noise_scale import mean_noise
 from tutti.planning.branch_fit import BranchFit
 from tutti.planning.critical_batch import CriticalBatch, NoiseEvidence
+from tutti.planning.figure_file import new_figure, save_figure
 from tutti.planning.recipe import TrainingRecipe
 
 _GROUPS = 12
@@ -35,10 +33,6 @@ def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path
         UsageError: matplotlib is not installed.
         DiskError: the file cannot be written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--svg needs the package matplotlib", remedy=f"run {pip_install('plot')}, or leave it out")
-    from matplotlib.figure import Figure as Canvas
-
     panels: list[Callable[[Any], None]] = []
     if any(run.estimates for run in runs):
         panels.append(lambda axes: _draw_noise(axes, runs, found))
@@ -49,13 +43,10 @@ def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path
         panels.append(lambda axes: _draw_target(axes, recipe, found))
     if len(found.ways) > 1 or not panels:
         panels.append(lambda axes: _draw_ways(axes, found))
-    canvas = Canvas(figsize=(6 * len(panels), 4.6), layout="constrained")
+    canvas = new_figure("--svg", 6 * len(panels), 4.6)
     for draw, axes in zip(panels, canvas.subplots(1, len(panels), squeeze=False)[0], strict=True):
         draw(axes)
-    try:
-        canvas.savefig(path, format="svg")
-    except OSError as error:
-        raise DiskError("cannot write the figure", where=str(path), why=error.strerror) from error
+    save_figure(canvas, path)
 
 
 def _draw_noise(axes: Any, runs: Sequence[NoiseEvidence], found: CriticalBatch) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.distribution import pip_install
-from tutti.errors import DiskError, UsageError
 from tutti.metrics.timeline import COLOURS
+from tutti.planning.figure_file import new_figure, save_figure
 
 if TYPE_CHECKING:
     from tutti.planning.step_prediction import StepPrediction
@@ -37,12 +35,8 @@ def write_sweep_figure(found: Sequence[StepPrediction], title: str, path: Path) 
         UsageError: matplotlib is not installed.
         DiskError: the file cannot be written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--svg needs the package matplotlib", remedy=f"run {pip_install('plot')}, or leave it out")
-    from matplotlib.figure import Figure as Canvas
-
     devices = [each.devices for each in found]
-    canvas = Canvas(figsize=(12, 4.6), layout="constrained")
+    canvas = new_figure("--svg", 12, 4.6)
     canvas.suptitle(title)
     rate, shares = canvas.subplots(1, 2)
     each_alone = found[0].samples_per_second / found[0].devices / found[0].efficiency
@@ -69,7 +63,4 @@ def write_sweep_figure(found: Sequence[StepPrediction], title: str, path: Path) 
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     shares.set(xlabel="devices", ylabel="share of the devices' time", ylim=(0, 1), title="where the time goes")
     shares.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
-    try:
-        canvas.savefig(path, format="svg")
-    except OSError as error:
-        raise DiskError("cannot write the figure", where=str(path), why=error.strerror) from error
+    save_figure(canvas, path)

@@ -613,7 +613,7 @@ class AllReduceSync(UnshardedGradients):
         """
         self.accumulated = bool(held)
         for parameter, before in held.items():
-            parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
+            parameter.grad = accumulated(before, parameter.grad)
         self._concealed.conceal(complete=True)
 
     def _release(self) -> None:

@@ -134,11 +134,13 @@ def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
         foreach_mul_(list(tensors), factor)
 
 
-def accumulated(before: Tensor, after: Tensor) -> Tensor:
+def accumulated(before: Tensor, after: Tensor | None) -> Tensor:
     """Add a gradient of a parameter to an earlier one in place, as autograd accumulates, and return the sum.
 
     Args:
         before: the earlier gradient. It is written and returned, unless it is sparse and ``after`` dense.
-        after: the gradient to add. It is written and returned if it is dense and ``before`` is sparse.
+        after: the gradient to add; None for none. It is written and returned if it is dense and ``before`` is sparse.
     """
+    if after is None:
+        return before
     return after.add_(before) if before.is_sparse and not after.is_sparse else before.add_(after)

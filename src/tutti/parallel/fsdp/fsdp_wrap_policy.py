@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from tutti.errors import UsageError, did_you_mean
-from tutti.nn.ac_policy import is_sequence
+from tutti.nn.ac_policy import is_composite, is_sequence, parameter_elements
 from tutti.torch_compat import module_parameters
 
 _LARGE = 1 << 18
@@ -119,7 +119,7 @@ def _stacked(module: nn.Module, closed: Collection[nn.Module] = ()) -> list[nn.M
     """Return repeated blocks: children of one class in a stack; for nested stacks the blocks of the inner ones."""
     if module in closed:
         return []
-    blocks = [child for child in module.children() if _composite(child)]
+    blocks = [child for child in module.children() if is_composite(child)]
     kinds = [_kind(block) for block in blocks]
     found: list[nn.Module] = []
     for child in module.children():
@@ -140,10 +140,10 @@ def _large(module: nn.Module, closed: Collection[nn.Module] = ()) -> list[nn.Mod
     """Return the smallest modules below ``module`` with ``_LARGE`` parameters; single layers only within a sequence."""
     found: list[nn.Module] = []
     for child in () if module in closed else module.children():
-        if _size(child) < _LARGE:
+        if parameter_elements(child) < _LARGE:
             continue
         inner = _large(child, closed)
-        called = not isinstance(child, HOLDERS) and (_composite(child) or is_sequence(module))
+        called = not isinstance(child, HOLDERS) and (is_composite(child) or is_sequence(module))
         found += inner or ([child] if called else [])
     return found
 
@@ -155,11 +155,3 @@ def _apart(model: nn.Module, module: nn.Module) -> bool:
     outside = [m for m in model.modules() if id(m) not in inside]
     others = {id(p) for m in outside for p in module_parameters(m).values() if p is not None}
     return bool(own) and not own & others
-
-
-def _composite(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None and _size(module) > 0
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

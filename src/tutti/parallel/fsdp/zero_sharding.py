@@ -241,7 +241,7 @@ class ZeroSharding:
         for rows in self.rows:
             parameter, before = rows.parameter, held.get(rows.parameter)
             if before is not None:
-                parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
+                parameter.grad = accumulated(before, parameter.grad)
         if self._comm.size > 1:
             parts = GradientParts(self._comm)
             for whole, rows in zip(self._whole, self.rows, strict=True):

@@ -64,7 +64,7 @@ class LocalGradients(TrainedGradients):
         """
         self.accumulated = bool(held)
         for parameter, before in held.items():
-            parameter.grad = before if parameter.grad is None else accumulated(before, parameter.grad)
+            parameter.grad = accumulated(before, parameter.grad)
 
     def apply_edits(self, edited: Collection[nn.Parameter]) -> None:
         """Do nothing: in local SGD the script edits the ``.grad`` that its logical worker's update uses.
