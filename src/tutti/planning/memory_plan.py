@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +332,7 @@ def backward_of_loss(model: Any, task: Task, config: PlannedRun, batch: Any) -> 
 
 
 def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
-    """Train two steps of a run as one of its ranks, and measure the memory that each rank takes in the second.
+    """Train two steps of a run as one of its ranks, and measure the memory that each rank takes in the last one.
 
     Optimizers make their state in the first step. Collective over all ranks of the launch: each calls this function,
     which initialises the process group, trains, all-gathers four numbers of each rank, and ends the process group. Rank
@@ -353,11 +354,10 @@ def measure_memory(name: str, config: PlannedRun, directory: Path) -> None:
     task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
     with Tracker() as tracker:
         run = prepare_task(task, build_task_model(task, config, world), config)
-        batches = (batch for epoch in range(2) for batch in run.epoch(epoch))
-        run.step(next(batches))
-        tracker.peak = 0
-        reset_peak_memory(world.device)
-        run.step(next(batches))
+        for batch in islice(chain.from_iterable(map(run.epoch, range(2))), 2):
+            tracker.peak = 0
+            reset_peak_memory(world.device)
+            run.step(batch)
     on_device = peak_memory(world.device)
     peak = tracker.peak if on_device is None else on_device
     parts = nn.ModuleList(run.replica.parts)

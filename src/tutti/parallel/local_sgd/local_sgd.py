@@ -220,11 +220,6 @@ class LocalSGDSync(LocalGradients):
             worker: index of the logical worker.
             part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step: then
                 ``.grad`` stays.
-
-        Raises:
-            UsageError: on an accelerator, this rank has several workers, and the script has written a buffer that
-                forwards write too, other than by a reset to zeros, or to ones for a variance (each worker has its own
-                value of it).
         """
         self._tell(worker, part, self._make_own(part))
 
@@ -377,7 +372,6 @@ class LocalSGDSync(LocalGradients):
             Whether the parameters have been averaged.
 
         Raises:
-            UsageError: this rank has several workers, and the script has written parameters since the last update.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         due = self._due(step_context)
