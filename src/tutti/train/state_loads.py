@@ -74,7 +74,7 @@ class StateLoads:
         own = catalogue(replica, comm) if self._in_parts else replica.specs
         known = {name: t for name, t in given.items() if any(name in (n, *spec.tied) for n, spec in own.items())}
         self._check(own, known)
-        known = self._assembled(own, known)
+        known = self._assembled(known)
         if not self._row.own_copies:
             self._compare(known)
         if self._in_parts:
@@ -143,7 +143,7 @@ class StateLoads:
                     " or give tutti.prepare ema=… and load run.state(averaged=True)",
                 )
 
-    def _assembled(self, own: Mapping[str, ShardSpec], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _assembled(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``given`` with whole tensors in place of this rank's slices of them. Collective with tensor ranks.
 
         Slices are what the script has made of the parameters that it holds, such as their moving average.

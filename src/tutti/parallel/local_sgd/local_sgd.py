@@ -334,8 +334,8 @@ class LocalSGDSync(LocalGradients):
             UsageError: an optimizer does not take sparse gradients (synchronous steps).
             PeerError: a rank is lost, or does not take part within the timeout.
         """
-        if (reducer := self._jointly(step_context)) is not None:
-            return self._update_all(reducer, stats, step_context)
+        if not self.updates_alone(step_context):
+            return self._update_all(stats, step_context)
         self._equal = self._due(step_context)
         nonfinite: dict[str, None] = {}
         if not stats.finite:
@@ -725,7 +725,7 @@ class LocalSGDSync(LocalGradients):
         finite = finite_by_norm(norm, lambda: all(is_finite(p.grad) for _, p in self._trained))
         return self._counting.stats(sums, norm, finite, sums.stop)
 
-    def _update_all(self, reducer: Reducer, stats: StepStats, step_context: StepContext) -> UpdateResult:
+    def _update_all(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Make the same update on every worker's copy, or none where the gradient is non-finite."""
         nonfinite: tuple[str, ...] = ()
         if stats.finite:
