@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tutti.planning.communication_seconds import copy_seconds
 from tutti.planning.monte_carlo import DRAWS
-from tutti.planning.replica_builder import copy_seconds
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_costs import StepCosts
 

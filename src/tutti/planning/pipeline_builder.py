@@ -13,9 +13,10 @@ from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.config.sync_config import AllReduceConfig
 from tutti.errors import UsageError
 from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
+from tutti.planning.communication_seconds import all_reduce_seconds, micro_batch_overhead
 from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
-from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, known, micro_batch_overhead
+from tutti.planning.replica_builder import ReplicaBuilder, known
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import StageFacts, gradient_vectors, rank_row_bytes

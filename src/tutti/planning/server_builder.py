@@ -24,9 +24,10 @@ from tutti.parallel.ddp.shared_memory_reducer import shared_buckets
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.server_flows import ServerFlow, async_step_flows, server_bytes, sync_step_flows
 from tutti.parallel.parameter_server.server_partition import ServerPlan, Size, plan_servers
+from tutti.planning.communication_seconds import BARRIERS, COPIED, READ_WRITE
 from tutti.planning.host_prices import HostPrices
 from tutti.planning.monte_carlo import DRAWS
-from tutti.planning.replica_builder import BARRIERS, COPIED, READ_WRITE, ReplicaBuilder
+from tutti.planning.replica_builder import ReplicaBuilder
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_facts import TensorFacts
 from tutti.planning.step_program import COMMUNICATION, StepAction, StepProgram

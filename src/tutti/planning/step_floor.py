@@ -13,11 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tutti.config.sync_config import AllReduceConfig, RowsConfig
-from tutti.planning.monte_carlo import DRAWS, median_draw
-from tutti.planning.pass_prices import PASSES, Pass, PassPrices
-from tutti.planning.pipeline_builder import crossing_bytes, stage_groups, stage_passes
-from tutti.planning.planned_run import PlannedRun
-from tutti.planning.replica_builder import (
+from tutti.planning.communication_seconds import (
     all_reduce_seconds,
     collective_seconds,
     gradient_norm_seconds,
@@ -26,6 +22,10 @@ from tutti.planning.replica_builder import (
     pass_messages,
     sums_in_memory,
 )
+from tutti.planning.monte_carlo import DRAWS, median_draw
+from tutti.planning.pass_prices import PASSES, Pass, PassPrices
+from tutti.planning.pipeline_builder import crossing_bytes, stage_groups, stage_passes
+from tutti.planning.planned_run import PlannedRun
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import rank_micro_batches, slowness, typical_computing
 from tutti.planning.step_costs import StepCosts
