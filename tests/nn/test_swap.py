@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tutti.nn.swap import buffers, other_names, parameters, swapped, training_mode
+from tutti.nn.swap import buffers, other_names, parameters, swapped, to_float64, training_mode
+from tutti.torch_compat import FakeTensorMode
 
 
 def model() -> nn.Module:
@@ -63,3 +64,14 @@ def test_other_names_are_those_of_the_plain_state() -> None:
     assert others["0.weight"] == ("2.weight",) and others["1.0.running_mean"] == ("3.0.running_mean",)
     assert others.keys() <= first
     assert first | {name for names in others.values() for name in names} == model.state_dict().keys()
+
+
+def test_a_model_on_fake_tensors_becomes_float64() -> None:
+    with FakeTensorMode():
+        block = model()
+        before = parameters([block])
+        assert to_float64(block) is block
+    assert parameters([block]) == before and block.b.weight is block.a.weight
+    kinds = {name: tensor.dtype for name, tensor in (*block.named_parameters(), *block.named_buffers())}
+    assert kinds.pop("norm.num_batches_tracked") == torch.int64
+    assert set(kinds.values()) == {torch.float64} and len(kinds) == 7
