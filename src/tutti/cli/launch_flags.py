@@ -154,21 +154,23 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
 def start_node(part: NodePart, words: list[str]) -> int:
     """Start this node's ranks of a job on several nodes, and block until all of them have ended.
 
-    Each node starts its own ranks. Their output is written into the subfolder ``nodeN``, N being this node's number, of
-    ``runs/logs``, or of the folder that the flag ``--logs`` of a ``run`` command names.
+    Every node of the job makes this call for its own ranks. The output of this node's first rank is that of this
+    process; that of each other rank goes into a file ``rankN.log`` in the subfolder ``nodeK``, K being this node's
+    number, of ``runs/logs``, or of the folder that the flag ``--logs`` of a ``run`` command names. Logs of an earlier
+    job there are deleted. When a rank fails, this node's other ranks are ended; nothing is restarted. A signal is
+    passed on to the ranks once. To be called in the main thread.
 
     Args:
         part: number of nodes, this node's number, ranks on it, address and port of node 0.
         words: the command of each rank, behind ``tutti``, without the flags of nodes and devices.
 
     Returns:
-        0 if all ranks have ended with 0; the exit code of the rank whose failure caused those of the others;
-        ``ExitCode.PREEMPTED`` (75) if the ranks saved and ended on a signal; or 128 + the number of a signal.
+        0 if all ranks of this node have ended with 0; the exit code of the rank whose failure caused those of the
+        others; ``ExitCode.PREEMPTED`` (75) if the ranks saved and ended on a signal; or 128 + the number of a signal.
 
     Raises:
         DiskError: the folder of logs cannot be made, or a log cannot be written.
         UsageError: ``--logs`` of ``run`` has no value.
-        PeerError: the ranks of this node failed to start six times in a row.
         SystemExit: a second signal came; the code is 128 + its number.
     """
     logs = Path("runs/logs")

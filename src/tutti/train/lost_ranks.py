@@ -13,16 +13,21 @@ if TYPE_CHECKING:
 
 
 class LostRanks:
-    """Finds the ranks of one run that were killed while the others continue; used on rank 0.
+    """Records the ranks that were killed while the run continues without them, and warns of each; used on rank 0.
+
+    Only runs with asynchronous parameter servers continue without a lost rank. The constructor searches nothing:
+    ``look``, which the run calls after each step and at its end, adds the ranks that were lost since its last call.
 
     Args:
-        run: the run.
-        steps_remade: whether the other ranks make the steps of a lost rank (asynchronous servers with ``steps=all``).
-        warn: receives each warning; None prints to stderr.
+        run: the run, whose parameter servers know how many steps each worker made.
+        steps_remade: whether the other ranks make the steps of a lost rank as well (``steps=all``); otherwise the
+            rank's share of every further batch is not trained on. Changes only the text of the warning.
+        warn: receives the text of each warning; None prints to stderr.
 
     Attributes:
-        found: one dict for each lost rank, with the keys ``rank``, ``workers`` (indices of its logical data-parallel
-            workers, which are fixed shares of the global batch), ``steps`` (that they made) and ``cause`` (text).
+        found: one dict for each lost rank, empty at first, with the keys ``rank``, ``workers`` (indices of its logical
+            data-parallel workers, which are fixed shares of the global batch), ``steps`` (largest number of steps that
+            one of these workers made) and ``cause`` (text).
     """
 
     def __init__(self, run: Run, steps_remade: bool, warn: Callable[[str], None] | None) -> None:

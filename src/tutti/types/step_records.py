@@ -125,17 +125,26 @@ class PendingStats(StepStats):
         return found
 
     def update_first(self, step_context: StepContext) -> bool:
-        """Launch the step's update, and then wait for the results. Not collective.
+        """Launch the step's update, and then wait for the results.
 
-        Called in place of the usual update, by ``optimizer_step`` or a custom training loop.
+        Called in place of the usual update, by ``optimizer_step`` or a custom training loop. Not collective, except
+        where the results show that ranks differ: all ranks then all-gather what they differ in.
 
         Args:
             step_context: the step under way, with the factor on the initial learning rate.
 
         Returns:
-            True if the update was made. False if it was not, so that the caller makes the usual update: the device has
-            skipped it, because a gradient is not finite, gradients must first be divided by a count other than the
-            batch's samples, or ranks differ; or the results had been read before, and nothing was launched.
+            True if the update was made. False if it was not, so that the caller makes the usual update, or skips it by
+            ``finite``: the device has skipped it, because a gradient is not finite, gradients had first to be divided
+            by a count other than the batch's samples (which is done now), or ranks differ only in which parameters the
+            script has written, with equal values; or the results had been read before, and nothing was launched.
+
+        Raises:
+            MismatchError: ranks are in different steps, or differ in batches, settings or parameters; nothing is
+                updated.
+            UsageError: parameters that the script has written, or its edits of split ones, differ between ranks; or an
+                error in the script's writes of buffers, as in ``AllReduceSync.reduce_gradients``.
+            PeerError: ranks differ, and one does not take part in the comparison.
         """
         if self._found is not None:
             return False

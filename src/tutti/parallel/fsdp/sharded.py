@@ -982,16 +982,20 @@ class ShardedSync:
             self._whole.check_members(self._named)
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train further parameters from now on, and shard each that was frozen when the model was sharded.
+        """Train further parameters from now on, and cut those of them into rows that are still whole.
 
-        Collective over the data ranks: an all-gather that compares which parameters are trainable, and with FSDP2
-        all-gathers of the wrapped modules' parameters over the shard ranks.
+        Whole are the parameters that were frozen when ZeRO stage 1 sharded the model, and in stages 2 and 3 those that
+        FSDP2 did not take; FSDP2 has sharded all others, frozen ones included, and now reduces their gradients. Where a
+        parameter is cut, a new object takes its place in the model, with its ``.grad``; the original object, which the
+        optimizer has, becomes this rank's rows. Parameters without elements stay whole. Collective over the data ranks:
+        an all-gather that compares which parameters are trainable, and with FSDP2, after its first forward, all-gathers
+        of the wrapped modules' parameters over the shard ranks.
 
         Args:
             names: names of parameters whose ``requires_grad`` the script has set to True since the previous
                 ``reattach``; at least one.
-            late: True if a forward of this step has already used these parameters unsharded; these are then sharded
-                after the step's backward.
+            late: True if a forward of this step has already used these parameters; those that are whole are then cut
+                after the step's backward, in ``reduce_gradients``.
 
         Raises:
             UsageError: the optimizer steps on whole tensors, gathered from the ranks' rows; parameters cannot be added

@@ -209,17 +209,19 @@ class LocalSGDSync(LocalGradients):
         self._tell(worker, part, norm)
 
     def end_own(self, worker: int, part: LossSums | None) -> None:
-        """Make ``.grad`` the gradient of the mean over the worker's own samples, and note its loss sums.
+        """Make ``.grad`` the gradient of the mean over the worker's own samples, and add its sums of the loss.
 
-        Divides ``.grad``, in which the worker's backwards have accumulated, by the worker's count of samples or tokens
-        and by the loss scale. A logical worker is one of N fixed shares of the global batch. A custom training loop
-        calls this in place of ``end_worker``: the script reads the gradient and calls its optimizer itself. Not
-        collective.
+        A custom training loop, which has one logical worker a rank (fixed share of the global batch), calls this after
+        the worker's last backward in a local step, one for which ``updates_alone`` is True, in place of ``end_worker``;
+        in the synchronous steps of post-local SGD it calls ``end_worker``. The sums are those that ``reduce_losses``
+        adds up over ranks. Divides ``.grad``, in which the worker's backwards have accumulated, in place by the
+        worker's count of samples or tokens and by the loss scale. Nothing is clipped or stepped: the script reads the
+        gradient, and its optimizer's step becomes ``step_own``. Not collective.
 
         Args:
-            worker: index of the logical worker.
+            worker: index of the logical worker, the one given to ``begin_worker`` before.
             part: the worker's sums of loss, count and metrics; None if the worker has no samples in this step: then
-                ``.grad`` stays.
+                ``.grad`` stays, and the worker counts nothing in the means.
         """
         self._tell(worker, part, self._make_own(part))
 
