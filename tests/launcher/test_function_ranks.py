@@ -122,6 +122,36 @@ def test_the_snippet_of_the_page_runs(tmp_path: Path) -> None:
     assert last < first / 2
 
 
+ENDED = """
+import torch
+import tutti
+
+def train(end):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 256), torch.nn.Linear(256, 1))
+    run = tutti.prepare(model, "sgd:lr=0.1", torch.ones(8, 4), lambda model, x: model(x).mean(), strategy="pipeline",
+                        batch_size=4)
+    for batch in run.epoch(0):
+        run.step(batch)
+    if end:
+        torch.distributed.destroy_process_group()
+    try:
+        return len(run.state())
+    except tutti.errors.UsageError as error:
+        return str(error)
+
+assert tutti.launch(train, False, devices=2) == [6, 6]
+for said in tutti.launch(train, True, devices=2):
+    assert "the script has destroyed the process groups" in said and "Call them last" in said, said
+print("told")
+"""
+
+
+def test_a_collective_after_the_script_has_destroyed_the_process_groups_says_so(tmp_path: Path) -> None:
+    """As scripts of DDP and accelerate do at their end, before they read the weights of a pipeline once more."""
+    code, out, err = started(ENDED, tmp_path)
+    assert (code, out.splitlines()[-1:]) == (0, ["told"]), out + err
+
+
 NOTEBOOK = """
 import nbformat, sys
 from nbclient import NotebookClient

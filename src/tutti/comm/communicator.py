@@ -25,7 +25,7 @@ from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import CONTROL_BYTES, SmallMessages, attach_small
 from tutti.comm.stall import Call, StallInspector
 from tutti.device import is_accelerator
-from tutti.errors import MismatchError, script_line
+from tutti.errors import MismatchError, UsageError, script_line
 from tutti.launcher.context import World
 from tutti.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -746,7 +746,18 @@ class Communicator:
         return parts
 
     def _carrier(self, tensor: Tensor) -> ProcessGroup | None:
-        """Return the control group (Gloo) for CPU tensors, the fast group for an accelerator's, for its backend."""
+        """Return the control group (Gloo) for CPU tensors, the fast group for an accelerator's, for its backend.
+
+        Raises:
+            UsageError: the script has destroyed the process groups.
+        """
+        if not dist.is_initialized():
+            raise UsageError(
+                "the script has destroyed the process groups, which this call needs",
+                where=script_line(),
+                why="dist.destroy_process_group() and accelerator.end_training() do so",
+                remedy="call them last, or leave them out: tutti destroys its groups when the script ends",
+            )
         return self._gradient_group if is_accelerator(tensor.device) else self._control_group
 
     def _wait(self, work: Work | None, text: str) -> None:

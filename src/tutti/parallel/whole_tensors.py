@@ -34,6 +34,8 @@ from tutti.types.shard_spec import ShardSpec
 Region = tuple[slice, ...]
 """Index of a region in a whole tensor, one slice a dimension; empty for a 0-d tensor."""
 
+_WITH_CLOSURE = "take strategy='mirrored', or an optimizer whose step needs no closure"
+
 
 class GatheredTensor(NamedTuple):
     """A parameter whose slices the ranks of one device mesh axis send to an owner rank for the optimizer's step.
@@ -628,7 +630,7 @@ def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: 
         raise UsageError(
             f"{_named(optimizer)} needs all tensors together, and {parts} {what} have some each",
             why=mixing.untried or "in a trial a step on half of the tensors was another than among all of them",
-            remedy="take mirrored or sharded",
+            remedy=_WITH_CLOSURE if mixing.closure else "take mirrored or sharded",
         )
     if parts > 1:
         refuse_changed_settings(optimizer, mixing)
@@ -670,7 +672,7 @@ def refuse_closure(optimizer: Optimizer | None, mixing: Mixing) -> None:
         raise UsageError(
             f"{_named(optimizer)} needs whole tensors and a closure",
             why="the closure would compute the loss on this rank alone, while the tensors are gathered",
-            remedy="take an optimizer whose step needs no closure",
+            remedy=_WITH_CLOSURE,
         )
 
 
