@@ -152,6 +152,33 @@ def test_a_collective_after_the_script_has_destroyed_the_process_groups_says_so(
     assert (code, out.splitlines()[-1:]) == (0, ["told"]), out + err
 
 
+COUNTS = """
+import torch
+import tutti
+
+def train():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, torch.ones(24, 1), workers=3, batch_size=6)
+    batches = run.microbatches(0)
+    for _ in range(4):
+        run.backward(model(next(batches)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+try:
+    tutti.launch(train, devices=2)
+except tutti.errors.PeerError as error:
+    print(error)
+"""
+
+
+def test_a_loop_that_counts_its_bodies_is_told_to_count_steps(tmp_path: Path) -> None:
+    """Rank 0 has two of the three workers: four bodies are two updates there, and four on rank 1."""
+    code, out, err = started(COUNTS, tmp_path)
+    assert code == 0 and "rank 0 has ended" in out and "end loops by run.global_step" in out, out + err
+
+
 NOTEBOOK = """
 import nbformat, sys
 from nbclient import NotebookClient

@@ -50,7 +50,8 @@ _MOST_TEXT = 500
 _REMEMBERED = 64
 ENDED_RANK = (
     "look for the first error in the other ranks' logs. Without one, the script of that rank was at its end: make this"
-    " call on every rank, and not under 'if tutti.rank() == 0:'"
+    " call on every rank, and not under 'if tutti.rank() == 0:', and end loops by run.global_step, because ranks may"
+    " have unequal numbers of micro-batches"
 )
 """Remedy of a collective that has failed because another rank ended."""
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
