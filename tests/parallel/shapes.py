@@ -106,6 +106,58 @@ class Counted(nn.Module):
         return result
 
 
+class Product(nn.Linear):
+    """A linear layer of a class of its own, as Falcon's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = input.reshape(-1, self.in_features) @ self.weight.T
+        return (product if self.bias is None else product + self.bias).view(*input.shape[:-1], self.out_features)
+
+
+class NormedHeads(nn.Module):
+    """Norms over the features of all heads, as OLMo 2's, in ``single`` precision; grouped heads; sinks as GPT-OSS's."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 6, kv: int = 3, *, single: bool = False) -> None:
+        super().__init__()
+        self.head, self.single = width // heads, single
+        self.q, self.kv = Product(width, width), nn.ModuleList(Product(width, kv * self.head, False) for _ in range(2))
+        self.o, self.q_norm, self.k_norm = Product(width, width), nn.RMSNorm(width), nn.RMSNorm(kv * self.head)
+        self.sinks = nn.Parameter(torch.randn(heads) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x).float() if self.single else self.q(x), self.kv[0](x)
+        q, k = self.q_norm(q).to(x.dtype), self.k_norm(k)
+        q, k, v = (part.view(*x.shape[:-1], -1, self.head).transpose(1, 2) for part in (q, k, self.kv[1](x)))
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        scores = torch.cat([q @ k.mT, self.sinks.view(1, -1, 1, 1).expand(*q.shape[:1], -1, *q.shape[2:3], 1)], -1)
+        result: Tensor = self.o((scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2))
+        return result
+
+
+class Disentangled(nn.Module):
+    """Attention by contents and by distances, with one layer for keys of both, as DeBERTa's; biases for all heads."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 6) -> None:
+        super().__init__()
+        self.heads, self.places = heads, nn.Parameter(torch.randn(16, width) / 4)
+        self.query, self.key, self.value, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_bias = nn.Parameter(torch.randn(width) / 4)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.by_head(layer(x)) for layer in (self.query, self.key, self.value))
+        q = q + self.by_head(self.q_bias[None, None])
+        near = q @ self.by_head(self.key(self.places)[None]).mT
+        t = x.shape[1]
+        distance = (torch.arange(t)[:, None] - torch.arange(t) + 8).clamp(0, 15)
+        scores = q @ k.mT + near.gather(-1, distance.expand(*near.shape[:2], t, t))
+        out = scores.softmax(-1) @ v
+        result: Tensor = self.o(out.transpose(1, 2).reshape(*x.shape[:2], -1))
+        return result
+
+
 class Relative(nn.Module):
     """Attention that adds a bias for each head and distance to the scores, as T5's, and returns bias and weights."""
 
@@ -300,6 +352,7 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "separate": lambda: decoder(Separate(), Normed()),
     "few keys": lambda: decoder(Separate(kv=2), Leaking()),
     "packed": lambda: decoder(Packed(dropout=0.2), GroupedPacked(), Counted()),
+    "all heads": lambda: decoder(NormedHeads(), Disentangled()),
     "related": Related,
     "inline": lambda: decoder(Inline(dropout=0.2), Around(dropout=0.2)),
     "translating": lambda: Translating(0.2),

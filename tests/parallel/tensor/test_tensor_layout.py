@@ -36,6 +36,7 @@ HEADS = [
     ("packed", SEQUENCE, 2, "sgd momentum", {}),
     ("packed", "hybrid:stages=2,tensor=2,least=1,schedule=zero_bubble", 4, "sgd momentum", {"workers": 2}),
     ("packed", "hybrid:shards=2,stage=3,tensor=2,least=1", 4, "sgd momentum", {"workers": 2}),
+    ("all heads", "hybrid:shards=2,stage=3,tensor=2,least=1", 4, "sgd momentum", {"workers": 2}),
     ("related", SPLIT, 4, "adamw", {"activation_checkpointing": "blocks"}),
     ("related", SEQUENCE, 2, "adamw", {}),
     ("related", "hybrid:stages=2,tensor=2,least=1", 4, "adamw", {"workers": 2}),

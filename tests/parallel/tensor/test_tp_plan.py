@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from tests.parallel.shapes import (
     SHAPES,
     Counted,
+    Disentangled,
     Gated,
     GroupedPacked,
     Leaking,
     Nano,
     Normed,
+    NormedHeads,
     Packed,
+    Product,
     Residual,
     Separate,
     build,
@@ -147,7 +150,9 @@ def test_the_feed_forward_of_an_encoder_layer_that_computes_otherwise_is_gathere
     patched = nn.TransformerEncoderLayer(12, 4, 20)
     patched._ff_block = MethodType(Damped._ff_block, patched)  # type: ignore[method-assign]
     mixing = nn.TransformerEncoderLayer(12, 4, 20, activation=lambda hidden: hidden.softmax(-1))
-    for layer in (Damped(12, 4, 20), patched, mixing):
+    # Each rank would have the gradient of its own features.
+    learned = nn.TransformerEncoderLayer(12, 4, 20, activation=nn.PReLU())
+    for layer in (Damped(12, 4, 20), patched, mixing, learned):
         found = roles(layer)
         assert (found["linear1"], found["linear2"], found["self_attn"]) == ("gathered", "gathered", "heads")
     usual = nn.TransformerEncoderLayer(12, 4, 20, activation=lambda hidden: hidden.square())
@@ -273,6 +278,43 @@ def test_the_gradient_of_a_norm_within_heads_is_summed() -> None:
 
     found = find_block_split(Normal(), 2)
     assert found is not None and found.local.summed == ("norm.weight", "norm.bias")
+
+
+def test_norms_over_all_heads_get_the_features_of_all_ranks() -> None:
+    found = find_block_split(NormedHeads(single=True).double(), 3)
+    assert found is not None and found.units == 3 and found.local.widened == ("q_norm", "k_norm")
+    assert found.local.summed == ("q_norm.weight", "k_norm.weight")
+    named = roles(decoder(NormedHeads()))
+    assert {key: named[f"1.block.{key}"] for key in ("q", "kv.0", "kv.1", "o", "q_norm", "k_norm")} == {
+        "q": "column", "kv.0": "column", "kv.1": "column", "o": "row", "q_norm": "widened", "k_norm": "widened"
+    }  # fmt: skip
+
+
+def test_a_layer_of_two_inputs_and_views_that_name_the_heads_alone_are_split() -> None:
+    found = find_block_split(Disentangled().double(), 2)
+    assert found is not None and found.local.opened and found.local.takes and sorted(found.columns) == [
+        "key", "query", "value"
+    ]  # fmt: skip
+
+
+class Twice(Product):
+    """Computes something else than a linear layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Noisy(Product):
+    """Computes something else than a linear layer in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + (torch.rand(()) if self.training else 0.0)
+
+
+def test_a_class_that_computes_a_linear_layer_is_one() -> None:
+    assert roles(nn.Sequential(Product(6, 6), nn.Tanh(), Product(6, 6, bias=False))) == {"0": "column", "2": "row"}
+    assert roles(nn.Sequential(Product(6, 6))) == {"0": "gathered"}
+    assert roles(nn.Sequential(Twice(6, 6), nn.Tanh(), Noisy(6, 6))) == {}
 
 
 def test_a_block_that_may_be_given_a_mask_is_not_split() -> None:

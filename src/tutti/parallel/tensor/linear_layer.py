@@ -1,7 +1,7 @@
-"""Linear layers in either orientation: ``nn.Linear``, and layers whose weight is (inputs, outputs).
+"""Linear layers in either orientation: ``nn.Linear``, and layers of other classes that compute as it does.
 
-GPT-2 of transformers multiplies by weights that are stored transposed (its ``Conv1D``). A layer with a matrix and at
-most a vector is known as one by computing with it.
+GPT-2 of transformers multiplies by weights that are stored transposed (its ``Conv1D``), Falcon by those of a subclass
+of ``nn.Linear``. A layer with a matrix and at most a vector is known as one by computing with it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.nn import functional
 from tutti.torch_compat import module_parameters
 
 
-class TransposedLinear(nn.Module):
-    """A linear layer whose weight is transposed from ``nn.Linear``'s, as in GPT-2's ``Conv1D``.
+class FormulaLinear(nn.Module):
+    """A linear layer that computes by the formula, whatever its own class does with the same numbers.
 
     Attributes:
-        weight: (inputs, outputs).
+        weight: (outputs, inputs) for a subclass of ``nn.Linear``, otherwise (inputs, outputs).
         bias: (outputs,), or None for none.
     """
 
@@ -27,7 +27,7 @@ class TransposedLinear(nn.Module):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute ``input @ weight + bias`` of a linear layer whose weight is stored as (inputs, outputs).
+        """Compute a linear layer's outputs from its weight, in either orientation, and its bias.
 
         Args:
             input: (…, inputs).
@@ -35,41 +35,35 @@ class TransposedLinear(nn.Module):
         Returns:
             (…, outputs).
         """
-        return functional.linear(input, self.weight.t(), self.bias)
+        return functional.linear(input, matrix(self), self.bias)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that tensor parallelism can split: ``nn.Linear``, or a transposed one.
+    """Return whether a module is a linear layer that tensor parallelism can split.
 
-    True for ``nn.Linear`` itself and where ``is_transposed`` is True (weight stored as (inputs, outputs)). False for
-    subclasses of ``nn.Linear``, and where a parametrization computes the weight.
-
-    Args:
-        module: the module; one of another class than ``nn.Linear`` may be computed with, see ``is_transposed``.
-    """
-    if type(module) is nn.Linear:
-        return module_parameters(module).keys() == {"weight", "bias"}
-    return is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer x · W + b with weight W (inputs, outputs), as GPT-2's ``Conv1D``.
-
-    A copy of the module, with random parameters, is run on random numbers on the CPU and compared with that formula.
-    Only modules with just a matrix ``weight`` and a fitting vector ``bias``, without submodules and buffers, and of a
-    class from outside of PyTorch are tried; others, and those that raise an error, are False. ``TransposedLinear`` is
-    True.
+    True for ``nn.Linear`` itself, and for a layer of a class from outside of PyTorch that computes x · Wᵀ + b, as a
+    subclass of ``nn.Linear``, or x · W + b with W of (inputs, outputs), as GPT-2's ``Conv1D``. A copy of such a layer,
+    with random parameters, is run on random numbers on the CPU, in training and in evaluation, and compared with the
+    formula. False where a parametrization computes the weight, where there are submodules, buffers or further
+    parameters, and where the copy raises an error.
 
     Args:
         module: the module; it is not changed.
     """
-    if isinstance(module, TransposedLinear):
-        return True
+    if type(module) is nn.Linear:
+        return module_parameters(module).keys() == {"weight", "bias"}
+    return not type(module).__module__.startswith("torch.") and _computes_as_linear(module)
+
+
+def _computes_as_linear(module: nn.Module) -> bool:
     parameters = module_parameters(module)
-    if type(module).__module__.startswith("torch.") or parameters.keys() != {"weight", "bias"}:
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if parameters.keys() != {"weight", "bias"} or weight is None or weight.dim() != 2:
         return False
-    weight, bias = parameters["weight"], parameters["bias"]
-    if weight is None or bias is None or weight.dim() != 2 or bias.shape != weight.shape[1:]:
+    if bias is None and not isinstance(module, nn.Linear):
+        # A table, such as that of an embedding.
+        return False
+    if bias is not None and bias.shape != matrix(module).shape[:1]:
         return False
     if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
         return False
@@ -77,19 +71,21 @@ def is_transposed(module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             trial = copy.deepcopy(module).cpu().double()
-            inputs = torch.randn(2, 3, weight.shape[0], generator=generator, dtype=torch.float64)
             for parameter in trial.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-            own = dict(trial.named_parameters())
-            want = inputs @ own["weight"] + own["bias"]
-            return bool(torch.allclose(trial(inputs), want, rtol=1e-9, atol=1e-9))
+            own, whole = module_parameters(trial), matrix(trial)
+            inputs = torch.randn(2, 3, whole.shape[1], generator=generator, dtype=torch.float64)
+            want = functional.linear(inputs, whole, own["bias"])
+            return all(
+                torch.allclose(trial.train(training)(inputs), want, rtol=1e-9, atol=1e-9) for training in (True, False)
+            )
     except Exception:
         # It takes other inputs.
         return False
 
 
 def output_dim(linear: nn.Module) -> int:
-    """Return which dimension of a linear layer's weight counts outputs: 0 for ``nn.Linear``, 1 for transposed layers.
+    """Return which dimension of a linear layer's weight counts outputs: 0 for ``nn.Linear`` and its subclasses, else 1.
 
     Args:
         linear: an ``nn.Linear``, or a layer whose weight is (inputs, outputs); see ``is_linear``.

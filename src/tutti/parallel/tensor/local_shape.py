@@ -55,6 +55,8 @@ class LocalForward(NamedTuple):
         takes: how many times a tensor that is whole on every rank gives this rank's heads where it meets a slice.
         outs: for each tensor of the output, the dimension of its heads, counted from the last (-1); 0 where the tensor
             is whole. Empty where all are.
+        widened: names in the block of layers that get the features of all ranks, such as norms over all heads.
+        opened: whether ``sizes`` lists views of a slice that leave one size open (-1), too.
     """
 
     width: int = 0
@@ -65,6 +67,8 @@ class LocalForward(NamedTuple):
     counts: Sequence[str] = ()
     takes: int = 0
     outs: Sequence[int] = ()
+    widened: Sequence[str] = ()
+    opened: bool = False
 
 
 class LocalShapeMode(TorchFunctionMode):
@@ -95,7 +99,8 @@ class LocalShapeMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.local.takes or all(local_sections(each) is None for each in tensors_among(args, kwargs)):
+        marks = self.local.takes or self.local.opened
+        if not marks or all(local_sections(each) is None for each in tensors_among(args, kwargs)):
             return self._call(func, args, kwargs)
         args, kwargs = self._with_heads_here(func, args, kwargs)
         result = self._call(func, args, kwargs)
@@ -124,7 +129,7 @@ class LocalShapeMode(TorchFunctionMode):
             mark_local(result, sections)
         return result
 
-    def cut(self, have: int, sizes: list[int]) -> int:
+    def cut(self, have: int, sizes: list[int], left: int | None) -> int:
         """Return which size of a view to reduce so that it fits this rank's tensor slice, as an index in ``sizes``.
 
         A block such as attention runs on this tensor-parallel rank's heads, but its code names the sizes of the whole
@@ -136,6 +141,7 @@ class LocalShapeMode(TorchFunctionMode):
         Args:
             have: number of elements of the tensor on this rank, for the message of the error.
             sizes: sizes of the view as the code gives them, for the whole tensor.
+            left: index of the size that the code leaves open (-1), and that is computed here; None for none.
 
         Raises:
             UsageError: the plan lists no more views, or its index is not one of ``sizes``.
@@ -190,34 +196,48 @@ class LocalShapeMode(TorchFunctionMode):
     def _with_heads_here(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of a function of slices, with this rank's heads of tensors that have all heads.
 
-        Heads are the third dimension from last, or a whole number of times all heads as in (samples · heads, …).
+        Heads are the third dimension from last, or a whole number of times all heads: as in (samples · heads, …), or,
+        where samples have a dimension of their own, several heads of queries for each of keys and values.
         """
         here, length = len(self.slice_.mine), self.slice_.length
         given = [each for each in tensors_among(args, kwargs) if local_sections(each) is not None]
         places = {each.shape[-3] for each in given if each.dim() > 2}
 
         def cut(value: Any) -> Any:
+            if type(value) in (list, tuple):
+                return type(value)(map(cut, value))
             if not isinstance(value, Tensor) or local_sections(value) is not None or value.dim() < 3:
                 return value
             times, left = divmod(value.shape[-3], length)
             if left or times * here not in places or (value is args[0] and may_write(func)):
                 return value
-            split = value.unflatten(-3, (times, length)) if times > 1 else value
             self.taken += 1
-            part = self.take(split, split.dim() - 3)
-            return part.flatten(-4, -3) if times > 1 else part
+            if times == 1:
+                return self.take(value, value.dim() - 3)
+            shared = value.dim() > 3
+            split = value.unflatten(-3, (length, times) if shared else (times, length))
+            return self.take(split, split.dim() - (4 if shared else 3)).flatten(-4, -3)
 
         return tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}
 
     def _view(self, tensor: Tensor, *rest: Any) -> tuple[Any, ...]:
         sizes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
-        have = tensor.numel()
-        if not all(type(size) is int for size in sizes) or -1 in sizes or math.prod(sizes) == have:
+        have, left = tensor.numel(), None
+        if not all(type(size) is int for size in sizes):
             return (tensor, *rest)
-        index = self.cut(have, sizes)
+        if -1 in sizes:
+            here, others = len(self.slice_.mine), -math.prod(sizes)
+            whole = have // here * self.slice_.length
+            if not self.local.opened or local_sections(tensor) is None or have % here or whole % others:
+                return (tensor, *rest)
+            left = sizes.index(-1)
+            sizes[left] = whole // others
+        elif math.prod(sizes) == have:
+            return (tensor, *rest)
+        index = self.cut(have, sizes, left)
         self.viewed += 1
-        size, left = divmod(sizes[index] * have, math.prod(sizes))
-        if left:
+        size, rest_of_it = divmod(sizes[index] * have, math.prod(sizes))
+        if rest_of_it:
             self._refuse(f"a view of {have} numbers as {sizes}")
         sizes[index] = size
         return tensor, sizes

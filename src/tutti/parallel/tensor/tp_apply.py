@@ -33,6 +33,7 @@ from tutti.parallel.tensor.tp_layers import (
     RowParallelLinear,
     TensorParallelLayer,
     VocabParallelEmbedding,
+    WidenedLayer,
     divide,
 )
 from tutti.parallel.tensor.tp_plan import (
@@ -59,6 +60,7 @@ _KINDS: dict[str, type[TensorParallelLayer]] = {
     "scores": LossParallelLinear,
     "dropout": ParallelDropout,
     "within": HeadParallelBlock,
+    "widened": WidenedLayer,
 }
 
 
@@ -352,7 +354,7 @@ def _become(layer: nn.Module, entry: PlanEntry, ranks: TensorRanks, sequence: bo
         # PyTorch's fused kernel for evaluation reads the weights and ignores slices.
         setattr(layer, "use_nested_tensor" if isinstance(layer, nn.TransformerEncoder) else FUSED_ACTIVATION, False)
         return
-    if entry.role == "row" and isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
+    if entry.role == "row" and type(layer).__module__.startswith("torch.") and type(layer) is not nn.Linear:
         return  # the attention computes its output projection itself
     divide(layer, _KINDS[entry.role], LayerSlice(entry.name, ranks, entry.units, sequence))
     if isinstance(layer, ColumnParallelLinear):

@@ -15,7 +15,7 @@ from torch.nn import functional
 from tutti.errors import UsageError
 from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.forward_hooks import find_script_hook
-from tutti.parallel.tensor.linear_layer import TransposedLinear, matrix
+from tutti.parallel.tensor.linear_layer import FormulaLinear, matrix
 from tutti.parallel.tensor.split_tensor import SplitTensor, copied, local_part, summed
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped, mark_local
 from tutti.torch_compat import ConvBase
@@ -144,6 +144,37 @@ class GatheredOutput(TensorParallelLayer):
         part = super().forward(copied(input, self.tutti_slice), *rest, **options)
         dim = -1 - len(self.kernel_size) if isinstance(self, ConvBase) else -1
         return ranks.gather(part, part.dim() + dim, length, name)
+
+
+class WidenedLayer(TensorParallelLayer):
+    """A layer between split layers that needs all features, such as a norm over the features of all heads (OLMo 2).
+
+    Its parameters are whole on every rank; the block around it sums their gradients. Collective over the tensor ranks:
+    an all-gather of the input in forward, a reduce-scatter of its gradient in backward.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute this rank's features of a layer that needs all features: (…, features here) → the same shape.
+
+        Collective over the tensor ranks: an all-gather of the input; backward reduce-scatters its gradient.
+
+        Args:
+            input: this rank's slice of the features, as a column-parallel layer returns them.
+
+        Returns:
+            This rank's slice of the whole layer's output.
+
+        Raises:
+            PeerError: a rank is lost, or does not take part within the timeout.
+        """
+        name, ranks, units, _ = self.tutti_slice
+        mine = self.tutti_slice.mine
+        each = input.shape[-1] // len(mine)
+        split = input.unflatten(-1, (len(mine), each))
+        whole = ranks.widen(split, split.dim() - 2, units, name).flatten(-2)
+        part: Tensor = super().forward(whole).narrow(-1, each * mine.start, each * len(mine))
+        mark_local(part)
+        return part
 
 
 class LossParallelLinear(TensorParallelLayer):
@@ -278,8 +309,8 @@ def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlic
     """
     plain = type(module)
     body = {"__module__": plain.__module__, "_whole": plain}
-    # A transposed layer's own forward has the number of all outputs.
-    turned = kind in _BY_OUTPUTS and not isinstance(module, nn.Linear | ConvBase)
-    between = (TransposedLinear,) if turned else ()
+    # The forward of a class from outside of PyTorch may have the number of all outputs.
+    own = kind in _BY_OUTPUTS and plain is not nn.Linear and not isinstance(module, ConvBase)
+    between = (FormulaLinear,) if own else ()
     module.__class__ = type(f"{kind.__name__}{plain.__name__}", (kind, *between, plain), body)
     module.tutti_slice = slice_  # type: ignore[assignment]

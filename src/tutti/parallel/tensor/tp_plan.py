@@ -37,7 +37,7 @@ from tutti.torch_compat import (
     tree_flatten,
 )
 
-ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "slow")
+ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "widened", "slow")
 SPLIT = ("column", "row", "heads", "vocabulary", "gathered")
 """Roles that a plan by hand can give to a layer."""
 _NUMBERS = ("layer_idx", "layer_id", "layer_number")
@@ -55,6 +55,7 @@ class PlanEntry:
             ``row`` (by inputs), ``heads`` (attention by heads), ``vocabulary`` (an embedding by rows of its table),
             ``gathered`` (a layer by outputs, which are all-gathered) and ``scores`` (the last linear layer by classes,
             whose scores stay split). ``dropout`` and ``within`` hold no parameters, but draw or compute on a slice;
+            ``widened`` keeps its parameters whole and all-gathers its input (a norm over the features of all heads);
             ``slow`` turns off PyTorch's fused kernel, which ignores slices.
         units: number of outputs, inputs, heads, rows or features that are divided over ranks.
         cuts: how each of the module's own parameters is split, by the parameter's name.
@@ -228,7 +229,8 @@ class PlanFinder:
 
     def _stays_in_features(self, first: nn.Module, activation: Any, last: nn.Module) -> bool:
         """Return whether a trial shows that an activation, any function, mixes no features between two layers."""
-        return self._examine(nn.Sequential(first, _Called(activation), last), ("0", "2")) is not None
+        found = self._examine(nn.Sequential(first, _Called(activation), last), ("0", "2"))
+        return found is not None and _by_feature(found.local)
 
     def _holds_any(self, name: str) -> bool:
         return any(n.startswith(f"{name}." if name else "") for n in self._entries)
@@ -284,6 +286,9 @@ class PlanFinder:
         within = {f"{name}.{key}".strip(".").rpartition(".")[0] for key in block_split.local.summed}
         if (block_split.local.outs and not self._parts) or any(each in self._entries for each in within):
             return
+        widened = [f"{name}.{key}".strip(".") for key in block_split.local.widened]
+        if not all(self._free(each, self._model.get_submodule(each), once=True) for each in widened):
+            return
         self._left |= within
         self._add_block(name, block_split)
 
@@ -305,6 +310,7 @@ class PlanFinder:
             ),
             self._row(prefix + block_split.row, block_split.units),
             PlanEntry(name, "within", block_split.units, {}, block_split.local),
+            *(PlanEntry(prefix + n, "widened", block_split.units) for n in block_split.local.widened),
         )
 
     def _linear(self, name: str, cut: TensorCut) -> dict[str, TensorCut]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -182,9 +182,20 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
     reference = trial.reference()
     if reference is None:
         return None
+    found = _search(trial, reference, ("", "counted", "opened"))
+    if found is None and reference.wide:
+        # Ranks round their parts of a gradient to single precision, where the code names it, before these are summed.
+        trial.exact = True
+        reference = trial.reference()
+        found = None if reference is None else _search(trial, reference, ("widened",))
+    return found
+
+
+def _search(trial: _Trial, reference: _Whole, fits: Sequence[str]) -> BlockSplit | None:
+    """Return the first split that is right; ``fits``: how the block's code may be fitted to a slice, as ``propose``."""
     tried: list[tuple[bool, BlockSplit]] = []
-    for counted, group, prefer_last, layout in product((False, True), reference.groups, (False, True), _SECTIONS):
-        proposal = trial.propose(reference, group, layout, counted=counted)
+    for fit, group, prefer_last, layout in product(fits, reference.groups, (False, True), _SECTIONS):
+        proposal = trial.propose(reference, group, layout, fit)
         if proposal is None or (prefer_last, proposal) in tried:
             continue
         tried.append((prefer_last, proposal))
@@ -232,6 +243,7 @@ class _Whole(NamedTuple):
         draws: shapes of the inputs of dropout and of attention, by call.
         dropout: whether attention itself applies dropout.
         drops: whether any call applies dropout.
+        wide: inputs of layers between linear ones that have a number for each feature, such as norms, by name.
     """
 
     x: Tensor
@@ -242,19 +254,24 @@ class _Whole(NamedTuple):
     draws: list[torch.Size]
     dropout: bool
     drops: bool
+    wide: Mapping[str, Tensor]
 
 
 class _Watch(TorchFunctionMode):
     """Records calls of dropout, attention and softmax, and turns dropout off."""
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool) -> None:
         super().__init__()
+        self._exact = exact
         self.draws: list[torch.Size] = []
         self.dropout = self.drops = False
         self.events: list[tuple[str, Tensor]] = []
+        self.between: list[tuple[str, Tensor, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if self._exact:
+            func, args, kwargs = _in_double(func, args, kwargs)
         if func in DROPOUTS:
             self.draws.append(args[0].shape)
             self.drops = self.drops or _is_active(*args, **kwargs)
@@ -271,6 +288,13 @@ class _Watch(TorchFunctionMode):
         if func in _SOFTMAX and args[0].dim() > 3:
             self.events.append(("", args[0]))
         return func(*args, **kwargs)
+
+    def note_between(self, name: str, module: nn.Module, args: Any) -> None:
+        """Record the input of a layer that is called after a linear one and has a number for each of its features."""
+        calls = sum(1 for event, _ in self.events if event)
+        sizes = {p.numel() for p in module.parameters(recurse=False)}
+        if calls and len(args) == 1 and isinstance(args[0], Tensor) and args[0].shape[-1:].numel() in sizes:
+            self.between.append((name, args[0].detach(), calls))
 
     def groups(self) -> list[_Group]:
         """Return the groups of linear layers in the recorded block that tensor parallelism may split together.
@@ -289,14 +313,32 @@ class _Watch(TorchFunctionMode):
                 break
             between = self.events[calls[start] : calls[end]]
             heads = next((tensor.shape[-3] for name, tensor in between if not name and tensor.dim() > 3), None)
-            found.append(_Group(names[start:end], names[end], heads))
+            if names[end] not in names[start:end]:
+                found.append(_Group(_once(names[start:end]), names[end], heads))
             start = end + 1
-        if len(calls) > 2 and names[:-1] not in [group.firsts for group in found]:
+        if len(calls) > 2 and (_once(names[:-1]), names[-1]) not in [(group.firsts, group.last) for group in found]:
             # Attention between two inputs: queries of one, keys and values of the other. It comes first, because
             # the values alone could be split, too.
             heads = next((t.shape[-3] for name, t in self.events if not name and t.dim() > 3), None)
-            found.insert(0, _Group(names[:-1], names[-1], heads))
+            found.insert(0, _Group(_once(names[:-1]), names[-1], heads))
         return found
+
+
+def _once(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _in_double(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a call that keeps double precision where the block's code asks for single precision by name."""
+    if not args or not isinstance(args[0], Tensor) or args[0].dtype != torch.float64:
+        return func, args, dict(kwargs)
+    if func is Tensor.float:
+        return Tensor.double, args, dict(kwargs)
+
+    def wide(value: Any) -> Any:
+        return torch.float64 if value is torch.float32 else value
+
+    return func, tuple(map(wide, args)), {key: wide(value) for key, value in kwargs.items()}
 
 
 def _is_active(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> bool:
@@ -315,17 +357,27 @@ class _Probe(LocalShapeMode):
         draws: list[torch.Size],
         prefer_last: bool,
         tap: Callable[[str, Tensor], Tensor],
+        exact: bool,
     ) -> None:
         super().__init__(slice_, local)
-        self._whole, self._prefer_last, self._tap = draws, prefer_last, tap
+        self._whole, self._prefer_last, self._tap, self._exact = draws, prefer_last, tap, exact
         self.sizes, self.draws = list[int](), list[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._exact:
+            func, args, kwargs = _in_double(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         mine = self.slice_.mine
         return self._tap(f"{self.taken}", whole).narrow(dim, mine.start, len(mine))
 
-    def cut(self, have: int, sizes: list[int]) -> int:
+    def cut(self, have: int, sizes: list[int], left: int | None) -> int:
         whole = math.prod(sizes)
+        if left is not None:
+            # Code that names the heads alone; any other open size is the one that a slice has less of.
+            self.sizes.append(next((i for i, size in enumerate(sizes) if size == self.slice_.length), left))
+            return self.sizes[-1]
         able = [i for i, size in enumerate(sizes) if size * have % whole == 0]
         named = [i for wanted in (self.slice_.length, self.local.width) for i in able if sizes[i] == wanted] or able
         self.sizes.append(named[-1 if self._prefer_last else 0])
@@ -366,6 +418,7 @@ class _Trial:
         self._names, self.others = [name for name, _ in others], [p for _, p in others]
         features = {matrix(m).shape[1] for m in self.linears.values()}
         self.index = 0 if call is None else call.main_input(features)
+        self.exact = False
 
     def run(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Call the tried block with another main input, in double precision.
@@ -406,6 +459,7 @@ class _Trial:
     def _holds(self, split: BlockSplit, call: BlockArguments, prefer_last: bool) -> bool:
         """Return whether the split is right for another call. Raises any error of the block or of a slice."""
         other = _Trial(self.block, self.linears, self.ranks, call)
+        other.exact = self.exact
         whole = other.reference()
         found = whole and other.prove(split, whole, prefer_last)
         same = found and found.local == split.local
@@ -452,8 +506,8 @@ class _Trial:
 
         Returns:
             The input, the outputs and the gradients, with the groups of layers that may be split together. None where
-            the block draws random numbers other than by dropout, writes attributes, calls a layer twice, or changes
-            leading dimensions.
+            the block draws random numbers other than by dropout, writes attributes, calls its last linear layer twice,
+            or changes leading dimensions.
         """
         sizes = {n for m in self.linears.values() for n in matrix(m).shape}
         samples, positions = [p for p in _PRIMES if all(size % p for size in sizes)][:2]
@@ -463,10 +517,15 @@ class _Trial:
         if self.call is not None:
             shape = tree_leaves((self.call.args, self.call.kwargs))[self.index].shape
         x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        before, watch = torch.get_rng_state(), _Watch()
+        before, watch = torch.get_rng_state(), _Watch(self.exact)
         handles = [
             m.register_forward_pre_hook(lambda m, args, name=name: watch.events.append((name, args[0])))
             for name, m in self.linears.items()
+        ]
+        handles += [
+            m.register_forward_pre_hook(lambda m, args, name=name: watch.note_between(name, m, args))
+            for name, m in self.block.named_modules()
+            if name not in self.linears and next(m.children(), None) is None
         ]
         attributes = Untraced(self.block)
         with watch:
@@ -479,22 +538,26 @@ class _Trial:
             handle.remove()
         drew = not torch.equal(before, torch.get_rng_state())
         order = [name for name, _ in watch.events if name]
-        if drew or not outs or outs[0].shape[:-1] != x.shape[:-1] or len(set(order)) < len(order):
+        # A layer before the last one may be called twice, on different inputs.
+        if drew or not outs or outs[0].shape[:-1] != x.shape[:-1] or not order or order.count(order[-1]) > 1:
             return None
         learned = [out for out in outs if out.requires_grad]
         directions = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in learned]
         gradients = _gradients(learned, wanted, directions)
         plain = [out.detach() for out in outs]
-        return _Whole(x.detach(), plain, directions, gradients, watch.groups(), watch.draws, watch.dropout, watch.drops)
+        groups, wide = watch.groups(), {name: given for name, given, calls in watch.between if calls < len(order)}
+        return _Whole(x.detach(), plain, directions, gradients, groups, watch.draws, watch.dropout, watch.drops, wide)
 
-    def propose(self, whole: _Whole, group: _Group, layout: str, *, counted: bool) -> BlockSplit | None:
+    def propose(self, whole: _Whole, group: _Group, layout: str, fit: str) -> BlockSplit | None:
         """Return a split of a group of layers that may be right; None where the sizes do not fit.
 
         Args:
             whole: results of the block as it is.
             group: layers that are split together.
             layout: of the outputs of a layer that has more of them than the width, one of ``_SECTIONS``.
-            counted: whether attributes of the block that count heads become those of this rank; None without any.
+            fit: how the block's code is fitted to a slice beyond views of global sizes: "counted", attributes that
+                count heads become those of this rank; "opened", views that name the heads and leave one size open;
+                "widened", layers that need all features get them; or "". None where there is nothing of the kind.
         """
         width = matrix(self.linears[group.last]).shape[1]
         heads, by_head = group.heads or width, group.heads is not None
@@ -505,10 +568,18 @@ class _Trial:
         keys = [_keys(number, width) if by_head and layout != "equal" else number for number in outputs.values()]
         units = heads if any(number % each for number in keys) else min(heads, *(number // each for number in keys))
         columns = {name: _cut(number, width, units, layout) for name, number in outputs.items()}
-        counts = self._counts(units, heads) if counted and by_head else ()
-        if width % units or units < self.ranks or None in columns.values() or bool(counts) != counted:
+        if width % units or units < self.ranks or None in columns.values():
             return None
-        local = LocalForward(width, counts=counts, takes=int(by_head))
+        local = LocalForward(width, takes=int(by_head))
+        if fit == "counted":
+            local = local._replace(counts=self._counts(units, heads) if by_head else ())
+        elif fit == "opened":
+            local = local._replace(opened=by_head)
+        elif fit == "widened":
+            sizes = {number for number in outputs.values() if number % units == 0}
+            local = local._replace(widened=tuple(n for n, given in whole.wide.items() if given.shape[-1] in sizes))
+        if fit and not (local.counts or local.opened or local.widened):
+            return None
         cuts = {name: cut for name, cut in columns.items() if cut}
         return BlockSplit(cuts, group.last, units, local, whole.dropout and by_head)
 
@@ -537,9 +608,10 @@ class _Trial:
         total = torch.stack([run.part for run in runs]).sum(0)
         sums = None
         if torch.is_grad_enabled():
-            for run in runs:
-                run.backward(total, None)
-            sums = {key: torch.stack([run.gradients[key] for run in runs]).sum(0) for key in runs[0].gradients}
+            sums = _summed_over(runs, total, None)
+            if block_split.local.widened:
+                # The gradients of layers before a widened one follow from the sum of its input's.
+                sums = _summed_over(runs, total, {name: sums[name] for name in block_split.local.widened})
         results = [run.backward(total, sums) for run in runs]
         outs = [_split_outs(found, whole.outs, run.slice_) for run, (found, _) in zip(runs, results, strict=True)]
         summed = self._summed([gradients for _, gradients in results], whole.gradients)
@@ -609,9 +681,12 @@ class _Run:
                 over all ranks.
         """
         block_split, ranks, linears = self._block_split, self._trial.ranks, self._trial.linears
-        x = self._whole.x.clone().requires_grad_()
+        x, inner = self._whole.x.clone().requires_grad_(), [*linears.values()]
         for name, cut in block_split.columns.items():
             linears[name].forward = self._column(name, cut, sums)
+        for name in block_split.local.widened:
+            inner.append(self._trial.block.get_submodule(name))
+            inner[-1].forward = self._widened(name, inner[-1].forward, sums)
         last, cut = linears[block_split.row], TensorCut(1, block_split.units)
 
         def row(inputs: Tensor) -> Tensor:
@@ -624,13 +699,14 @@ class _Run:
         def tap(key: str, tensor: Tensor) -> Tensor:
             return self._tapped(key, tensor, sums)
 
-        self.mode = _Probe(self.slice_, block_split.local, self._whole.draws, self._prefer_last, tap)
+        local, draws = block_split.local, self._whole.draws
+        self.mode = _Probe(self.slice_, local, draws, self._prefer_last, tap, self._trial.exact)
         try:
             with local_counts(self._trial.block, block_split.local.counts, self.slice_), self.mode:
                 found = self._trial.run(x)
         finally:
-            for linear in linears.values():
-                vars(linear).pop("forward", None)
+            for module in inner:
+                vars(module).pop("forward", None)
         self.part = self.part.detach()
         return found
 
@@ -657,23 +733,46 @@ class _Run:
 
         def backward_fn(gradient: Tensor) -> Tensor:
             self.gradients[key] = gradient
-            return gradient if sums is None else sums[key]
+            return gradient if sums is None else sums.get(key, gradient)
 
         tapped: Tensor = _Tap.apply(tensor, backward_fn)  # type: ignore[no-untyped-call]
         return tapped
 
     def _column(self, name: str, cut: TensorCut, sums: Mapping[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
-        linear, ranks = self._trial.linears[name], self._trial.ranks
+        linear, ranks, calls = self._trial.linears[name], self._trial.ranks, count()
 
         def column(inputs: Tensor) -> Tensor:
             whole = cast(Tensor | None, linear.bias)
             bias = None if whole is None else cut.take(whole, self._rank, ranks)
             weight = cut.take(matrix(linear), self._rank, ranks)
-            result = functional.linear(self._tapped(f"input of {name}", inputs, sums), weight, bias)
+            result = functional.linear(self._tapped(f"input {next(calls)} of {name}", inputs, sums), weight, bias)
             mark_local(result, cut.sections)
             return result
 
         return column
+
+    def _widened(
+        self, name: str, plain: Callable[[Tensor], Tensor], sums: Mapping[str, Tensor] | None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the forward of a layer that gets the features of all ranks, those of others from the whole block."""
+        mine, whole = self.slice_.mine, self._whole.wide[name]
+
+        def widened(inputs: Tensor) -> Tensor:
+            each = inputs.shape[-1] // len(mine)
+            before, after = whole[..., : each * mine.start], whole[..., each * mine.stop :]
+            result = plain(self._tapped(name, torch.cat([before, inputs, after], -1), sums))
+            part = result.narrow(-1, each * mine.start, each * len(mine))
+            mark_local(part)
+            return part
+
+        return widened
+
+
+def _summed_over(runs: Sequence[_Run], total: Tensor, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return the gradients that ranks exchange in backward, summed over them, with those that are known in ``sums``."""
+    for run in runs:
+        run.backward(total, sums)
+    return {key: torch.stack([run.gradients[key] for run in runs]).sum(0) for key in runs[0].gradients}
 
 
 def _gradients(outs: list[Tensor], wanted: list[Tensor], directions: list[Tensor]) -> list[Tensor | None]:
