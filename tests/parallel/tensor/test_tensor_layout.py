@@ -284,6 +284,22 @@ def test_the_header_says_what_is_split() -> None:
     [said, *_] = worlds.run(2, header)
     assert said["split"].startswith("over 2: 4 column (block1.attention.queries_keys_values block1.feed_forward.widen")
     assert "5 whole (block1.norm1" in said["split"]
+    assert said["split"].endswith("of the parameters and 0% of the FLOP stay whole")
+
+
+def header_of_whole_layers() -> dict[str, str]:
+    strategy = tutti.strategy(
+        "tensor", plan={"block1.feed_forward.widen": "colwise", "block1.feed_forward.shrink": "rowwise"}
+    )
+    run = tutti.prepare(build("gpt"), "sgd", data("gpt"), loss("gpt"), strategy=strategy)
+    return dict(run.replica.summary)
+
+
+def test_the_header_warns_of_operations_that_every_device_computes() -> None:
+    [said, *_] = worlds.run(2, header_of_whole_layers)
+    share = float(said["split"].partition("of the parameters and ")[2].partition("%")[0]) / 100
+    # Of 12 matrices of width² in each of two blocks one block's 8 are split; attention and the last layer are whole.
+    assert 2 / 3 <= share < 0.8 and "warning: every device holds and computes this part" in said["split"]
 
 
 def small() -> nn.Sequential:

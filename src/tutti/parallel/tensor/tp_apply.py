@@ -45,12 +45,13 @@ from tutti.parallel.tensor.tp_plan import (
 from tutti.parallel.tensor.tp_plan_by_hand import check_asked, roles_asked
 from tutti.parallel.tensor.tp_verify import TensorCut
 from tutti.parallel.tensor.unwrap_split import seen_as_shares
+from tutti.parallel.tensor.whole_flop import whole_flop_share
 from tutti.torch_compat import FUSED_ACTIVATION, module_parameters
 from tutti.types.run_context import RunContext
 from tutti.types.shard_spec import ShardSpec
 
 _LARGE = 0.2
-"""Share of whole parameters from which on the header warns."""
+"""Share of whole parameters, or of whole FLOP, from which on the header warns."""
 _KINDS: dict[str, type[TensorParallelLayer]] = {
     "column": ColumnParallelLinear,
     "row": RowParallelLinear,
@@ -103,9 +104,9 @@ class TensorParallelizer:
             _check(plain)
             restore_forwards(plain)
             run_context.comms.model.agree(describe_tensors([plain]), "the model", "build the same model on every rank")
-            self.plan = self._find(plain, run_context)
+            self.plan, whole_flop = self._find(plain, run_context)
             between = "; positions between them" if config.sequence else ""
-            self._said = {"split": _said(plain, self.plan, self._comm.size) + between}
+            self._said = {"split": _said(plain, self.plan, self._comm.size, whole_flop) + between}
         self.parted = is_parted(self.plan, config)
         self.closed = closed_blocks(self.plan)
 
@@ -188,18 +189,18 @@ class TensorParallelizer:
             replica.not_owned = {*replica.not_owned, *(name for name in replica.specs if name not in here)}
         replica.specs = {**replica.specs, **here}
 
-    def _find(self, module: nn.Module, run_context: RunContext) -> list[PlanEntry]:
-        """Broadcast the plan that the first rank finds, so that all ranks have the same."""
-        comm, config = self._comm, self._config
+    def _find(self, module: nn.Module, run_context: RunContext) -> tuple[list[PlanEntry], float | None]:
+        """Broadcast the plan that the first rank finds, and the share of FLOP that stays whole, to all ranks."""
+        comm, config, trial = self._comm, self._config, run_context.trial
 
-        def find() -> list[Any]:
-            compiled = run_context.compile is not None
-            plan = find_tp_plan(module, comm.size, config, run_context.trial, comm.device, compiled=compiled)
-            return [entry.as_json() for entry in plan]
+        def find() -> tuple[list[Any], float | None]:
+            plan = find_tp_plan(module, comm.size, config, trial, comm.device, compiled=run_context.compile is not None)
+            return [entry.as_json() for entry in plan], whole_flop_share(module, plan, trial, comm.device)
 
-        plan = [PlanEntry.from_json(entry) for entry in broadcast_result(comm, 0, find, "plan of the split")]
+        entries, whole_flop = broadcast_result(comm, 0, find, "plan of the split")
+        plan = [PlanEntry.from_json(entry) for entry in entries]
         check_asked(plan, _asked(module, config))
-        return plan
+        return plan, whole_flop
 
 
 def find_tp_plan(
@@ -381,13 +382,14 @@ def _check(module: nn.Module) -> None:
         )
 
 
-def _said(module: nn.Module, plan: Sequence[PlanEntry], ranks: int) -> str:
+def _said(module: nn.Module, plan: Sequence[PlanEntry], ranks: int, whole_flop: float | None) -> str:
     """Return a line for the run's header: how many modules have which role, and how much stays whole."""
     found = summary(module, plan)
     parts = [f"{len(found[role])} {role} ({_few(found[role])})" for role in sorted(found)]
     share = _whole_share(module, plan)
-    warning = "; warning: every device holds and computes this part" if share >= _LARGE else ""
-    return f"over {ranks}: {', '.join(parts)}; {share:.0%} of the parameters stay whole{warning}"
+    flop = "" if whole_flop is None else f" and {whole_flop:.0%} of the FLOP"
+    warning = "; warning: every device holds and computes this part" if max(share, whole_flop or 0) >= _LARGE else ""
+    return f"over {ranks}: {', '.join(parts)}; {share:.0%} of the parameters{flop} stay whole{warning}"
 
 
 def _whole_share(module: nn.Module, plan: Sequence[PlanEntry]) -> float:
