@@ -240,7 +240,39 @@ class Collecting(Decoder):
 
 KEPT: list[Tensor] = []
 
+
+class Experts(Block):
+    """A mixture of experts, which reads the values of its input to find each expert's positions."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.router, self.experts = nn.Linear(WIDTH, 3), nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, None]:
+        x, _ = super().forward(x, **options)
+        share, chosen = self.router(x).softmax(-1).max(-1)
+        found = x.clone()
+        for number in chosen.unique().tolist():
+            here = (chosen == number).nonzero(as_tuple=True)
+            found[here] = x[here] + share[here][:, None] * (x[here] @ self.experts[number])
+        return found, None
+
+
+class Scaled(Decoder):
+    """Experts in the blocks, and scores by a factor of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.blocks = nn.ModuleList(Experts() for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(0.4))
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        scores = self.head(self.body(words, **options)) * self.scale.exp()
+        return Output(scores, None if labels is None else functional.cross_entropy(scores.mT, labels))
+
+
 MODELS = {
+    "scaled": Scaled,
     "collecting": Collecting,
     "handing": Handing,
     "direct": Direct,
@@ -281,6 +313,8 @@ def on_one_device(name: str, reproducible: bool) -> Any:
 
 PLACES = [
     ("in place", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
+    ("scaled", 2, "pipeline:micro_batches=4", True),
+    ("scaled", 3, "pipeline:micro_batches=4", False),
     ("direct", 2, "pipeline:micro_batches=4", False),
     ("handing", 2, "pipeline:micro_batches=4", True),
     ("collecting", 2, "pipeline:micro_batches=4", False),
@@ -580,6 +614,35 @@ def test_another_order_of_blocks_is_refused() -> None:
     assert len(stage((words,), {"labels": words})) == 1
     with pytest.raises(tutti.errors.UsageError, match="than when it was cut into stages"):
         stage((words + 1,), {"labels": words})
+
+
+class Choosing(Block):
+    """Returns as many samples as the values of its input say."""
+
+    def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, None]:
+        return super().forward(x[: 1 if BOUND[0] < float(x.detach().mean()) else 2], **options)
+
+
+BOUND = {0: 0.5}
+
+
+def test_a_block_whose_shapes_depend_on_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_blocks(Choosing).double()
+    words = torch.zeros(2, 6, dtype=torch.long)
+
+    def trial(called: Any) -> Any:
+        return called(words, labels=words).loss
+
+    with pytest.raises(tutti.errors.UsageError, match=r"blocks\.0 returns tensors whose shapes depend on values"):
+        find_stage_partition(model, 2, ("body.blocks.1",), trial=trial)
+    # Both kinds of made numbers are below it, and the values of the batch are not.
+    monkeypatch.setitem(BOUND, 0, 10.0)
+    found = find_stage_partition(model, 2, ("body.blocks.1",), trial=trial)
+    assert found.record is not None
+    stage = found.record.stage(found.stages[0], [], [found.stages[0][-1]])
+    monkeypatch.setitem(BOUND, 0, -10.0)
+    with pytest.raises(tutti.errors.UsageError, match=r"blocks\.0 returns tensors whose shapes depend on values"):
+        stage((words,), {"labels": words})
 
 
 class Routed(nn.Module):

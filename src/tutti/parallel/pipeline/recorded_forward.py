@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from tutti.torch_compat import (
     tree_map_only,
     tree_unflatten,
     uncompiled_call,
+    without_dispatch_modes,
 )
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -63,6 +65,22 @@ class ReadOutsideError(UsageError):
     def __init__(self, what: str, *, why: str | None, remedy: str | None, name: str) -> None:
         super().__init__(what, why=why, remedy=remedy)
         self.name = name
+
+
+class ReadsValuesError(Exception):
+    """A block (module called as a unit) cannot run on fake tensors, which have no values, in a recorded forward.
+
+    Args:
+        name: name of the block in the whole model.
+        error: error of the block on fake tensors.
+
+    Attributes:
+        name, error: as given.
+    """
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(str(error))
+        self.name, self.error = name, error
 
 
 class BlockOutput(NamedTuple):
@@ -105,6 +123,7 @@ class ForwardRecord:
         trial: calls the loss function on the model it is given, with one micro-batch.
         device: the device of the micro-batch, on which the fake tensors are, too, wherever the model is now; None for
             that of the model.
+        numbered: blocks that run on made numbers in place of fake tensors, by name, each with its error on these.
 
     Attributes:
         plain: the whole model.
@@ -115,13 +134,17 @@ class ForwardRecord:
         evaluated: indices of the calls that evaluation makes, too.
         reads: the blocks' tensors from which the model's output or the loss is computed outside of blocks.
         buffers: names of buffers of opened modules that are read outside of blocks, on every stage.
+        last: names of parameters of opened modules that are read outside of blocks for the output alone, such as the
+            scale of logits, which the last stage holds.
         written: the blocks' tensors that the code outside of blocks writes in place. Every stage writes a copy.
         writes_inputs: whether that code writes tensors in place that it has not computed, such as the model's inputs.
 
     Raises:
-        UsageError: the code outside of blocks reads parameters, draws random numbers or writes attributes, calls
-            blocks in evaluation that it does not call in training, reads what hooks on blocks keep, or writes a
-            block's tensor in place and then reads a tensor that shares its memory through a block.
+        UsageError: the code outside of blocks reads a block's parameters, or others for a block's arguments, draws
+            random numbers or writes attributes, calls blocks in evaluation that it does not call in training, reads
+            what hooks on blocks keep, or writes a block's tensor in place and then reads a tensor that shares its
+            memory through a block; or a block returns tensors whose shapes depend on values.
+        ReadsValuesError: a block that is not ``numbered`` cannot run on fake tensors.
     """
 
     def __init__(
@@ -130,11 +153,13 @@ class ForwardRecord:
         opened: Collection[str],
         trial: Callable[[Any], Any],
         device: torch.device | None = None,
+        numbered: Mapping[str, Exception] | None = None,
     ) -> None:
         self.plain, self.opened = plain, frozenset(opened)
         self._device = device or next((p.device for p in plain.parameters()), torch.device("cpu"))
-        self.dispatch = _BlockDispatch(plain, self.opened, self._device)
+        self.dispatch = _BlockDispatch(plain, self.opened, self._device, numbered or {})
         self.buffers: set[str] = set()
+        self.last: set[str] = set()
         with_gradient, without = (self._record(trial, training) for training in (True, False))
         found = _places([call.name for call in without.calls], [call.name for call in with_gradient.calls])
         if found is None:
@@ -180,6 +205,7 @@ class ForwardRecord:
             why = f"its forward reads what the forward hook on {hook[0]} ({hook[1]}) keeps, on this block's stage alone"
             raise _uncut(self.plain, why)
         self.buffers |= recording.buffers
+        self.last |= recording.last
         recording.reads |= recording.sources(result)
         return recording
 
@@ -332,7 +358,9 @@ class RecordedStage(nn.Module):
 class _BlockDispatch:
     """Passes every call of a block to the recording, or to the run of a stage, that is under way."""
 
-    def __init__(self, plain: nn.Module, opened: frozenset[str], device: torch.device) -> None:
+    def __init__(
+        self, plain: nn.Module, opened: frozenset[str], device: torch.device, numbered: Mapping[str, Exception]
+    ) -> None:
         self._plain, self.fakes = plain, FakeTensorMode(allow_non_fake_inputs=True)
         self.active: _Recording | _StageRun | None = None
         self.blocks = {
@@ -342,7 +370,7 @@ class _BlockDispatch:
             and name.rpartition(".")[0] in opened | _containers(plain, opened)
             and not isinstance(module, nn.ModuleList | nn.ModuleDict)
         }
-        self.opened = [plain.get_submodule(name) for name in opened]
+        self.opened_names, self.opened = opened, [plain.get_submodule(name) for name in opened]
         if any(has_hooks(module) for module in self.opened):
             raise _uncut(plain, "it has hooks of its own")
         with self.fakes:
@@ -354,6 +382,7 @@ class _BlockDispatch:
                 for name, module in self.blocks.items()
             }
         self._forms: dict[Any, tuple[Any, list[Any], list[set[int]]]] = {}
+        self._numbered, self._device = numbered, device
         self._first = {inner: dict(vars(inner)) for block in self.blocks.values() for inner in block.modules()}
 
     def run(self, run: _Recording | _StageRun, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -419,26 +448,87 @@ class _BlockDispatch:
             UsageError: the block writes its arguments in place.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        key = (name, block.training, torch.is_grad_enabled(), str(spec), *map(_form, leaves))
-        simple = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        form, run = (_type, self._on_numbers) if name in self._numbered else (_form, self._on_fakes)
+        key = (name, block.training, torch.is_grad_enabled(), str(spec), *map(form, leaves))
+        simple = name in self._numbered or all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
         if not simple or key not in self._forms:
-            with self._attributes(block), self.fakes, torch.no_grad():
-                entering = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                versions = [tensor_version(leaf) for leaf in entering if isinstance(leaf, Tensor)]
-                call_args, call_kwargs = tree_unflatten(entering, spec)
-                result = functional_call(block, self._values[name], call_args, call_kwargs)
-            if versions != [tensor_version(leaf) for leaf in entering if isinstance(leaf, Tensor)]:
-                raise _uncut(self._plain, f"its block {name} writes its arguments in place")
+            entering, result = run(name, block, leaves, spec)
             found, returned = tree_flatten(result)
             tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
             memory = [_same_memory(leaf, [*entering, *tensors[:at]]) for at, leaf in enumerate(tensors)]
             if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in found):
+                if name in self._numbered:
+                    raise _uncut(self._plain, f"its block {name} reads values of tensors and returns an object")
                 return result, memory
             self._forms[key] = returned, found, memory
         returned, found, memory = self._forms[key]
         with self.fakes, torch.no_grad():
             made = [torch.empty_like(f) if isinstance(f, Tensor) else f for f in found]
         return tree_unflatten(made, returned), memory
+
+    def _on_fakes(self, name: str, block: nn.Module, leaves: Sequence[Any], spec: Any) -> tuple[list[Any], Any]:
+        """Return fake arguments, and what a block returns for them. Raises ReadsValuesError."""
+        try:
+            with self._attributes(block), self.fakes, torch.no_grad():
+                entering = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                return entering, self._returned(name, block, entering, spec, self._values[name])
+        except UsageError:
+            raise
+        except Exception as error:
+            raise ReadsValuesError(name, error) from error
+
+    def _on_numbers(self, name: str, block: nn.Module, leaves: Sequence[Any], spec: Any) -> tuple[list[Any], Any]:
+        """Return made arguments, and what a block that reads values, such as a mixture of experts, returns for them.
+
+        The block must return tensors of the same shapes for other numbers.
+        """
+        made = []
+        with self._attributes(block), without_dispatch_modes(), forked_generators(self._device), torch.no_grad():
+            for low in (0.0, 0.5):
+                made_like = partial(_made, low=low, device=self._device, generator=torch.Generator().manual_seed(0))
+                try:
+                    values = {key: made_like(value) for key, value in self._values[name].items()}
+                    entering = [made_like(leaf) for leaf in leaves]
+                    made.append((entering, self._returned(name, block, entering, spec, values)))
+                except UsageError:
+                    raise
+                except Exception:
+                    # The block fails on any numbers: the error on fake tensors says why it has got them.
+                    raise self._numbered[name] from None
+        one, other = ([_type(leaf) for leaf in tree_leaves(result)] for _, result in made)
+        if one != other:
+            raise _uncut(self._plain, f"its block {name} returns tensors whose shapes depend on values")
+        return made[0]
+
+    def _returned(
+        self, name: str, block: nn.Module, entering: Sequence[Any], spec: Any, values: Mapping[str, Tensor]
+    ) -> Any:
+        """Return what a block returns for arguments that it must not write, with other parameters and buffers."""
+        versions = [tensor_version(leaf) for leaf in entering if isinstance(leaf, Tensor)]
+        args, kwargs = tree_unflatten(entering, spec)
+        result = functional_call(block, dict(values), args, kwargs)
+        if versions != [tensor_version(leaf) for leaf in entering if isinstance(leaf, Tensor)]:
+            raise _uncut(self._plain, f"its block {name} writes its arguments in place")
+        return result
+
+    def check_shapes(self, name: str, block: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Check that a block has returned tensors of the shapes that all other stages take for its.
+
+        Other stages know them from made numbers, if the block reads values of its tensors.
+
+        Args:
+            name: name of the block in the whole model.
+            block: the block.
+            args, kwargs: positional and keyword arguments of the call.
+            result: what the block has returned.
+
+        Raises:
+            UsageError: the shapes differ.
+        """
+        if name in self._numbered:
+            taken = tree_leaves(self.shape(name, block, args, kwargs))
+            if [_type(leaf) for leaf in tree_leaves(result)] != [_type(leaf) for leaf in taken]:
+                raise _uncut(self._plain, f"its block {name} returns tensors whose shapes depend on values")
 
     @contextmanager
     def _attributes(self, block: nn.Module) -> Iterator[None]:
@@ -485,7 +575,9 @@ class _Recording(TorchDispatchMode):
 
     Attributes:
         drawn: operations outside of blocks that draw random numbers.
-        read: names of parameters that are read outside of blocks.
+        read: names of parameters that are read outside of blocks, and that a block holds, or from which a block's
+            arguments are computed.
+        last: names of parameters of opened modules that are read outside of blocks.
         buffers: names of buffers of opened modules that are read outside of blocks.
         written: the blocks' tensors that operations outside of blocks write in place.
         writes_inputs: whether such operations write tensors in place that none of them has computed.
@@ -501,12 +593,14 @@ class _Recording(TorchDispatchMode):
         self.reads: set[BlockOutput] = set()
         self.drawn: list[str] = []
         self.read: list[str] = []
+        self.last: set[str] = set()
         self.buffers: set[str] = set()
         self.written: set[BlockOutput] = set()
         self.writes_inputs = False
         self.outdated: list[str] = []
         self.leaked = False
         self._sources: dict[int, set[BlockOutput]] = {}
+        self._from: dict[int, set[str]] = {}
         self._alive: list[Tensor] = []
         self._computed: set[int] = set()
         self._returned: dict[int, BlockOutput] = {}
@@ -537,11 +631,18 @@ class _Recording(TorchDispatchMode):
         self._keep(result, entering)
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout_rate(func, args, kwargs) != 0.0:
             self.drawn.append(func.overloadpacket.__name__)
-        sources = self.sources(entering)
-        for leaf in tree_leaves(result) if sources else ():
+        sources, parameters = self.sources(entering), self._parameters_of(entering)
+        for leaf in tree_leaves(result) if sources or parameters else ():
             if isinstance(leaf, Tensor):
                 self._mark(leaf, sources)
+                self._from.setdefault(storage_key(leaf), set()).update(parameters)
         return result
+
+    def _parameters_of(self, leaves: Iterable[Any]) -> set[str]:
+        """Return the names of the opened modules' parameters that are among tensors or that these are computed from."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        own = {self._parameters[id(leaf)] for leaf in tensors if id(leaf) in self._parameters} & self.last
+        return own.union(*(self._from.get(storage_key(leaf), ()) for leaf in tensors))
 
     def sources(self, values: Any) -> set[BlockOutput]:
         """Return the set of addresses of the block outputs from which ``values`` are computed in the recorded forward.
@@ -557,8 +658,11 @@ class _Recording(TorchDispatchMode):
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 continue
-            if id(leaf) in self._parameters:
-                self.read.append(self._parameters[id(leaf)])
+            if (name := self._parameters.get(id(leaf))) is not None:
+                if name.rpartition(".")[0] in self.dispatch.opened_names:
+                    self.last.add(name)
+                else:
+                    self.read.append(name)
             if id(leaf) in self._buffers:
                 self.buffers.add(self._buffers[id(leaf)])
             if (key := storage_key(leaf)) in self._stale:
@@ -598,6 +702,7 @@ class _Recording(TorchDispatchMode):
         """
         reads, leaves = self.sources((args, kwargs)), tree_leaves((args, kwargs))
         self._look(leaves)
+        self.read += sorted(self._parameters_of(leaves))
         result, memory = self.dispatch.shape_and_memory(name, block, args, kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for number, (tensor, same) in enumerate(zip(tensors, memory, strict=True)):
@@ -679,6 +784,7 @@ class _StageRun:
         result = uncompiled_call(block)(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._check(tensors, f"the output of {name}")
+        self._record.dispatch.check_shapes(name, block, args, kwargs, result)
         self._known |= {BlockOutput(number, tensor): value for tensor, value in enumerate(tensors)}
         if number == own[-1] and self._stage.sent:
             raise _StageEnd(self._to_send())
@@ -818,6 +924,44 @@ def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride() if leaf.layout == torch.strided else None
     return leaf if isinstance(leaf, _PLAIN) else id(leaf)
+
+
+def _type(leaf: Any) -> Any:
+    """Return a key that is equal for tensors of equal shapes, for equal plain values, and for objects of one class."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+
+
+def _made(like: Any, low: float, device: torch.device, generator: torch.Generator) -> Any:
+    """Return a tensor of the shape of another one: random numbers from ``low`` to ``low`` + 0.5, zeros, or True.
+
+    Objects that hold tensors are copied, with made tensors in them.
+    """
+    if not isinstance(like, Tensor):
+        return deepcopy(like, {id(held): _made(held, low, device, generator) for held in _tensors_within(like)})
+    if like.is_floating_point() or like.is_complex():
+        return (torch.rand(like.shape, dtype=like.dtype, generator=generator) * 0.5 + low).to(device)
+    return torch.full(like.shape, like.dtype == torch.bool, dtype=like.dtype, device=device)
+
+
+def _tensors_within(value: Any) -> list[Tensor]:
+    """Return the tensors in an object's attributes, lists and mappings, such as those of a cache of keys and values."""
+    found, seen, left = list[Tensor](), set[int](), [value]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (type, nn.Module, *_PLAIN)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, list | tuple | set):
+            left += each
+        else:
+            left += getattr(each, "__dict__", {}).values()
+    return found
 
 
 def _uncut(plain: nn.Module, why: str) -> UsageError:

@@ -17,7 +17,7 @@ from tutti.nn.swap import parameters
 from tutti.nn.untraced import Untraced
 from tutti.parallel.pipeline.balance import balance
 from tutti.parallel.pipeline.graph_trace import UntraceableError, openable, trace
-from tutti.parallel.pipeline.recorded_forward import ForwardRecord, ReadOutsideError
+from tutti.parallel.pipeline.recorded_forward import ForwardRecord, ReadOutsideError, ReadsValuesError
 from tutti.parallel.pipeline.virtual_stage import body, check_buffers, modules_of, tensors_of, writes
 from tutti.parallel.pipeline.whole_forward import WholeForward
 
@@ -99,6 +99,8 @@ class StagePartition:
         """
         first = {id(p): name for name, p in parameters([plain])}
         rows, each = [], [tensors_of(nodes, plain) for nodes in self.stages]
+        if isinstance(self.record, ForwardRecord):
+            each[-1] |= {key for key, name in first.items() if name in self.record.last}
         each[0] |= first.keys() - set().union(*each)
         for used in each:
             rows.append({name: p for name, p in parameters([plain]) if id(p) in used and first[id(p)] == name})
@@ -345,12 +347,35 @@ class _RecordedForward:
 
     def __init__(self, plain: nn.Module, trial: Callable[[Any], Any], device: torch.device | None) -> None:
         self._plain, self._trial, self._device = plain, trial, device
+        self._numbered: dict[str, Exception] = {}
         self.record: ForwardRecord | None = None
+
+    def _record(self, opened: set[str]) -> ForwardRecord:
+        """Record the forward; open blocks that read values of tensors, or let them run on made numbers."""
+        while True:
+            try:
+                return ForwardRecord(self._plain, opened, self._trial, self._device, self._numbered)
+            except ReadsValuesError as error:
+                if not self._open_instead(error.name, opened):
+                    self._numbered[error.name] = error.error
+
+    def _open_instead(self, name: str, opened: set[str]) -> bool:
+        """Open a block if it holds a list of blocks and the forward can then be recorded. Return whether it did."""
+        if not any(_is_list_of_blocks(inner) for inner in self._plain.get_submodule(name).modules()):
+            return False
+        known, wider = dict(self._numbered), {*opened, name}
+        try:
+            self._record(wider)
+        except Exception:
+            self._numbered = known
+            return False
+        opened |= wider
+        return True
 
     def graph(self, opened: set[str]) -> fx.Graph:
         while True:
             try:
-                self.record = ForwardRecord(self._plain, opened, self._trial, self._device)
+                self.record = self._record(opened)
                 return self.record.graph()
             except ReadOutsideError as error:
                 # A module inside of a block is called from outside: its siblings become blocks, too.
@@ -366,8 +391,7 @@ class _RecordedForward:
         if not any(_is_list_of_blocks(inner) for inner in self._plain.get_submodule(name).modules()):
             return False
         try:
-            opened = {"", *(self.record.opened if self.record else ()), name}
-            ForwardRecord(self._plain, opened, self._trial, self._device)
+            self._record({"", *(self.record.opened if self.record else ()), name})
         except Exception:
             return False
         return True
