@@ -101,9 +101,14 @@ def note_prepared(model: nn.Module, optimizers: Sequence[Optimizer], choice: Cho
     """
     mesh = run_context.mesh
     if mesh.stage > 1 or mesh.tensor > 1 or mesh.shard > 1:
-        _models.update(dict.fromkeys(model.modules(), choice.name))
+        _models.update(dict.fromkeys(filter(_has_numbers, model.modules()), choice.name))
     if not keeps_state(choice, run_context):
         _optimizers.update(dict.fromkeys(optimizers, choice.name))
+
+
+def _has_numbers(module: nn.Module) -> bool:
+    """Return whether a module has parameters or buffers of its own; models may share others, such as activations."""
+    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
 
 
 def keeps_state(choice: Choice, run_context: RunContext) -> bool:

@@ -274,6 +274,33 @@ def test_refusals(kind: str, words: str) -> None:
     assert all(words in said for said in worlds.run(2, refused, kind=kind))
 
 
+SHARED = nn.Tanh()
+"""As modules of libraries keep activations, one for all models."""
+
+
+def two_models(strategy: str) -> list[int]:
+    found = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(4, 8), SHARED, nn.Linear(8, 8), nn.Linear(8, 4)).double()
+        run = tutti.prepare(
+            model,
+            "sgd:lr=0.1",
+            torch.utils.data.TensorDataset(torch.ones(8, 4, dtype=torch.float64)),
+            lambda called, batch: called(*batch).square().mean(),
+            strategy=strategy,
+            batch_size=4,
+        )
+        for batch in run.epoch(0):
+            run.step(batch)
+        found.append(run.updates)
+    return found
+
+
+@pytest.mark.parametrize("strategy", [SPLIT, "pipeline", "sharded"])
+def test_a_later_model_may_share_an_activation_with_a_split_one(strategy: str) -> None:
+    assert worlds.run(2, two_models, strategy=strategy) == [[2, 2]] * 2
+
+
 def header() -> dict[str, str]:
     run = tutti.prepare(build("gpt"), "sgd", data("gpt"), loss("gpt"), strategy=SPLIT)
     assert isinstance(run.model, nn.Module)
