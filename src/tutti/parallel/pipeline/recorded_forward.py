@@ -511,24 +511,37 @@ class _BlockDispatch:
             raise _uncut(self._plain, f"its block {name} writes its arguments in place")
         return result
 
-    def check_shapes(self, name: str, block: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Check that a block has returned tensors of the shapes that all other stages take for its.
+    def foreseen(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
+        """Return shapes and dtypes that other stages take for those of a call's result, before the block is called.
 
-        Other stages know them from made numbers, if the block reads values of its tensors.
+        Other stages know them from made numbers, if the block reads values of its tensors. The call may change objects
+        among its arguments, such as a cache.
 
         Args:
             name: name of the block in the whole model.
             block: the block.
             args, kwargs: positional and keyword arguments of the call.
+
+        Returns:
+            A key for each leaf of the result, as ``check_shapes`` takes them; None for a block that reads no values.
+        """
+        if name not in self._numbered:
+            return None
+        return [_type(leaf) for leaf in tree_leaves(self.shape(name, block, args, kwargs))]
+
+    def check_shapes(self, name: str, foreseen: list[Any] | None, result: Any) -> None:
+        """Check that a block has returned tensors of the shapes that all other stages take for its.
+
+        Args:
+            name: name of the block in the whole model.
+            foreseen: what ``foreseen`` has returned before the call.
             result: what the block has returned.
 
         Raises:
             UsageError: the shapes differ.
         """
-        if name in self._numbered:
-            taken = tree_leaves(self.shape(name, block, args, kwargs))
-            if [_type(leaf) for leaf in tree_leaves(result)] != [_type(leaf) for leaf in taken]:
-                raise _uncut(self._plain, f"its block {name} returns tensors whose shapes depend on values")
+        if foreseen is not None and [_type(leaf) for leaf in tree_leaves(result)] != foreseen:
+            raise _uncut(self._plain, f"its block {name} returns tensors whose shapes depend on values")
 
     @contextmanager
     def _attributes(self, block: nn.Module) -> Iterator[None]:
@@ -781,10 +794,11 @@ class _StageRun:
                 [self._received(next(places), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
             )
         self._check((args, kwargs), f"the arguments of {name}")
+        foreseen = self._record.dispatch.foreseen(name, block, args, kwargs)
         result = uncompiled_call(block)(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._check(tensors, f"the output of {name}")
-        self._record.dispatch.check_shapes(name, block, args, kwargs, result)
+        self._record.dispatch.check_shapes(name, foreseen, result)
         self._known |= {BlockOutput(number, tensor): value for tensor, value in enumerate(tensors)}
         if number == own[-1] and self._stage.sent:
             raise _StageEnd(self._to_send())
