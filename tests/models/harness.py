@@ -84,6 +84,7 @@ def whole() -> list[Case]:
         for model, entry in zoo.MODELS.items()
         for form in entry.forms
         for strategy, row in STRATEGIES.items()
+        if not entry.strategies or strategy in entry.strategies
         for devices in row.devices
     ]
     return sorted(found, key=lambda case: case.devices)
@@ -198,8 +199,18 @@ def check(case: Case) -> Verdict:
 
 
 REFUSED = (
-    ("Mixtral", "*", "pipeline*;model_parallel;hybrid, stages", "the experts' forward reads which tokens they get"),
-    ("CLIP", "*", "pipeline*;model_parallel;hybrid, stages", "the model's own forward reads the parameter logit_scale"),
+    (
+        "Wav2Vec 2;HuBERT;WavLM",
+        "*",
+        "pipeline*;model_parallel;hybrid, stages",
+        "its own forward computes a CTC loss, which PyTorch's tensors without values lack",
+    ),
+    (
+        "Time Series Transformer",
+        "*",
+        "pipeline*;model_parallel;hybrid, stages",
+        "its own forward checks the values of what blocks return, in torch.distributions",
+    ),
 )
 """Models, forms and strategies that are refused, and why."""
 

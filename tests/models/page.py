@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.models import harness, zoo
+from tests.models.builders import FEW
+from tests.models.further_models import FURTHER
 
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "results"
@@ -49,7 +52,9 @@ for epoch in range(4):
 ```
 
 The models are in `tests/models/`; `make models` runs all cases and writes this page. It needs `transformers`, `timm`
-and `peft`.
+and `peft`, which the extra `models` installs. timm brings torchvision along. Where PyTorch is the build for CPUs,
+install the torchvision of the same build first, or leave it out (`pip install --no-deps timm`): the build for GPUs does
+not load there, and `import transformers` then fails.
 """
 SIGNS = {"equal": "=", "refused": "refused", "wrong": "**wrong**"}
 
@@ -60,7 +65,7 @@ def records() -> list[Path]:
 
 
 def table(records: Sequence[Path]) -> str:
-    """The page's text from records: a row for each model, with the worst outcome of its forms and devices.
+    """The page's text from records: rows for models, with the worst outcome of their forms and devices.
 
     Of a case that was run several times the newest outcome counts.
     """
@@ -74,17 +79,25 @@ def table(records: Sequence[Path]) -> str:
     first, last = min(days.values()), max(days.values())
     day = f"on {last}" if first == last else f"from {first} to {last}"
     text = [HEAD, f"{len(lines)} of {whole} cases, run {day}. An empty cell has not been run.", ""]
-    text += ["| model | " + " | ".join(harness.STRATEGIES) + " |", "|---" * (len(harness.STRATEGIES) + 1) + "|"]
-    order = list(SIGNS)
-    for model in zoo.MODELS:
-        cells = []
-        for strategy in harness.STRATEGIES:
-            kinds = {line["kind"] for line in lines if (line["model"], line["strategy"]) == (model, strategy)}
-            cells.append(SIGNS[max(kinds, key=order.index)] if kinds else "")
-        text.append(f"| {model} | " + " | ".join(cells) + " |")
+    text += _rows([name for name, entry in zoo.MODELS.items() if not entry.strategies], list(harness.STRATEGIES), lines)
+    text += ["", "Further architectures, in one form of loss; `tensor` and `pipeline` on two and three devices:", ""]
+    text += _rows(list(FURTHER), list(FEW), lines)
     text += ["", "Refused:", ""]
     text += [f"- {model} under {strategies}: {why}." for model, _, strategies, why in harness.REFUSED]
-    return "\n".join(text) + "\n"
+    versions = sorted({line["version"] for line in lines if "version" in line})
+    return "\n".join([*text, "", f"Tried with {', '.join(versions)}."]) + "\n"
+
+
+def _rows(models: Sequence[str], strategies: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = ["| model | " + " | ".join(strategies) + " |", "|---" * (len(strategies) + 1) + "|"]
+    order = list(SIGNS)
+    for model in models:
+        cells = []
+        for strategy in strategies:
+            kinds = {line["kind"] for line in lines if (line["model"], line["strategy"]) == (model, strategy)}
+            cells.append(SIGNS[max(kinds, key=order.index)] if kinds else "")
+        rows.append(f"| {model} | " + " | ".join(cells) + " |")
+    return rows
 
 
 if __name__ == "__main__":

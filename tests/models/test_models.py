@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ def check(case: Case) -> None:
     if RECORD:
         line = {"model": case.model, "form": case.form, "strategy": case.strategy, "devices": case.devices}
         with Path(RECORD).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line | {"kind": verdict.kind, "text": verdict.text}) + "\n")
+            known = {"kind": verdict.kind, "text": verdict.text, "version": f"{package} {version(package)}"}
+            file.write(json.dumps(line | known) + "\n")
     assert verdict.kind != "wrong", verdict.text
     if verdict.kind == "refused":
         assert harness.refusal(case) is not None, f"a new refusal: {verdict.text}"

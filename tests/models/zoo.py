@@ -6,14 +6,8 @@ are float64.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,101 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-WORDS, LENGTH, CLASSES, SAMPLES = 40, 8, 5, 13
-_SIZES = {
-    "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": WORDS,
-    "max_position_embeddings": 16,
-}  # fmt: skip
-_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_GROUPED = {**_SIZES, "num_key_value_heads": 3, **_TOKENS}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A model of the table.
-
-    Attributes:
-        package: that it comes from.
-        build: makes it; parameters follow from PyTorch's seed.
-        data: ``causal``, ``masked``, ``sequences``, ``images``, ``photos``, ``pairs`` or ``sounds``.
-        by_batch: its loss depends on which samples share a micro-batch (batch norm, contrastive losses), so that a
-            plain loop over logical workers is its reference.
-    """
-
-    package: str
-    build: Callable[[], nn.Module]
-    data: str
-    by_batch: bool = False
-
-    @property
-    def installed(self) -> bool:
-        return find_spec(self.package) is not None
-
-    @property
-    def forms(self) -> tuple[str, ...]:
-        """How its loss may be computed: see ``loss_fn``."""
-        if self.package == "timm":
-            return ("mean", "counted")
-        return ("own", "padded", "counted") if self.data in ("causal", "masked", "sequences") else ("own",)
-
-
-def _hf(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import transformers
-
-        # ``DEFAULTS``, where given, are the parts of a composed configuration.
-        return getattr(transformers, model)(getattr(transformers, config)(**options))  # type: ignore[no-any-return]
-
-    return build
-
-
-def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        with _without_torchvision():
-            import timm
-
-        return timm.create_model(name, num_classes=CLASSES, **options)  # type: ignore[no-any-return]
-
-    return build
-
-
-@contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """Within the block, modules of torchvision that is not installed can be imported: any name is an empty class.
-
-    timm imports it for data sets, image transforms and a frozen batch norm, none of which its models here use.
-    """
-    if find_spec("torchvision") is not None:
-        yield
-        return
-
-    class Finder(MetaPathFinder, Loader):
-        def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-            return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
-
-        def create_module(self, spec: ModuleSpec) -> ModuleType:
-            return StandIn(spec.name)
-
-        def exec_module(self, module: ModuleType) -> None:
-            module.__path__ = []
-
-    class StandIn(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            vars(self)[name] = type(
-                name, (), {"NEAREST": 0, "BILINEAR": 2, "BICUBIC": 3, "BOX": 4, "HAMMING": 5, "LANCZOS": 1}
-            )
-            return vars(self)[name]
-
-    finder = Finder()
-    sys.meta_path.append(finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
+from tests.models.builders import CLASSES, GROUPED, LENGTH, SAMPLES, SIZES, TOKENS, WORDS, Entry, hf, timm
+from tests.models.further_models import FURTHER
 
 
 def _lora() -> nn.Module:
@@ -128,56 +29,56 @@ def _lora() -> nn.Module:
 MODELS: Mapping[str, Entry] = {
     "GPT-2": Entry(
         "transformers",
-        _hf(
+        hf(
             "GPT2LMHeadModel", "GPT2Config",
-            vocab_size=WORDS, n_positions=16, n_embd=24, n_layer=3, n_head=6, use_cache=False, **_TOKENS,
+            vocab_size=WORDS, n_positions=16, n_embd=24, n_layer=3, n_head=6, use_cache=False, **TOKENS,
         ),
         "causal",
     ),
     "GPT-2, eager attention": Entry(
         "transformers",
-        _hf(
+        hf(
             "GPT2LMHeadModel", "GPT2Config", attn_implementation="eager",
-            vocab_size=WORDS, n_positions=16, n_embd=24, n_layer=2, n_head=6, **_TOKENS,
+            vocab_size=WORDS, n_positions=16, n_embd=24, n_layer=2, n_head=6, **TOKENS,
         ),
         "causal",
     ),
-    "GPT-NeoX": Entry("transformers", _hf("GPTNeoXForCausalLM", "GPTNeoXConfig", **_SIZES, **_TOKENS), "causal"),
+    "GPT-NeoX": Entry("transformers", hf("GPTNeoXForCausalLM", "GPTNeoXConfig", **SIZES, **TOKENS), "causal"),
     "OPT": Entry(
         "transformers",
-        _hf(
+        hf(
             "OPTForCausalLM", "OPTConfig",
             vocab_size=WORDS, hidden_size=24, ffn_dim=48, num_hidden_layers=3, num_attention_heads=6,
-            max_position_embeddings=16, word_embed_proj_dim=24, **_TOKENS,
+            max_position_embeddings=16, word_embed_proj_dim=24, **TOKENS,
         ),
         "causal",
     ),
-    "Llama": Entry("transformers", _hf("LlamaForCausalLM", "LlamaConfig", **_GROUPED), "causal"),
-    "Mistral": Entry("transformers", _hf("MistralForCausalLM", "MistralConfig", **_GROUPED), "causal"),
-    "Qwen2": Entry("transformers", _hf("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED), "causal"),
-    "Qwen3": Entry("transformers", _hf("Qwen3ForCausalLM", "Qwen3Config", head_dim=4, **_GROUPED), "causal"),
-    "Gemma": Entry("transformers", _hf("GemmaForCausalLM", "GemmaConfig", head_dim=4, **_GROUPED), "causal"),
-    "Phi-3": Entry("transformers", _hf("Phi3ForCausalLM", "Phi3Config", **_GROUPED), "causal"),
+    "Llama": Entry("transformers", hf("LlamaForCausalLM", "LlamaConfig", **GROUPED), "causal"),
+    "Mistral": Entry("transformers", hf("MistralForCausalLM", "MistralConfig", **GROUPED), "causal"),
+    "Qwen2": Entry("transformers", hf("Qwen2ForCausalLM", "Qwen2Config", **GROUPED), "causal"),
+    "Qwen3": Entry("transformers", hf("Qwen3ForCausalLM", "Qwen3Config", head_dim=4, **GROUPED), "causal"),
+    "Gemma": Entry("transformers", hf("GemmaForCausalLM", "GemmaConfig", head_dim=4, **GROUPED), "causal"),
+    "Phi-3": Entry("transformers", hf("Phi3ForCausalLM", "Phi3Config", **GROUPED), "causal"),
     "Mixtral": Entry(
         "transformers",
-        _hf("MixtralForCausalLM", "MixtralConfig", num_local_experts=3, num_experts_per_tok=2,
-             experts_implementation="eager", **_GROUPED),
+        hf("MixtralForCausalLM", "MixtralConfig", num_local_experts=3, num_experts_per_tok=2,
+             experts_implementation="eager", **GROUPED),
         "causal",
     ),
     "Llama with LoRA": Entry("peft", _lora, "causal"),
-    "BERT": Entry("transformers", _hf("BertForMaskedLM", "BertConfig", **_SIZES, **_TOKENS), "masked"),
-    "RoBERTa": Entry("transformers", _hf("RobertaForMaskedLM", "RobertaConfig", **_SIZES, **_TOKENS), "masked"),
+    "BERT": Entry("transformers", hf("BertForMaskedLM", "BertConfig", **SIZES, **TOKENS), "masked"),
+    "RoBERTa": Entry("transformers", hf("RobertaForMaskedLM", "RobertaConfig", **SIZES, **TOKENS), "masked"),
     "DistilBERT": Entry(
         "transformers",
-        _hf(
+        hf(
             "DistilBertForMaskedLM", "DistilBertConfig",
-            vocab_size=WORDS, dim=24, hidden_dim=48, n_layers=3, n_heads=6, max_position_embeddings=16, **_TOKENS,
+            vocab_size=WORDS, dim=24, hidden_dim=48, n_layers=3, n_heads=6, max_position_embeddings=16, **TOKENS,
         ),
         "masked",
     ),
     "T5": Entry(
         "transformers",
-        _hf(
+        hf(
             "T5ForConditionalGeneration", "T5Config",
             vocab_size=WORDS, d_model=24, d_kv=4, d_ff=48, num_layers=2, num_heads=6, decoder_start_token_id=0,
             pad_token_id=0, eos_token_id=2,
@@ -186,17 +87,17 @@ MODELS: Mapping[str, Entry] = {
     ),
     "BART": Entry(
         "transformers",
-        _hf(
+        hf(
             "BartForConditionalGeneration", "BartConfig",
             vocab_size=WORDS, d_model=24, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
             encoder_attention_heads=6, decoder_attention_heads=6, max_position_embeddings=16,
-            decoder_start_token_id=2, forced_eos_token_id=None, **_TOKENS,
+            decoder_start_token_id=2, forced_eos_token_id=None, **TOKENS,
         ),
         "sequences",
     ),
     "ViT": Entry(
         "transformers",
-        _hf(
+        hf(
             "ViTForImageClassification", "ViTConfig",
             hidden_size=24, intermediate_size=48, num_hidden_layers=3, num_attention_heads=6, image_size=8,
             patch_size=4, num_labels=CLASSES,
@@ -205,9 +106,9 @@ MODELS: Mapping[str, Entry] = {
     ),
     "CLIP": Entry(
         "transformers",
-        _hf(
+        hf(
             "CLIPModel", "CLIPConfig", projection_dim=12,
-            text_config={**_SIZES, **_TOKENS, "num_hidden_layers": 2},
+            text_config={**SIZES, **TOKENS, "num_hidden_layers": 2},
             vision_config={
                 "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
                 "image_size": 8, "patch_size": 4,
@@ -218,26 +119,27 @@ MODELS: Mapping[str, Entry] = {
     ),
     "Whisper": Entry(
         "transformers",
-        _hf(
+        hf(
             "WhisperForConditionalGeneration", "WhisperConfig",
             vocab_size=WORDS, num_mel_bins=6, d_model=24, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48,
             decoder_ffn_dim=48, encoder_attention_heads=6, decoder_attention_heads=6, max_source_positions=8,
-            max_target_positions=16, decoder_start_token_id=1, **_TOKENS,
+            max_target_positions=16, decoder_start_token_id=1, **TOKENS,
         ),
         "sounds",
     ),
     "timm ResNet": Entry(
-        "timm", _timm("resnet18", channels=(8, 8, 16, 16), layers=(1, 1, 1, 1), stem_width=8), "photos", by_batch=True
+        "timm", timm("resnet18", channels=(8, 8, 16, 16), layers=(1, 1, 1, 1), stem_width=8), "photos", by_batch=True
     ),
-    "timm ConvNeXt": Entry("timm", _timm("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 8, 16, 16)), "photos"),
+    "timm ConvNeXt": Entry("timm", timm("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 8, 16, 16)), "photos"),
     "timm ViT": Entry(
         "timm",
-        _timm("vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=24, depth=3, num_heads=6),
+        timm("vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=24, depth=3, num_heads=6),
         "images",
     ),
     "timm EfficientNet": Entry(
-        "timm", _timm("test_efficientnet"), "photos", by_batch=True
+        "timm", timm("test_efficientnet"), "photos", by_batch=True
     ),
+    **FURTHER,
 }  # fmt: skip
 
 
@@ -255,7 +157,7 @@ def build(name: str) -> nn.Module:
 @contextmanager
 def exact() -> Iterator[None]:
     """Within the block, float64 stays float64 where a model computes in float32 by name: losses, norms and softmax."""
-    to, float_, softmax = Tensor.to, Tensor.float, functional.softmax
+    to, float_, softmax, log_softmax = Tensor.to, Tensor.float, Tensor.softmax, Tensor.log_softmax
 
     def wide(value: Tensor, asked: Any) -> Any:
         return torch.float64 if asked is torch.float32 and value.dtype == torch.float64 else asked
@@ -263,16 +165,21 @@ def exact() -> Iterator[None]:
     def exact_to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return to(self, *(wide(self, a) for a in args), **{key: wide(self, value) for key, value in kwargs.items()})
 
-    def exact_softmax(input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
-        return softmax(input, dim, _stacklevel, wide(input, dtype))
+    # Functions of ``torch.nn.functional`` call the methods.
+    def exact_softmax(self: Tensor, dim: Any, dtype: Any = None) -> Tensor:
+        return softmax(self, dim, dtype=wide(self, dtype))
+
+    def exact_log_softmax(self: Tensor, dim: Any, dtype: Any = None) -> Tensor:
+        return log_softmax(self, dim, dtype=wide(self, dtype))
 
     Tensor.to = exact_to  # type: ignore[assignment,method-assign]
     Tensor.float = lambda self: self if self.dtype == torch.float64 else float_(self)  # type: ignore[method-assign]
-    functional.softmax = exact_softmax  # type: ignore[assignment]
+    Tensor.softmax, Tensor.log_softmax = exact_softmax, exact_log_softmax  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        Tensor.to, Tensor.float, functional.softmax = to, float_, softmax  # type: ignore[method-assign]
+        Tensor.to, Tensor.float = to, float_  # type: ignore[method-assign]
+        Tensor.softmax, Tensor.log_softmax = softmax, log_softmax  # type: ignore[method-assign]
 
 
 class Samples(Dataset[dict[str, Tensor]]):
@@ -289,12 +196,32 @@ class Samples(Dataset[dict[str, Tensor]]):
         photos = functional.interpolate(images, 40)
         classes = torch.randint(0, CLASSES, (SAMPLES,), generator=draw)
         text = {"input_ids": words * mask, "attention_mask": mask}
+        noise = torch.randn(SAMPLES, 400, generator=draw, dtype=torch.float64)
+        series, time = noise[:, :14], torch.arange(14, dtype=torch.float64).expand(SAMPLES, 14) / 14
         self._columns: dict[str, Tensor] = {
+            "classes": {**text, "labels": classes},
+            "waves": {"input_values": noise, "labels": labels[:, :4]},
+            "spectra": {"input_values": sounds.transpose(1, 2), "labels": classes},
+            "captions": {"pixel_values": images, "labels": words},
+            "told": {**text, "pixel_values": images, "labels": words},
+            "maps": {"pixel_values": photos, "labels": labels[:, :1, None].expand(-1, 40, 40) % CLASSES},
+            "series": {
+                "past_values": series[:, :10],
+                "past_time_features": time[:, :10, None],
+                "past_observed_mask": torch.ones(SAMPLES, 10),
+                "future_values": series[:, 10:],
+                "future_time_features": time[:, 10:, None],
+            },
+            "channels": {
+                "past_values": noise[:, :20].reshape(SAMPLES, 10, 2),
+                "future_values": noise[:, 20:28].reshape(SAMPLES, 4, 2),
+            },
             "causal": {**text, "labels": words.masked_fill(mask == 0, -100)},
             "masked": {**text, "labels": labels.masked_fill(mask == 0, -100)},
             "sequences": {**text, "labels": labels.masked_fill(mask.flip(0) == 0, -100)},
             "images": {"pixel_values": images, "labels": classes},
             "photos": {"pixel_values": photos, "labels": classes},
+            "pictures": {"pixel_values": functional.interpolate(images, 64), "labels": classes},
             "pairs": {**text, "pixel_values": images},
             "sounds": {"input_features": sounds, "labels": labels},
         }[kind]
