@@ -20,6 +20,7 @@ from tutti.optim.noise_scale import NoiseEstimate, noise_estimate
 from tutti.optim.several import members_of
 from tutti.parallel.ddp.gradient_arithmetic import accumulated, scaled_squares_of, squares_of
 from tutti.parallel.normalisation import divisor_of_backward, mean_factor
+from tutti.train.partial_state import gathered_state
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
 from tutti.types.replica_runner import ReplicaRunner
@@ -56,11 +57,14 @@ class MeasuredParts:
         own: parameters in whose ``.grad`` backward leaves the parts' gradients, and their optimizers.
         step_context: the step under way.
         apart: whether each micro-batch is a part; False where the micro-batches of a worker are one.
+        roots: where ranks share the update out (``own.pieces``), the factors of ``gathered_roots``.
     """
 
-    def __init__(self, own: OwnGradients, step_context: StepContext, apart: bool) -> None:
+    def __init__(
+        self, own: OwnGradients, step_context: StepContext, apart: bool, roots: list[Tensor] | None = None
+    ) -> None:
         self._own, self._step_context, self._apart = own, step_context, apart
-        self._factors_of: dict[int, list[Tensor] | None] = {}
+        self._factors_of: dict[int, list[Tensor] | None] = {} if own.pieces is None else {-1: roots}
         # Of the parts so far: Σ ‖s‖²/c for the gradient s of a sum over c counts, the same scaled, and their number.
         self._squares = self._scaled = 0.0
         self._parts = 0
@@ -146,11 +150,16 @@ class MeasuredParts:
 
         Returns:
             A ``StepNoise``; without estimates if a gradient is not finite or if the batch has a single part, which has
-            no variance. ``scaled`` is measured where each rank has the second moments of its whole gradients.
+            no variance. ``scaled`` is measured where the ranks have the second moments of their whole gradients, or of
+            pieces of them.
         """
         comms, mesh = run_context.comms, run_context.mesh
         able = self._factors(0) is not None
-        whole = self._squares_of(0)[1] if able and mesh.data_rank == 0 else 0.0
+        whole = 0.0
+        if able and self._own.pieces is not None:
+            whole = _squares_of_pieces(self._own)
+        elif able and mesh.data_rank == 0:
+            whole = self._squares_of(0)[1]
         leads = comms.model.rank == 0
         numbers = [self._squares, leads * self._parts, self._scaled, whole, float(able)]
         squares, parts, scaled, scaled_whole, ranks = self._sum(numbers, comms.world)
@@ -331,11 +340,51 @@ def preconditioner_roots(own: OwnGradients, optimizers: Sequence[Optimizer]) -> 
     """
     if own.take_squares is not None or not optimizers:
         return None
-    members = [member for optimizer in optimizers for member in members_of(optimizer)]
-    groups = [(member.state, group) for member in members for group in member.param_groups]
-    roots = {p: _inverse_root(p, state.get(p, {}), group) for state, group in groups for p in group["params"]}
+    roots = _roots(optimizers)
     found = [root for p in own.parameters if (root := roots.get(p)) is not None]
     return found if len(found) == len(own.parameters) else None
+
+
+@torch.no_grad()
+def gathered_roots(own: OwnGradients, comm: Communicator) -> list[Tensor] | None:
+    """Return (√v̂ + ε)^(-1/2) of each whole parameter on every rank, where ranks share the update out.
+
+    Collective over the ranks of ``comm``: a broadcast of names and shapes by each rank, and the pieces of the factors,
+    together as many bytes as the parameters have.
+
+    Args:
+        own: the parameters, and this rank's pieces of them.
+        comm: all ranks.
+
+    Returns:
+        The factors in the order of the parameters, equal on all ranks; None where any has no second moments.
+    """
+    if own.pieces is None:
+        return None
+    roots, mine = _roots(own.optimizers), {}
+    for piece in own.pieces():
+        root = roots.get(piece.tensor)
+        placed = None if root is None else piece.placed(root)
+        if placed is not None:
+            mine[piece.name] = placed
+    whole = gathered_state(mine, comm)
+    found = [whole[name] for name in own.names if name in whole]
+    return found if len(found) == len(own.parameters) else None
+
+
+def _roots(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor | None]:
+    members = [member for optimizer in optimizers for member in members_of(optimizer)]
+    groups = [(member.state, group) for member in members for group in member.param_groups]
+    return {p: _inverse_root(p, state.get(p, {}), group) for state, group in groups for p in group["params"]}
+
+
+@torch.no_grad()
+def _squares_of_pieces(own: OwnGradients) -> float:
+    """Return this rank's part of Σ g²/(√v̂ + ε) of the reduced gradient."""
+    roots = _roots(own.optimizers)
+    pairs = [(piece.tensor.grad, roots.get(piece.tensor)) for piece in (() if own.pieces is None else own.pieces())]
+    known = [(gradient, root) for gradient, root in pairs if gradient is not None and root is not None]
+    return scaled_squares_of([gradient for gradient, _ in known], [root for _, root in known])[1]
 
 
 def _inverse_root(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:

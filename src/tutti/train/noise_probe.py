@@ -15,7 +15,7 @@ from typing import Any
 from tutti.config.strategy_choice import Choice
 from tutti.optim.noise_scale import NoiseAverage, NoiseEstimate
 from tutti.parallel import NoiseBasis
-from tutti.train.noise_parts import MeasuredParts, MeasuredRound, MeasuredWorkers
+from tutti.train.noise_parts import MeasuredParts, MeasuredRound, MeasuredWorkers, gathered_roots
 from tutti.types.gradient_sync import GradientSync
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
@@ -33,7 +33,7 @@ class NoiseProbe:
     The simple noise scale is tr Σ / |G|², in samples: Σ is the covariance of one sample's gradient, G the expected
     gradient (McCandlish et al. 2018, arXiv 1812.06162). With P = diag(√v̂ + ε), the denominator of Adam before the
     step, the second is the simple noise scale of P^(-1/2)·g: squared norms are Σ g²/(√v̂ + ε). It is measured where
-    each rank has the second moments of its whole gradients.
+    each rank has the second moments of its whole gradients, or of pieces that no other rank updates.
 
     Args:
         sync: gradient synchronisation.
@@ -53,7 +53,10 @@ class NoiseProbe:
         self._latest: dict[str, float] = {}
 
     def begin(self, step_context: StepContext) -> MeasuredParts | None:
-        """Begin a training step, and return what measures it; None in a step that is not measured. Not collective.
+        """Begin a training step, and return what measures it; None in a step that is not measured.
+
+        Collective over all ranks in a measured step of a strategy whose ranks share the update out, as ZeRO stage 1 and
+        central storage do: the factors of Adam's preconditioner are gathered.
 
         Every ``every``-th step is measured, from the first one. Where the noise is measured in steps that begin with
         equal parameters on all logical workers (shares of the global batch), it is the next such step.
@@ -69,7 +72,8 @@ class NoiseProbe:
         if basis == "worker":
             self._measured = MeasuredWorkers(own, step_context, meets=not self._row.fault_tolerant)
         elif basis == "batch":
-            self._measured = MeasuredParts(own, step_context, self._row.own_backward)
+            roots = gathered_roots(own, self._run_context.comms.world)
+            self._measured = MeasuredParts(own, step_context, self._row.own_backward, roots)
         elif own.equal_before is not None and _is_due(taken, self._every, own.equal_before):
             self._measured = MeasuredRound(own, step_context)
         return self._measured
@@ -77,8 +81,8 @@ class NoiseProbe:
     def runner(self, replica: ReplicaRunner, step_context: StepContext) -> Runner:
         """Begin a training step, and return the function that runs forward and backward of a worker's micro-batches.
 
-        Not collective. A worker is a logical data-parallel worker, a fixed share of the global batch; a rank may
-        compute several.
+        Collective as ``begin`` is. A worker is a logical data-parallel worker, a fixed share of the global batch; a
+        rank may compute several.
 
         Args:
             replica: this rank's part of the model.

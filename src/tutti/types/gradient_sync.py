@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import OptimizerFactory
@@ -16,6 +16,21 @@ from tutti.types.step_records import StepContext, StepStats, UpdateResult
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+
+class UpdatedPiece(NamedTuple):
+    """A parameter, or a slice of one, that this rank alone updates.
+
+    Attributes:
+        name: name of the parameter in the model.
+        tensor: parameter of the optimizer, whose ``.grad`` has the gradient of the global batch after the reduction.
+        placed: function from a tensor of the shape of ``tensor`` to the tensor with its position in the whole one; None
+            for a tensor without elements.
+    """
+
+    name: str
+    tensor: nn.Parameter
+    placed: Callable[[Tensor], Tensor | TensorSlice | None]
 
 
 @dataclass(frozen=True)
@@ -31,8 +46,12 @@ class OwnGradients:
         take_squares: function without arguments for gradients that backward itself reduces (FSDP2): returns the sum of
             squares of this rank's gradients as they were before that reduction, over the backwards since the last call,
             and resets it. None where backward reduces none.
-        optimizers: the optimizers that have the state of ``parameters``, in full, on this rank; empty where that state
-            is on other ranks, on servers or in host memory.
+        optimizers: the optimizers that have the state of ``parameters``, in full, or of ``pieces`` on this rank; empty
+            where that state is on servers or in host memory.
+        names: names of ``parameters`` in the model, in the same order; empty without ``pieces``.
+        pieces: function without arguments, not collective, that returns all that this rank alone updates of
+            ``parameters``, where ranks share the update out; together the ranks' pieces are the parameters. None where
+            every rank updates its whole parameters.
         optimizer_of: in place of ``optimizers`` where each logical worker (share of the global batch) updates
             parameters of its own on this rank (local SGD): index of the worker → its optimizer. Empty where all workers
             make one update together, or servers make the updates.
@@ -43,6 +62,8 @@ class OwnGradients:
     parameters: Sequence[nn.Parameter]
     take_squares: Callable[[], float] | None = None
     optimizers: Sequence[Optimizer] = ()
+    names: Sequence[str] = ()
+    pieces: Callable[[], Sequence[UpdatedPiece]] | None = None
     optimizer_of: Mapping[int, Optimizer] = field(default_factory=dict)
     equal_before: Callable[[int], bool] | None = None
 

@@ -44,7 +44,7 @@ from tutti.parallel.ddp.sync_module_states import agree_on_state
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.parameter_average import ParameterAverage, wide_type
 from tutti.parallel.whole_tensors import WholeTensors, agreed_mixing, refuse_parts
-from tutti.types.gradient_sync import OwnGradients
+from tutti.types.gradient_sync import OwnGradients, UpdatedPiece
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
 from tutti.types.run_context import RunContext
@@ -292,12 +292,22 @@ class CentralStorageSync(AllReduceSync):
         The gradient noise scale is measured with these gradients. Not collective.
 
         Returns:
-            An ``OwnGradients``, whose ``parameters`` is a list of the trained parameters. On a single CPU rank
-            ``optimizers`` has the optimizer that updates these parameters; elsewhere its ``optimizers`` is empty,
-            because a rank has the optimizer state of a part of the parameters only, or has it in host memory.
+            An ``OwnGradients``, whose ``parameters`` is a list of the trained parameters. On CPUs ``optimizers`` has
+            the optimizer that updates these parameters, and on several ranks ``pieces`` returns the parameters that
+            this rank owns. On accelerators, whose optimizer state is in host memory, ``optimizers`` is empty.
         """
-        alone = self._host is None and self._run_context.comms.replica.size == 1
-        return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
+        if self._host is not None:
+            return OwnGradients(self._counted())
+        if self._run_context.comms.replica.size == 1:
+            return OwnGradients(self._counted(), optimizers=self.optimizers)
+        names = {p: name for name, p in self._named}
+        counted = self._counted()
+        return OwnGradients(
+            counted, optimizers=self.optimizers, names=[names[p] for p in counted], pieces=self._updated_pieces
+        )
+
+    def _updated_pieces(self) -> list[UpdatedPiece]:
+        return [UpdatedPiece(name, p, lambda tensor: tensor) for name, p in self._owned if p.requires_grad]
 
     def begin_custom_loop(self) -> None:
         """Let ``reduce_gradients`` give every rank the summed gradients of all parameters from now on.

@@ -69,7 +69,7 @@ from tutti.parallel.whole_tensors import (
 )
 from tutti.torch_compat import foreach_copy_
 from tutti.types.custom_loop_sync import GradientPlace
-from tutti.types.gradient_sync import OwnGradients
+from tutti.types.gradient_sync import OwnGradients, UpdatedPiece
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
@@ -672,21 +672,29 @@ class ShardedSync:
             leaves this rank's own gradient (ZeRO stage 1; empty where FSDP2 shards all). Its ``take_squares`` is None
             in ZeRO stage 1. Where FSDP2 reduces gradients within backward, ``take_squares`` is a function without
             arguments, which returns the sum of squares of the elements of this rank's own gradients since its previous
-            call, and resets the sum. This call starts that measurement.
+            call, and resets the sum. This call starts that measurement. In ZeRO stage 1 of one copy of a whole model
+            its ``pieces`` returns the rows that this rank updates, whose state ``optimizers`` have.
         """
         lent = self._replica.not_owned
         counted: list[nn.Parameter] = []
+        names: list[str] = []
         meters = []
         for engine in self._engines:
             meter = engine.gradient_meter()
             if meter is not None:
                 meters.append(meter)
                 continue
-            pairs = zip(engine.trained, engine.script_parameters(), strict=True)
+            pairs = list(zip(engine.trained, engine.script_parameters(), strict=True))
             counted += [seen for rows, seen in pairs if seen.requires_grad and rows.name not in lent]
+            names += [rows.name for rows, seen in pairs if seen.requires_grad and rows.name not in lent]
+        if not meters and self._run_context.comms.model.size == self._copies.size == 1:
+            return OwnGradients(counted, optimizers=self.optimizers, names=names, pieces=self._updated_pieces)
         if not meters:
             return OwnGradients(counted)
         return OwnGradients(counted, lambda: sum(meter() for meter in meters))
+
+    def _updated_pieces(self) -> list[UpdatedPiece]:
+        return [UpdatedPiece(rows.name, rows.parameter, rows.piece) for rows in self._trained]
 
     def facts(self) -> dict[str, object]:
         """Return an empty dict: sharded data parallelism adds no entries to the run's ``summary.json``."""
