@@ -141,6 +141,11 @@ def test_units_and_spellings_of_columns(tmp_path: Path) -> None:
         ("MBS", "micro_batch"),
         ("GBS", "global_batch"),
         ("VP", "vpp"),
+        ("# chips", "devices"),
+        ("GPUs per host", "per_node"),
+        ("s/it", "step_time"),
+        ("tokens/s", "tokens_per_s"),
+        ("images/s/GPU", "samples_per_s_per_device"),
     ],
 )
 def test_names_that_people_give_to_columns(name: str, role: str) -> None:
@@ -354,6 +359,27 @@ def test_what_other_columns_determine_is_derived(tmp_path: Path) -> None:
     assert jobs.rows[0].number("devices") == 16
     assert ring.rows[0].number("out_of_place") == pytest.approx(3.0)
     assert target.rows[0].number("last_eval") == 12000
+
+
+@pytest.mark.parametrize(
+    ("column", "numbers", "role"),
+    [
+        ("tokens/s", (8000.0, 15000.0), "tokens_per_s_per_device"),
+        ("samples/s/GPU", (2.0, 1.9), "samples_per_s"),
+        ("ms/step", (500.0, 530.0), "step_time"),
+    ],
+)
+def test_a_throughput_of_all_devices_and_one_of_each_are_the_same(
+    tmp_path: Path, column: str, numbers: tuple[float, float], role: str
+) -> None:
+    known = {"tokens_per_s_per_device": [1000, 937.5], "samples_per_s": [16, 30.4], "step_time": [0.5, 0.53]}
+    rows = [["m", chips, 64 * chips, 1024, value] for chips, value in zip((8, 16), numbers, strict=True)]
+    write(tmp_path / "a.csv", ["model", "accelerators", "gbs", "seq_len", column], rows)
+    (table,) = read_tables(tmp_path)
+    assert table.kind == "published jobs" and not table.reason
+    assert [row.number(role) for row in table.rows] == pytest.approx(known[role])
+    (row,) = named(backtest.run_backtest(tmp_path, {}), "published jobs", "anchored")
+    assert row["n"] == 1
 
 
 def test_a_step_without_a_global_batch_is_no_throughput(tmp_path: Path) -> None:

@@ -43,8 +43,14 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "vocabulary": ("vocab", "vocab_size", "vocabulary"),
     "seq_len": ("seq_len", "seq_length", "sequence_length", "seqlen", "context_length"),
     "hardware": ("hardware", "gpu", "gpu_type", "gpu_name", "gpu_model", "accelerator", "device_type"),
-    "devices": ("devices", "gpus", "num_gpus", "n_gpus", "num_devices", "n_devices", "gpu_count", "world_size"),
-    "per_node": ("devices_per_node", "gpus_per_node", "per_node"),
+    "devices": (
+        *("devices", "gpus", "num_gpus", "n_gpus", "num_devices", "n_devices", "gpu_count", "world_size"),
+        *("accelerators", "num_accelerators", "n_accelerators", "chips", "num_chips", "n_chips"),
+    ),
+    "per_node": (
+        *("devices_per_node", "gpus_per_node", "per_node", "accelerators_per_node", "chips_per_node"),
+        *("devices_per_host", "gpus_per_host"),
+    ),
     "interconnect": ("interconnect", "network"),
     "framework": ("framework",),
     "precision": ("precision", "dtype"),
@@ -61,7 +67,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "vpp": ("vpp", "vp", "virtual_pipeline_parallel_size"),
     "step_time": (
         *("step_time", "iteration_time", "iter_time"),
-        *("time_per_step", "time_per_iteration", "time_per_global_step"),
+        *("time_per_step", "time_per_iteration", "time_per_iter", "time_per_global_step"),
     ),
     "samples_per_s": (
         *("samples_per_s", "samples_per_sec", "samples_per_second", "samples_s", "samples_sec"),
@@ -77,6 +83,15 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
         ),
         *("sequences_per_s", "sequences_per_sec", "sequences_per_second", "sequences_s", "sequences_sec"),
         *("throughput_samples_per_s", "throughput_samples_s", "throughput_images_s", "throughput_img_s"),
+    ),
+    "samples_per_s_per_device": (
+        *("samples_per_s_per_device", "samples_per_sec_per_device", "samples_per_s_per_gpu", "samples_per_sec_per_gpu"),
+        *("samples_s_gpu", "samples_sec_gpu", "images_s_gpu", "images_sec_gpu", "sequences_s_gpu", "sequences_sec_gpu"),
+        *("images_per_s_per_gpu", "images_per_sec_per_gpu", "images_per_s_per_device", "images_per_sec_per_device"),
+    ),
+    "tokens_per_s": (
+        *("tokens_per_s", "tokens_per_sec", "tokens_per_second", "tokens_s", "tokens_sec", "tok_s", "tok_sec"),
+        *("throughput_tokens_per_s", "throughput_tokens_s", "total_tokens_per_s", "total_tokens_s"),
     ),
     "tokens_per_s_per_device": (
         *("tokens_per_s_per_device", "tokens_per_sec_per_device", "tokens_per_s_per_gpu", "tokens_per_sec_per_gpu"),
@@ -129,6 +144,7 @@ _ROLE = {name: role for role, names in _ALIASES.items() for name in names}
 # Kinds in the order of recognition: all roles of the second field, one of the third where there are several, and of
 # the fourth any that the table has a column for.
 _TRUTHS = ("step_time", "samples_per_s", "tokens_per_s_per_device", "tflops_per_device")
+_PER_STEP = re.compile(rf"({'|'.join(_TIME)})_(?:per_)?(?:step|iteration|iter|it)")
 _GRID = ("devices", "global_batch", "micro_batch", "hidden", "layers", "seq_len", "dp", "tp", "pp", "step_time")
 _KINDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     ("all-reduce", ("ranks", "size"), ("out_of_place", "in_place"), ()),
@@ -210,6 +226,8 @@ def column_role(name: str) -> tuple[str, float]:
 
     >>> column_role("iteration time (ms)"), column_role("# GPUs"), column_role("Bytes"), column_role("colour")
     (('step_time', 0.001), ('devices', 1.0), ('size', 1.0), ('', 1.0))
+    >>> column_role("ms/step"), column_role("s/it")
+    (('step_time', 0.001), ('step_time', 1.0))
     """
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     if plain in _ROLE:
@@ -218,6 +236,8 @@ def column_role(name: str) -> tuple[str, float]:
     units = _SIZE if _ROLE.get(stem) == "size" else _TIME
     if stem in _ROLE and unit in units:
         return _ROLE[stem], units[unit]
+    if (per_step := _PER_STEP.fullmatch(plain)) is not None:
+        return "step_time", _TIME[per_step[1]]
     for unit, factor in _RATE.items():
         if _ROLE.get(plain.removesuffix(f"_{unit}")) == "bus_rate":
             return "bus_rate", factor
@@ -315,6 +335,10 @@ def _derive(row: TableRow) -> TableRow:
         found.setdefault("devices", grid)
     elif "nodes" in found and "per_node" in found:
         found.setdefault("devices", found["nodes"] * found["per_node"])
+    if "devices" in found and "tokens_per_s" in found:
+        found.setdefault("tokens_per_s_per_device", found["tokens_per_s"] / found["devices"])
+    if "devices" in found and "samples_per_s_per_device" in found:
+        found.setdefault("samples_per_s", found["samples_per_s_per_device"] * found["devices"])
     for missing in ("dp", "tp", "pp"):
         if "devices" in found and sum(role in found for role in ("dp", "tp", "pp")) == 2 and missing not in found:
             found[missing] = max(1.0, found["devices"] / grid)
