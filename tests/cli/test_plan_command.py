@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.faults.commands import tutti
+from tests.planning.test_other_time import END, EVALUATION, SAVE, START, STEP, write_timed
 from tests.planning.test_run_evidence import write_run
 from tutti.cli.plan_answer import PlanLimits
 from tutti.cli.plan_command import _searcher
@@ -18,6 +19,7 @@ from tutti.config.settings import read_file, resolve_config
 from tutti.planning import step_prediction
 from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData
 from tutti.planning.machine_choice import open_machine
+from tutti.planning.plan_file import memory_words
 from tutti.planning.planned_run import PlannedRun
 
 A100 = ("--machine", "a100x8", "--precision", "bf16")
@@ -121,11 +123,36 @@ def test_a_plan_that_fits_little_memory_is_one_that_train_takes(tmp_path: Path) 
     tight = planned(tmp_path, *machine, "--device-memory", "0.003", "--out", "plan.toml")
     small = tight["plans"][tight["chosen"]]
     assert not chosen["options"] and small["options"] and small["seconds"] > chosen["seconds"]
-    assert any("GiB short at the least" in text for text in tight["refused"])
+    assert any("GiB short at the least, where activations takes most" in text for text in tight["refused"])
+    assert small["memory"]["total"] == pytest.approx(sum(small["memory"].values()) / 2)
+    assert small["memory"]["total"] <= 0.003 * 2**30
+    assert chosen["memory"]["total"] > 0.003 * 2**30
+    (line,) = (line for line in (tmp_path / "plan.toml").read_text().splitlines() if "memory of a device" in line)
+    assert line.startswith("# memory of a device: ") and "MiB (activations " in line
+    shown = tutti(tmp_path, "plan", "digits", "--runs", "runs", *machine)
+    assert memory_words(chosen["memory"]).partition(" (")[0] in shown.out and "  memory  " in shown.out
     _, config = resolve_config({}, [tmp_path / "plan.toml"], None)
     assert config.micro_batch == small["options"].get("micro_batch") and config.batch_size == small["batch"]
     trained = tutti(tmp_path, "train", "--config", "plan.toml", "--dry-run", "--precision", "fp32", "--devices", "1")
     assert trained.code == 0, trained.err
+
+
+def test_the_time_has_what_runs_have_spent_besides_training(tmp_path: Path) -> None:
+    runs = [write_timed(tmp_path / "runs" / str(n), n, epochs=15, eval_every="1ep") for n in (1, 2)]
+    assert all(run.is_dir() for run in runs)
+    found = planned(tmp_path, "--batch-size", "8")
+    for plan in found["plans"]:
+        other = {"start": START, "evaluation": 15 * EVALUATION, "save": END + 14 * SAVE}
+        assert plan["other_seconds"] == pytest.approx(other)
+        assert plan["seconds"] == pytest.approx(plan["training_seconds"] + sum(other.values()))
+        assert plan["training_seconds"] == pytest.approx(60 * STEP)
+    assert " with start, evaluations and saves (no band)" in found["headline"]
+    shown = tutti(tmp_path, "plan", "digits", "--runs", "runs", "--batch-size", "8")
+    assert shown.code == 0, shown.err
+    assert "besides training" in shown.out and "evaluation 60 s, save 24 s; failures come on top" in shown.out
+    # What was measured elsewhere says nothing of this machine.
+    away = planned(tmp_path, *A100, "--max-devices", "1", "--batch-size", "8")
+    assert not any(plan["other_seconds"] for plan in away["plans"]) and "of training (" in away["headline"]
 
 
 def test_recomputation_is_searched_where_memory_is_short(tmp_path: Path) -> None:

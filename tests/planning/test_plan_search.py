@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,31 +87,56 @@ def test_memory_refuses_plans_and_makes_micro_batches_worth_it() -> None:
     pricer = StepPricer(TaskSizes("text", base, ("blocks",)), base, prices)
     assert pricer.checkpointing() == ("none", "blocks")
     whole = PlannedStep(2, 64, "mirrored", 0.0, np.zeros(0), {}, "")
-    room = 0.9 * pricer.sizes.device_bytes(plan_config_of(whole, base))
-    assert pricer.short(whole, room) == pytest.approx(room / 9)
+    held = pricer.memory(whole)
+    assert held["total"] == pricer.sizes.device_memory(plan_config_of(whole, base)).total
+    room = 0.9 * held["total"]
     free, tight = (searched_text(pricer, memory) for memory in (None, room))
     (best,), (small,) = (best_by_devices(device_plans(found.steps, DATA, None)) for found in (free, tight))
     assert not best.step.options and small.step.label == "mirrored activation_checkpointing=blocks"
     assert small.seconds > best.seconds
-    assert pricer.short(small.step, room) <= 0
-    assert all("GiB short at the least" in text for text in tight.refusals()) and tight.refusals()
+    assert best.step.memory == held and small.step.memory is not None and small.step.memory["total"] <= room
+    # The kind of bytes that takes most is named: a model this small holds little besides activations.
+    assert max((size, kind) for kind, size in held.items() if kind != "total")[1] == "activations"
+    (text,) = tight.refusals()
+    (least, number, kept) = tight.lacking["mirrored"]
+    assert number == sum(tight.refusals().values()) and least == kept["total"] - room
+    assert text.startswith("mirrored: ") and "GiB short at the least, where activations takes most, " in text
     again = [step for step in tight.steps if "blocks" in step.label]
     assert again and all(step.terms["recomputation"] > 0 for step in again)
 
 
 def test_a_plan_whose_memory_cannot_be_predicted_is_refused_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pricer = pricer_of(own, costs(between=SLOW))
-    known = StepPricer.short
+    known = StepPricer.memory
 
-    def short(self: StepPricer, step: PlannedStep, memory: float) -> float:
+    def memory(self: StepPricer, step: PlannedStep) -> Mapping[str, float]:
         if step.family == "sharded":
             raise UsageError("the memory cannot be predicted")
-        return known(self, step, memory)
+        return known(self, step)
 
-    monkeypatch.setattr(StepPricer, "short", short)
+    monkeypatch.setattr(StepPricer, "memory", memory)
     found = searched(pricer, (2,), memory=1e12)
     assert any("the memory cannot be predicted" in text for text in found.refusals())
     assert any(step.family == "mirrored" for step in found.steps)
+    # Without a limit such a plan is made, and its memory is unknown.
+    free = {step.family: step.memory for step in searched(pricer, (2,)).steps if not step.least}
+    assert free["sharded"] is None and free["mirrored"] is not None
+
+
+def test_every_evaluated_plan_has_the_memory_of_its_strategy(own: str) -> None:
+    pricer = pricer_of(own, costs(between=SLOW))
+    found = searched(pricer, (2,))
+    for step in found.steps:
+        if step.least:
+            assert step.memory is None
+        else:
+            held = pricer.sizes.device_memory(plan_config_of(step, pricer.base))
+            assert step.memory is not None and step.memory["total"] == held.total
+            assert step.memory["parameters"] == held.parameters > 0
+    whole, stages = (
+        pricer.memory(made(2, 16, text, 0.0))["parameters"] for text in ("mirrored", "pipeline:stages=2,schedule=1f1b")
+    )
+    assert 0 < stages < whole
 
 
 def searched_text(pricer: StepPricer, memory: float | None) -> PlanCandidates:
@@ -129,9 +155,10 @@ def test_measured_steps_win_and_scale_the_others(own: str) -> None:
     plain = pricer.evaluate(made(2, 16, "mirrored", 0.0))
     slower = made(2, 16, "ddp", 3 * plain.seconds)
     found = searched(pricer, (1, 2), measured=(slower,))
-    mine = [step for step in found.steps if step_key(step) == step_key(slower)]
-    assert mine == [slower]
-    rest = [step for step in found.steps if step is not slower]
+    (mine,) = (step for step in found.steps if step_key(step) == step_key(slower))
+    assert (mine.seconds, mine.strategy, mine.basis) == (slower.seconds, "ddp", slower.basis)
+    assert mine.memory == pricer.memory(slower)
+    rest = [step for step in found.steps if step is not mine]
     assert rest and all("scaled × 3.00 by 1 measured step" in step.basis for step in rest)
     again = pricer.evaluate(made(2, 16, "mirrored", 0.0))
     assert again.seconds == pytest.approx(3 * plain.seconds)

@@ -207,6 +207,51 @@ def test_a_script_is_planned_with_its_arguments(tmp_path: Path) -> None:
     assert refused.code == 2 and "--verify is of tutti train, which trains no script" in refused.err, refused.err
 
 
+def test_a_script_is_planned_for_its_own_epochs_without_a_recipe(tmp_path: Path) -> None:
+    """100 samples in batches of 32: an epoch is 3.125 of them, and the last one is smaller."""
+    path = script(tmp_path, LOOP)
+    words = ("plan", path, "--machine", "a100x8", "--precision", "bf16", "--max-devices", "2", "--strategy", "mirrored")
+
+    def planned(*more: str) -> dict[str, Any]:
+        done = tutti(tmp_path, *words, *more, "--json")
+        assert done.code == 0, done.err
+        found: dict[str, Any] = json.loads(done.out)
+        return found
+
+    own, stated = planned(), planned("--length", "500st", "--batch-size", "16")
+    assert (own["target"], own["length"], stated["length"]) == (None, "2ep", "500st")
+    assert {(each["batch"], each["samples"], each["steps"]) for each in own["plans"]} == {(32, 200, 7)}
+    assert {(each["batch"], each["samples"], each["steps"]) for each in stated["plans"]} == {(16, 8000, 500)}
+    assert {each["devices"] for each in own["plans"]} == {1, 2} and "2 epochs after" in own["headline"]
+    assert all("as stated" in each["samples_basis"] for each in own["plans"])
+    shown = tutti(tmp_path, *words, "--deadline", "1h")
+    assert shown.code == 0 and "2 epochs after" in shown.out and "batch_size=32), then tutti run" in shown.out
+    late = tutti(tmp_path, *words, "--length", "1000000000sa", "--deadline", "1s")
+    assert late.code == 9 and "No plan trains 1e+09 samples within 1 s" in late.out, late.err
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "message"),
+    [
+        (STEPS, (), "the script uses run.epoch before run.epochs(number)"),
+        (LOOP.replace("run.epochs(2)", "run.epochs(0)"), (), "run.epochs got 0"),
+        (LOOP.partition("with run")[0], (), "the script ends without run.epochs(number)"),
+        (LOOP, ("--length", "2 weeks"), "cannot read '2 weeks' as a duration"),
+        (LOOP, ("--length", "0st"), "--length is 0st"),
+        (LOOP, ("--length", "2ep", "--batch-size", "16", "32"), "without a recipe one batch is planned"),
+        (LOOP, ("--target", "loss=1"), "--target needs the samples that it takes"),
+        (LOOP, ("--length", "2ep", "--recipe", "recipe.json"), "both say when training ends"),
+    ],
+)
+def test_a_script_whose_length_is_not_known_is_refused(
+    body: str, words: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    done = tutti(tmp_path, "plan", script(tmp_path, body), "--machine", "a100x8", "--precision", "bf16", *words)
+    assert done.code == 2 and message in done.err and "Traceback" not in done.err, done.err
+    if not words:
+        assert "--length 10ep" in done.err
+
+
 def test_the_command_predicts_a_script_with_its_arguments(tmp_path: Path) -> None:
     head = HEAD.replace("range(4)", "range(int(sys.argv[1]))")
     path = script(tmp_path, STEPS, head)

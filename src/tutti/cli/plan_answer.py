@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from tutti.cli.console_tables import print_table
 from tutti.config.bounds import check_above_zero, check_least
+from tutti.config.spec import Duration
 from tutti.config.training_target import TrainingTarget
 from tutti.errors import ExitCode, UsageError, counted
+from tutti.host_memory import format_bytes
 from tutti.launcher.encoding import json_text
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.task_or_script import TaskOrScript
@@ -141,7 +143,7 @@ class PlanAnswer:
 
     Attributes:
         subject: the task or script to plan.
-        target: metric and value at which training ends.
+        target: metric and value at which training ends, or the length of training of a script.
         plans: all plans, each a choice of devices, batch and strategy with its predicted seconds and cost.
         found: the candidates of the search: refused choices, and assumptions of the predictions.
         notes: lines to print below the tables.
@@ -150,7 +152,7 @@ class PlanAnswer:
     """
 
     subject: TaskOrScript
-    target: TrainingTarget
+    target: TrainingTarget | Duration
     plans: list[DevicePlan]
     found: PlanCandidates
     notes: list[str]
@@ -204,9 +206,9 @@ class PlanAnswer:
         shown = self.plans if as_json else losers
         reasons = {place[id(p)]: lost_reason(p, rows[p.devices]) for p in shown if p is not rows[p.devices]}
         chosen = fastest if limited else knee or best[0]
-        text = headline(best, self.target, fastest if limited else None) if chosen is not None else self._missed(best)
+        text = headline(best, self._aim(), fastest if limited else None) if chosen is not None else self._missed(best)
         rate: dict[str, Any] | None = None
-        if chosen is not None and not self.subject.script:
+        if chosen is not None and isinstance(self.target, TrainingTarget) and not self.subject.script:
             near = model_run(chosen, runs)
             config = plan_config(chosen, base, self.target, near)
             words = rate_words(config, near)
@@ -223,7 +225,7 @@ class PlanAnswer:
                 facts = {**self._json(text, rendered, at[place[id(chosen)]]), "learning_rate": rate}
                 write_plan(config, self.subject.text, facts, out)
         if figure is not None:
-            write_plan_figure(best, f"{self.subject.text} to {self.target}", figure)
+            write_plan_figure(best, f"{self.subject.text}: {self._aim()}", figure)
         if as_json:
             picked = None if chosen is None else place[id(chosen)]
             found = self._json(text, plan_json(self.plans, reasons, marks), picked)
@@ -240,6 +242,13 @@ class PlanAnswer:
                     print(f"wrote {path}")
         return ExitCode.DONE if chosen is not None else ExitCode.THRESHOLD
 
+    def _aim(self) -> str:
+        """Return the target, or the length of training, in words."""
+        if isinstance(self.target, TrainingTarget):
+            return str(self.target)
+        name, value = {"ep": "epoch", "st": "step", "sa": "sample"}[self.target.unit], self.target.value
+        return f"{value:,.6g} {name}{'' if value == 1 else 's'}"
+
     def _missed(self, best: Sequence[DevicePlan]) -> str:
         from tutti.planning.plan_file import plan_seconds
 
@@ -249,7 +258,8 @@ class PlanAnswer:
         judged = "by the point figures: there is no band" if quickest.band is None else "by the slow end of the band"
         cost = "" if quickest.cost is None else f", cost {_money(quickest.cost)}"
         within = " and ".join(limits)
-        return f"no plan reaches {self.target} within {within} ({judged}); the fastest: {plan_in_words(quickest)}{cost}"
+        verb = "reaches" if isinstance(self.target, TrainingTarget) else "trains"
+        return f"no plan {verb} {self._aim()} within {within} ({judged}); the fastest: {plan_in_words(quickest)}{cost}"
 
     def _facts(self) -> dict[str, Any]:
         critical = self.data.critical_batch
@@ -274,7 +284,10 @@ class PlanAnswer:
             "format": "tutti plan",
             "version": 1,
             "task": self.subject.text,
-            "target": {"metric": self.target.metric.name, "value": self.target.value},
+            "target": {"metric": self.target.metric.name, "value": self.target.value}
+            if isinstance(self.target, TrainingTarget)
+            else None,
+            "length": None if isinstance(self.target, TrainingTarget) else str(self.target),
             "headline": text,
             "chosen": chosen,
             "price": None
@@ -303,8 +316,11 @@ class PlanAnswer:
         from tutti.planning.plan_file import plan_seconds
 
         print(f"{text[0].upper()}{text[1:]}.\n")
-        times = ["time to target", "draws 5–95 %", "band 90 %"]
-        heads = ["devices", "batch", "step (5–95 %) [band]", "samples", *times, "gain", "cost (5–95 %) [band]", "plan"]
+        besides = any(plan.other for plan in best)
+        goal = "time to target" if isinstance(self.target, TrainingTarget) else "time"
+        times = [goal, *(["besides training"] if besides else []), "draws 5–95 %", "band 90 %"]
+        step = ["step (5–95 %) [band]", "memory", "samples"]
+        heads = ["devices", "batch", *step, *times, "gain", "cost (5–95 %) [band]", "plan"]
         rows = []
         for number, plan in enumerate(best):
             low, high = draw_ends(plan.draws)
@@ -314,8 +330,10 @@ class PlanAnswer:
                     str(plan.devices),
                     str(plan.step.batch),
                     _step_text(plan),
+                    "unknown" if plan.step.memory is None else format_bytes(plan.step.memory["total"]),
                     f"{plan.data.samples:,.0f}",
                     plan_seconds(plan.seconds),
+                    *([plan_seconds(sum(plan.other.values()))] if besides else []),
                     f"{plan_seconds(low)}–{plan_seconds(high)}",
                     "no band" if plan.band is None else "–".join(map(plan_seconds, plan.band)),
                     "" if gain is None else f"{gain:.2f} ×",
@@ -350,7 +368,22 @@ class PlanAnswer:
             print(f"{label:<9} {line}")
         if self.asked.price is not None:
             print(f"price     {self.asked.price:g} a device and hour, stated for {self.asked.price_date}")
-        print("time      of training alone: start, evaluations, saves and failures come on top (tutti goodput)")
+        print(f"time      {_time_words(best)}")
+
+
+def _time_words(best: Sequence[DevicePlan]) -> str:
+    """Say which seconds the times to the target include, by the plans of the table."""
+    from tutti.planning.plan_file import plan_seconds
+
+    known = next((plan for plan in best if plan.other), None)
+    if known is None:
+        return "of training alone: start, evaluations, saves and failures come on top (tutti goodput)"
+    parts = ", ".join(f"{name} {plan_seconds(seconds)}" for name, seconds in known.other.items())
+    missing = [name for name in ("start", "evaluation", "save") if name not in known.other]
+    return (
+        f"with what runs have measured besides training, at {counted(known.devices, 'device')}: {parts}; "
+        f"{', '.join([*missing, 'failures'])} come on top"
+    )
 
 
 def _runners_up(plans: Sequence[DevicePlan], best: Sequence[DevicePlan]) -> list[list[DevicePlan]]:

@@ -17,6 +17,7 @@ from tutti.cli.output_checks import check_writable
 from tutti.cli.plan_answer import PlanAnswer, PlanLimits, choice_in_words, plan_in_words
 from tutti.cli.simulate_command import parse_link
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
+from tutti.config.spec import Duration
 from tutti.config.strategy_choice import parse_strategy
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import UsageError, counted
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData
     from tutti.planning.plan_candidates import PlanCandidates
     from tutti.planning.run_evidence import RunEvidence
+    from tutti.planning.script_task import ScriptTask
     from tutti.planning.step_costs import StepCosts
     from tutti.tasks.task import Task
 
@@ -45,6 +47,7 @@ def plan_devices(
     recipe: Annotated[Path | None, Parameter(show_default=False)] = None,
     machine: Annotated[str | None, Parameter(show_default=False)] = None,
     target: Annotated[str | None, Parameter(show_default=False)] = None,
+    length: Annotated[str | None, Parameter(show_default=False)] = None,
     max_devices: WholeNumber = 64,
     batch_size: Annotated[tuple[int, ...], _MANY] = (),
     strategy: Annotated[tuple[str, ...], _MANY] = (),
@@ -64,8 +67,8 @@ def plan_devices(
 
     Example: tutti plan digits --runs runs --machine machine.json
 
-    TASK is a task of tutti train, or with --recipe and --machine a script that
-    calls tutti.prepare; its own arguments follow --.
+    TASK is a task of tutti train, or with --machine a script that calls
+    tutti.prepare; its own arguments follow --.
 
     Parameters
     ----------
@@ -79,6 +82,9 @@ def plan_devices(
         as in tutti simulate; default: only the steps of the runs
     target:
         held-out value: accuracy=0.93; default: the runs' own
+    length:
+        of a script's training without a target: 10ep, 500st or 20000sa;
+        default: the epochs that it gives to run.epochs
     max_devices:
         most devices; each doubling from 1 on is planned
     batch_size:
@@ -146,23 +152,31 @@ def plan_devices(
     known = None if target is None else TrainingTarget.parse(target, "--target")
     if known is not None:
         _check_known(known, "--target", task)
+    stated_length = _stated_length(length, named, recipe, known)
     _check_sources(named, runs, recipe, machine)
 
     from tutti.planning.device_plan import device_plans
-    from tutti.planning.plan_candidates import step_key
-    from tutti.planning.run_evidence import find_runs, read_evidence, usable_runs
+    from tutti.planning.plan_candidates import measured_steps, step_key
+    from tutti.planning.run_evidence import find_runs, other_time, read_evidence, usable_runs
 
     evidence, notes = usable_runs([read_evidence(path) for path in find_runs(runs)], task)
-    stated = known is not None
-    known, data = _to_target(evidence, recipe, known, task, notes)
-    if recipe is not None and not stated and not named.script:
-        _check_known(known, f"--recipe {recipe}", task)
-    loaded = named.load_script()
+    goal: TrainingTarget | Duration
+    loaded = named.load_script() if recipe is None else None
+    if loaded is not None:
+        goal = stated_length or Duration(named.script_epochs(), "ep")
+        asked, data = _to_length(goal, loaded, asked, notes)
+    else:
+        goal, data = _to_target(evidence, recipe, known, task, notes)
+        if recipe is not None and known is None and not named.script:
+            _check_known(goal, f"--recipe {recipe}", task)
+        loaded = named.load_script()
     base = _base(evidence, precision, None if loaded is None else loaded.options)
     batches = _batches(data, asked.batches)
-    command = f"tutti train {task} --until {known.metric.name}={known.value:g}"
+    until = f"{goal.metric.name}={goal.value:g}" if isinstance(goal, TrainingTarget) else "NAME=VALUE"
+    command = f"tutti train {task} --until {until}"
     steps = _steps_of_runs(evidence, strategy, batches, max_devices, command)
     costs = None
+    here = evidence
     if machine is None:
         notes.append("only the devices and batches of the runs are planned without --machine")
     search: Callable[[list[PlannedStep]], PlanCandidates] = _planned_alone
@@ -170,17 +184,24 @@ def plan_devices(
         from tutti.planning.machine_choice import open_machine
 
         costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
-        steps = _steps_of_machine(steps, evidence, costs, base.precision, notes)
+        here = _of_machine(evidence, costs, base.precision)
+        if len(here) < len(evidence):
+            others = counted(len(evidence) - len(here), "run")
+            notes.append(f"steps of {others} are not used, trained on another machine or precision")
+            kept = {step_key(s) for s in measured_steps(here)}
+            steps = [s for s in steps if step_key(s) in kept]
+    data = data.with_other(other_time(here, base))
+    if costs is not None:
         subject = task if loaded is None else loaded.task
         search = _searcher(subject, base, costs, data, asked, batches, strategy, steps)
         if asked.device_memory is None:
             notes.append("memory is not checked, and recomputation not tried, without --device-memory")
     found = search(steps)
     _check_found(found)
-    answer = PlanAnswer(named, known, device_plans(found.steps, data, asked.price), found, notes, data, asked)
-    if verify:
+    answer = PlanAnswer(named, goal, device_plans(found.steps, data, asked.price), found, notes, data, asked)
+    if verify and isinstance(goal, TrainingTarget):
         _check_here(costs, evidence)
-        verified = _verify(answer, base, evidence)
+        verified = _verify(answer, goal, base, evidence)
         known_steps = {**{step_key(s): s for s in steps}, **{step_key(s): s for s in verified}}
         found = search([*known_steps.values()])
         answer = replace(answer, plans=device_plans(found.steps, data, asked.price), found=found)
@@ -193,14 +214,62 @@ def _check_known(target: TrainingTarget, option: str, task: str) -> None:
         check_metric(target.metric.name, option, task_registry.held_out_values(task), averaged=True)
 
 
+def _stated_length(
+    text: str | None, named: TaskOrScript, recipe: Path | None, target: TrainingTarget | None
+) -> Duration | None:
+    """Return the length of ``--length``; raise UsageError where training ends at a target, or no script is planned."""
+    if named.script and target is not None and recipe is None:
+        raise UsageError("--target needs the samples that it takes", remedy="give --recipe, or leave out --target")
+    if text is None:
+        return None
+    if not named.script:
+        raise UsageError("--length is of a script", remedy="leave it out and give --runs or --recipe, with a target")
+    if recipe is not None:
+        raise UsageError("--length and --recipe both say when training ends", remedy="leave out one")
+    found = Duration.parse(text, "--length")
+    if found.value <= 0:
+        raise UsageError(f"--length is {text}", remedy="give more than 0")
+    return found
+
+
+def _to_length(
+    length: Duration, loaded: ScriptTask, asked: PlanLimits, notes: list[str]
+) -> tuple[PlanLimits, TargetData]:
+    """Return the limits with the one batch that is planned, and the samples of a script's stated length.
+
+    Args:
+        length: length of training.
+        loaded: the script.
+        asked: limits of the plans.
+        notes: appended to.
+
+    Raises:
+        UsageError: no batch or several are given, or the script reads a stream.
+    """
+    from tutti.planning.conformal_band import shipped_residuals
+    from tutti.planning.device_plan import MeasuredTarget, TargetData
+
+    batches = asked.batches or (loaded.options["batch_size"],)
+    if len(batches) != 1:
+        raise UsageError(
+            "without a recipe one batch is planned, that of the script",
+            why="how many samples training needs with another batch is not known",
+            remedy="give one --batch-size, or --recipe of tutti noise",
+        )
+    (batch,) = batches
+    dataset = loaded.samples()
+    samples = length.value * {"ep": dataset, "st": batch, "sa": 1}[length.unit]
+    notes.append(f"without --recipe only batch {batch} is planned: samples of other batches are not known")
+    data = TargetData([MeasuredTarget(batch, samples, 0)], None, shipped_residuals(), loaded.task.name)
+    return replace(asked, batches=batches), data
+
+
 def _check_sources(named: TaskOrScript, runs: Sequence[Path], recipe: Path | None, machine: str | None) -> None:
     """Raise UsageError if no option gives the samples to the target, or none the seconds of a step."""
-    if not runs and recipe is None:
+    if not runs and recipe is None and not named.script:
         raise UsageError(
             "nothing says how many samples the target needs",
-            remedy="give --recipe"
-            if named.script
-            else f"give --runs: two runs of tutti train {named.text} --until NAME=VALUE with different --batch-size, "
+            remedy=f"give --runs: two runs of tutti train {named.text} --until NAME=VALUE with different --batch-size, "
             "or --recipe",
         )
     if not runs and machine is None:
@@ -286,28 +355,6 @@ def _steps_of_runs(
     return [s for s in steps if not strategies or s.strategy in strategies or s.family in families]
 
 
-def _steps_of_machine(
-    steps: Sequence[PlannedStep], evidence: Sequence[RunEvidence], costs: StepCosts, precision: str, notes: list[str]
-) -> list[PlannedStep]:
-    """Return the steps measured on the machine of the plan and in its precision; a note says what is left out.
-
-    Args:
-        steps: steps of all runs.
-        evidence: the runs.
-        costs: prices of the machine.
-        precision: of the plan.
-        notes: appended to.
-    """
-    from tutti.planning.plan_candidates import measured_steps, step_key
-
-    here, others = _of_machine(evidence, costs, precision)
-    if not others:
-        return [*steps]
-    notes.append(f"steps of {counted(others, 'run')} are not used, trained on another machine or precision")
-    kept = {step_key(s) for s in measured_steps(here)}
-    return [s for s in steps if step_key(s) in kept]
-
-
 def _check_options(script: str, runs: Sequence[Path], out: Path | None, verify: int) -> None:
     """Raise UsageError for options that need runs of ``tutti train``, where a script is planned."""
     for flag, given in (("--runs", runs), ("--out", out), ("--verify", verify)):
@@ -315,8 +362,8 @@ def _check_options(script: str, runs: Sequence[Path], out: Path | None, verify: 
             raise UsageError(
                 f"{flag} is of tutti train, which trains no script",
                 where=script,
-                remedy="leave it out and plan from --recipe and --machine, or plan a task file.py:function with the "
-                "script's model, loss and data",
+                remedy="leave it out and plan from --machine, and --recipe for a target, or plan a task "
+                "file.py:function with the script's model, loss and data",
             )
 
 
@@ -424,16 +471,15 @@ def _base(
     return replace(config, precision=precision) if precision is not None else config
 
 
-def _of_machine(evidence: Sequence[RunEvidence], costs: StepCosts, precision: str) -> tuple[list[RunEvidence], int]:
-    """Return the runs that were trained on the machine in this precision, and the number of others."""
+def _of_machine(evidence: Sequence[RunEvidence], costs: StepCosts, precision: str) -> list[RunEvidence]:
+    """Return the runs that were trained on the machine of the plan in its precision."""
     from tutti.planning.measured_costs import MeasuredCosts
 
     if not isinstance(costs, MeasuredCosts):
-        return [], len(evidence)
+        return []
     kind = "cpu" if costs.machine.device.get("type") == "cpu" else "accelerator"
     host = f"{costs.machine.host.get('name', '')} {kind}"
-    kept = [run for run in evidence if run.host == host and run.config.precision == precision]
-    return kept, len(evidence) - len(kept)
+    return [run for run in evidence if run.host == host and run.config.precision == precision]
 
 
 def _check_here(costs: StepCosts | None, evidence: Sequence[RunEvidence]) -> None:
@@ -457,7 +503,9 @@ def _check_here(costs: StepCosts | None, evidence: Sequence[RunEvidence]) -> Non
         )
 
 
-def _verify(answer: PlanAnswer, base: PlannedRun, runs: Sequence[RunEvidence]) -> list[PlannedStep]:
+def _verify(
+    answer: PlanAnswer, target: TrainingTarget, base: PlannedRun, runs: Sequence[RunEvidence]
+) -> list[PlannedStep]:
     """Train the best plans that this machine has devices for, and return their measured steps."""
     from tutti.config.variables import without_settings
     from tutti.launcher.devices import count_accelerators
@@ -481,7 +529,7 @@ def _verify(answer: PlanAnswer, base: PlannedRun, runs: Sequence[RunEvidence]) -
         with tempfile.TemporaryDirectory() as folder:
             directory, file = Path(folder) / "run", Path(folder) / "plan.toml"
             config = replace(
-                plan_config(plan, base, answer.target, model_run(plan, runs)),
+                plan_config(plan, base, target, model_run(plan, runs)),
                 until=None,
                 patience=None,
                 samples=None,

@@ -7,9 +7,10 @@ draws; draws of the same place belong together, so that the difference of two pl
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,6 +21,8 @@ from tutti.errors import UsageError, counted
 from tutti.planning.conformal_band import Residuals, band_factor, band_unit, distance_class
 from tutti.planning.law_fit import fit_target
 from tutti.planning.monte_carlo import DRAWS
+from tutti.planning.other_time import OtherTime
+from tutti.planning.planned_run import mesh_extents
 from tutti.planning.recipe import TrainingRecipe
 from tutti.planning.scaling_laws import Array
 
@@ -38,7 +41,7 @@ class MeasuredTarget:
     Attributes:
         batch: samples in a global batch.
         samples: training samples until a run reached the target, of several runs their median or geometric mean.
-        runs: number of runs.
+        runs: number of runs; 0 where the user states the samples.
         spread: standard deviation of the natural logarithm of ``samples``: the target was reached somewhere between two
             evaluations (``interval_spread``).
     """
@@ -95,6 +98,7 @@ class TargetData:
         if not measured and recipe is None:
             raise UsageError("nothing says how many samples the target needs", remedy="give --runs or --recipe")
         self.measured = {each.batch: each for each in sorted(measured, key=lambda each: each.batch)}
+        self.other = OtherTime()
         self._recipe, self._residuals, self._task = recipe, residuals, task
         generator = np.random.default_rng(0)
         self._normal = generator.standard_normal(DRAWS)
@@ -114,6 +118,16 @@ class TargetData:
             self._critical = np.exp(self._posterior.log_critical[chosen])
             self.spread = self._posterior.seed
         self._known: dict[int, DataDemand] = {}
+
+    def with_other(self, other: OtherTime) -> TargetData:
+        """Return a copy that also knows the seconds of start, evaluations and saves.
+
+        Args:
+            other: predicts these seconds.
+        """
+        made = copy.copy(self)
+        made.other = other
+        return made
 
     @property
     def critical_batch(self) -> tuple[float, float, float] | None:
@@ -160,6 +174,9 @@ class TargetData:
 
     def _demand(self, batch: int) -> DataDemand:
         known = self.measured.get(batch)
+        if known is not None and not known.runs:
+            ends = (known.samples, known.samples)
+            return DataDemand(known.samples, np.full(DRAWS, known.samples), ends, "as stated: the length of training")
         if known is not None:
             spread = math.hypot(self.spread / math.sqrt(known.runs), known.spread)
             draws = known.samples * np.exp(spread * self._normal)
@@ -211,6 +228,7 @@ class PlannedStep:
             against another plan.
         band: low and high end of the 90 % band of predicted ``seconds``; None for a measured step, and where
             predictions like this were not checked.
+        memory: predicted bytes on the fullest device by kind, with ``total``; None where not predicted.
     """
 
     devices: int
@@ -225,6 +243,7 @@ class PlannedStep:
     samples: float | None = None
     least: bool = False
     band: tuple[float, float] | None = None
+    memory: Mapping[str, float] | None = None
 
     @cached_property
     def choice(self) -> Choice:
@@ -263,10 +282,11 @@ class DevicePlan:
         step: the choice and the time of its training step.
         data: training samples to the target at the choice's batch size.
         steps: whole number of training steps to the target.
-        seconds: training time to the target, without start, evaluations, saves and failures.
+        seconds: time to the target: training, and start, evaluations and saves as far as they are known (``other``).
         draws: (256,) Monte Carlo draws of the seconds.
         band: low and high end of a 90 % band of the seconds; None where ``data``, or a predicted step, has no band.
         cost: devices · hours · price of a device for an hour, in the price's currency; None without a price.
+        other: seconds besides training by cause: ``start``, ``evaluation`` and ``save``; empty where none is known.
     """
 
     step: PlannedStep
@@ -276,6 +296,12 @@ class DevicePlan:
     draws: Array
     band: tuple[float, float] | None
     cost: float | None
+    other: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds of the plan's training steps to the target, without start, evaluations, saves and failures."""
+        return self.seconds - sum(self.other.values())
 
     @property
     def devices(self) -> int:
@@ -290,6 +316,10 @@ class DevicePlan:
         target have one, and if its step time was measured or has a band too. Both need tested predictions of the same
         kind.
         """
+        if self.data.band == (self.data.samples, self.data.samples):
+            if self.band is None:
+                return "no band: predicted steps like this were not checked"
+            return "90 % band of the step; the samples are stated"
         if self.band is not None and self.step.measured:
             return "90 % band of the data to the target; the step was measured"
         if self.band is not None:
@@ -373,8 +403,9 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
     Returns:
         A plan for every step, sorted by number of devices and then by seconds of training. A plan has the number of
-        steps to the target (``steps``), the ``seconds`` of training (median), Monte Carlo ``draws`` of these seconds,
-        an array of shape (256,), their 90 % ``band`` (None where unknown), and the ``cost`` (None without a price).
+        steps to the target (``steps``), the ``seconds`` to it (median), Monte Carlo ``draws`` of these seconds, an
+        array of shape (256,), their 90 % ``band`` (None where unknown), and the ``cost`` (None without a price). The
+        seconds are those of training and, as far as ``data.other`` knows them, of start, evaluations and saves.
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.
@@ -387,16 +418,26 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
             text = "measured with this algorithm; no band: runs of other seeds differ"
             demand = DataDemand(step.samples, np.full(DRAWS, step.samples), None, text)
         number = math.ceil(demand.samples / step.batch)
-        seconds = number * step.seconds
-        draws = demand.draws / step.batch * step.draws
+        other = _other_seconds(step, data, demand.samples)
+        besides, training = sum(other.values()), number * step.seconds
+        seconds = training + besides
+        draws = demand.draws / step.batch * step.draws + besides
         band = None
         if demand.band is not None and (step.measured or step.band is not None):
             known = step.seconds if step.band is None else step.band[1]
             wide = math.exp(math.hypot(math.log(demand.band[1] / demand.samples), math.log(known / step.seconds)))
-            band = (seconds / wide, seconds * wide)
+            band = (training / wide + besides, training * wide + besides)
         cost = None if price is None else price * step.devices * seconds / 3600
-        plans.append(DevicePlan(step, demand, number, seconds, draws, band, cost))
+        plans.append(DevicePlan(step, demand, number, seconds, draws, band, cost, other))
     return sorted(plans, key=lambda plan: (plan.devices, plan.seconds))
+
+
+def _other_seconds(step: PlannedStep, data: TargetData, samples: float) -> dict[str, float]:
+    """Return the seconds of start, evaluations and saves until the target; empty where none was measured."""
+    if not data.other.measured:
+        return {}
+    mesh = mesh_extents(step.strategy, step.devices)
+    return data.other.seconds(step.devices, mesh["replica"] * mesh["shard"], step.batch, samples)
 
 
 def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
@@ -533,10 +574,10 @@ def may_tie(loser: DevicePlan, winner: DevicePlan) -> bool:
 def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
     """Explain why ``loser`` takes longer than ``winner``: name the one cause that explains most of the gap.
 
-    The loser's terms (samples to the target; compute, communication and so on for each sample) are replaced by the
-    winner's, one at a time; the cause is the term that closes most of the gap. Two plans are a tie if they differ by at
-    most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws. A loser whose step was not
-    simulated, so that its seconds are only a lower bound (``step.least``), is never a tie.
+    The loser's terms (samples to the target; compute, communication and so on for each sample; start, evaluations and
+    saves) are replaced by the winner's, one at a time; the cause is the term that closes most of the gap. Two plans are
+    a tie if they differ by at most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws. A
+    loser whose step was not simulated, so that its seconds are only a lower bound (``step.least``), is never a tie.
 
     Args:
         loser: the plan (a choice of devices, batch size and strategy, with its training time) that takes longer.
@@ -557,6 +598,8 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
             closed[name] = each * loser.data.samples
     else:
         closed["time of a sample"] = (a.seconds / a.batch - b.seconds / b.batch) * loser.data.samples
+    for name in {**loser.other, **winner.other}:
+        closed[name] = loser.other.get(name, 0.0) - winner.other.get(name, 0.0)
     term, seconds = max(closed.items(), key=lambda item: item[1])
     why = f" ({loser.data.samples / winner.data.samples:.2f} × the winner's)" if term == "data to the target" else ""
     least = "at least " if a.least else ""

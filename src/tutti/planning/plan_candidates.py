@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,8 @@ class PlanCandidates:
     Attributes:
         steps: measured and predicted steps.
         refused: number of plans that cannot be made, by the reason in words.
-        lacking: fewest bytes that a device lacks, and number of plans that do not fit, by name of the strategy.
+        lacking: of plans that do not fit into memory, by name of the strategy: fewest bytes that a device lacks, number
+            of plans, and bytes by kind of the plan that lacks least.
         rests: lines on what the steps rest on.
         guesses: lines on guessed numbers.
         searched: number of plans that were looked at.
@@ -38,24 +39,23 @@ class PlanCandidates:
 
     steps: list[PlannedStep] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
-    lacking: dict[str, tuple[float, int]] = field(default_factory=dict)
+    lacking: dict[str, tuple[float, int, Mapping[str, float]]] = field(default_factory=dict)
     rests: list[str] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
     searched: int = 0
     evaluated: int = 0
 
-    def lack(self, strategy: str, lacking: float) -> None:
+    def lack(self, strategy: str, memory: Mapping[str, float], room: float) -> None:
         """Count a plan that the search leaves out because it does not fit into the memory of a device.
 
-        The attribute ``lacking`` is updated: strategy → (fewest bytes that a device lacks in any plan of the strategy,
-        number of plans).
-
         Args:
-            strategy: name of the plan's strategy, under which it is counted.
-            lacking: bytes by which this plan exceeds the memory of its fullest device.
+            strategy: name of the plan's strategy, under which it is counted in the attribute ``lacking``.
+            memory: bytes on the fullest device of the plan by kind, with ``total``.
+            room: bytes of a device.
         """
-        least, number = self.lacking.get(strategy, (lacking, 0))
-        self.lacking[strategy] = min(least, lacking), number + 1
+        short = memory["total"] - room
+        least, number, kept = self.lacking.get(strategy, (math.inf, 0, memory))
+        self.lacking[strategy] = min(least, short), number + 1, memory if short < least else kept
 
     def refusals(self) -> dict[str, int]:
         """Return the reasons for which the search left plans out, each with the number of these plans.
@@ -63,11 +63,9 @@ class PlanCandidates:
         Returns:
             Text → number of plans. A text begins with the strategy's name, as in ``pipeline: REASON``. Plans that do
             not fit into a device's memory are one text for each strategy, which states the fewest GiB that a device
-            lacks.
+            lacks, and of that plan the kind of bytes that takes most.
         """
-        short = {
-            f"{name}: {least / (1 << 30):.2g} GiB short at the least": n for name, (least, n) in self.lacking.items()
-        }
+        short = {_short_words(name, least, memory): n for name, (least, n, memory) in self.lacking.items()}
         return {**self.refused, **short}
 
     def refuse(self, strategy: str, why: str) -> None:
@@ -81,6 +79,17 @@ class PlanCandidates:
         """
         text = f"{strategy}: {why}"
         self.refused[text] = self.refused.get(text, 0) + 1
+
+
+def _short_words(strategy: str, least: float, memory: Mapping[str, float]) -> str:
+    """Say how much memory a device lacks, and which kind of bytes takes most of it.
+
+    >>> _short_words("mirrored", 2.0**30, {"optimizer": 6.0 * 2**30, "activations": 2.0**30, "total": 7.0 * 2**30})
+    'mirrored: 1 GiB short at the least, where optimizer takes most, 6 of 7 GiB'
+    """
+    kind, most = max(((name, size) for name, size in memory.items() if name != "total"), key=lambda item: item[1])
+    least, most, total = (size / (1 << 30) for size in (least, most, memory["total"]))
+    return f"{strategy}: {least:.2g} GiB short at the least, where {kind} takes most, {most:.2g} of {total:.2g} GiB"
 
 
 def is_single_update(strategy: str) -> bool:

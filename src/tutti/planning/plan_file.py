@@ -14,6 +14,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget
 from tutti.distribution import pip_install
 from tutti.errors import DiskError, UsageError, counted
+from tutti.host_memory import format_bytes
 from tutti.launcher.encoding import strict_json
 from tutti.metrics.records import config_toml
 from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, draw_ends, find_knee, last_gain
@@ -123,25 +124,42 @@ def rate_words(config: TrainConfig, near: RunEvidence | None) -> str:
 
 
 def write_plan(config: TrainConfig, task: str, facts: Mapping[str, Any], path: Path) -> None:
-    """Write ``plan.toml`` for ``tutti train --config``, with headline, learning rate and runners-up in comments.
+    """Write ``plan.toml`` for ``tutti train --config``: in comments headline, learning rate, memory and runners-up.
 
     Args:
         config: options of the planned run.
         task: name of its task.
         facts: what ``tutti plan --json`` prints, for the chosen plan and its runners-up: ``format``, which comes first,
-            ``headline`` (the plan in one sentence), ``plans``, ``learning_rate`` and so on. ``tutti report`` reads it
-            from the last line.
+            ``headline`` (the plan in one sentence), ``plans``, ``chosen`` (index of the chosen plan),
+            ``learning_rate`` and so on. ``tutti report`` reads it from the last line.
         path: the file to write.
 
     Raises:
         DiskError: the file cannot be written.
     """
     try:
-        text = f"# {facts['headline']}\n# learning rate {facts['learning_rate']['text']}\n{config_toml(config, task)}\n"
+        chosen = facts["plans"][facts["chosen"]]
+        memory = "" if chosen["memory"] is None else f"# memory of a device: {memory_words(chosen['memory'])}\n"
+        text = f"# {facts['headline']}\n# learning rate {facts['learning_rate']['text']}\n{memory}"
+        text += f"{config_toml(config, task)}\n"
         text += f"# For tutti report --plan: this plan and its runners-up.\n# {strict_json(facts)}\n"
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DiskError("cannot write the plan", where=str(path), why=error.strerror) from error
+
+
+def memory_words(memory: Mapping[str, float]) -> str:
+    """Return the predicted bytes on a plan's fullest device in words, the largest kind first.
+
+    Args:
+        memory: bytes by kind, and their ``total``.
+
+    >>> memory_words({"parameters": 2.0**30, "activations": 3 * 2.0**30, "total": 2.0**32})
+    '4 GiB (activations 3 GiB, parameters 1 GiB)'
+    """
+    kinds = sorted((item for item in memory.items() if item[0] != "total"), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds)
+    return f"{format_bytes(memory['total'])} ({parts})"
 
 
 def plan_seconds(seconds: float) -> str:
@@ -161,12 +179,12 @@ def plan_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DevicePlan | None = None) -> str:
+def headline(best: Sequence[DevicePlan], target: TrainingTarget | str, chosen: DevicePlan | None = None) -> str:
     """Return the answer of ``tutti plan`` in one sentence: devices, time to the target, band, batch and strategy.
 
     Args:
         best: the fastest plan for each number of devices, at least one, sorted by number of devices.
-        target: metric and value to which the plans train.
+        target: metric and value to which the plans train, or the length of training in words.
         chosen: the plan within deadline and budget, which the line names. None: the line names ``find_knee(best)``, the
             plan with the most devices at which a doubling of them made training 1.5 × as fast. If ``best`` has one plan
             only, the line names this plan, and says that no other number of devices was planned.
@@ -186,7 +204,7 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
         verb = ("meets" if answer.devices == 1 else "meet") + " what was asked"
     said = f"{count}, the only number planned" if len(best) == 1 and chosen is None else f"{count} {verb}"
     text = (
-        f"{said}: {target} after {plan_seconds(answer.seconds)} of training ({band}), "
+        f"{said}: {target} after {plan_seconds(answer.seconds)}{_counted_words(answer)} ({band}), "
         f"at batch {answer.step.batch}, {answer.step.label}"
     )
     place = best.index(answer) if answer in best else None
@@ -194,6 +212,11 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
         gain = last_gain(best, place + 1)
         text += f"; {best[place + 1].devices} devices are {gain:.2f} × as fast"
     return text
+
+
+def _counted_words(plan: DevicePlan) -> str:
+    """Say what the seconds of a plan are of."""
+    return " with start, evaluations and saves" if plan.other else " of training"
 
 
 def plan_json(
@@ -209,12 +232,14 @@ def plan_json(
     Returns:
         One object for each plan. Its choice: ``devices``, ``batch`` (samples), ``strategy``, ``options``; ``marks``;
         ``evaluated`` (False if ``step_seconds`` is only a lower bound). Then ``step_seconds``, ``step_terms`` (the same
-        by cause, such as ``compute``), ``samples`` and ``steps`` to the target, ``seconds`` of the training and
-        ``cost``; with 90 % bands (``step_band``, ``samples_band``, ``band``, ``cost_band``), quantiles 0.05 and 0.95
-        over Monte Carlo draws (``step_draws``, ``draws``, ``cost_draws``), and words on their sources (``step_basis``,
-        ``samples_basis``, ``band_text``). ``lost`` is an object with ``gap_seconds``, ``term`` (the cause, None for a
-        tie), ``closes_seconds`` (part of the gap that the cause explains), ``tie`` and ``text``, or None without a
-        reason. Unknown numbers are None.
+        by cause, such as ``compute``), ``memory`` (bytes on the fullest device by kind, with ``total``), ``samples``
+        and ``steps`` to the target, ``seconds`` to it, of these ``training_seconds`` and ``other_seconds`` (by cause:
+        ``start``, ``evaluation`` and ``save``, as far as runs have measured them), and ``cost``; with 90 % bands
+        (``step_band``, ``samples_band``, ``band``, ``cost_band``), quantiles 0.05 and 0.95 over Monte Carlo draws
+        (``step_draws``, ``draws``, ``cost_draws``), and words on their sources (``step_basis``, ``samples_basis``,
+        ``band_text``). ``lost`` is an object with ``gap_seconds``, ``term`` (the cause, None for a tie),
+        ``closes_seconds`` (part of the gap that the cause explains), ``tie`` and ``text``, or None without a reason.
+        Unknown numbers are None.
     """
     found = []
     for place, plan in enumerate(plans):
@@ -232,11 +257,14 @@ def plan_json(
                 "step_band": plan.step.band,
                 "step_basis": plan.step.basis,
                 "step_terms": dict(plan.step.terms),
+                "memory": None if plan.step.memory is None else dict(plan.step.memory),
                 "samples": plan.data.samples,
                 "samples_band": plan.data.band,
                 "samples_basis": plan.data.text,
                 "steps": plan.steps,
                 "seconds": plan.seconds,
+                "training_seconds": plan.training_seconds,
+                "other_seconds": dict(plan.other),
                 "draws": draw_ends(plan.draws),
                 "band": plan.band,
                 "band_text": plan.band_text,

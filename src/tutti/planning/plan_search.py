@@ -22,6 +22,7 @@ from tutti.errors import UsageError, counted
 from tutti.parallel import check_strategy
 from tutti.planning.conformal_band import NO_BAND, Residuals, shipped_residuals
 from tutti.planning.device_plan import DevicePlan, PlannedStep, TargetData, device_plans, may_tie
+from tutti.planning.memory_plan import memory_rows
 from tutti.planning.monte_carlo import DRAWS, median_draw
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
@@ -227,18 +228,33 @@ class StepPricer:
         terms = {name: share * middle for name, share in shares.items()}
         return self._made(step, times.seconds, self._terms(terms, config, prices), least=False)
 
-    def short(self, step: PlannedStep, memory: float) -> float:
-        """Return the bytes by which a plan exceeds the memory of its fullest device; 0 or negative where it fits.
+    def memory(self, step: PlannedStep) -> Mapping[str, float]:
+        """Return the predicted bytes on a plan's fullest device by kind, such as ``activations``, and their ``total``.
 
         Args:
             step: the plan: devices, batch, strategy and options.
-            memory: bytes of a device.
 
         Raises:
             UsageError: the devices do not fit the strategy, or the model of a pipeline plan cannot be cut into stages.
             DataError: a sample of the task's data cannot be read.
         """
-        return self.sizes.device_bytes(self._config(step)) - memory
+        return memory_rows(self.sizes.device_memory(self._config(step)))
+
+    def sized(self, step: PlannedStep) -> PlannedStep:
+        """Return a plan with its predicted memory; without it if the step is a bound, or memory cannot be predicted.
+
+        Args:
+            step: the plan: devices, batch, strategy and options.
+
+        Raises:
+            DataError: a sample of the task's data cannot be read.
+        """
+        if step.least:
+            return step
+        try:
+            return replace(step, memory=self.memory(step))
+        except UsageError:
+            return step
 
     def checkpointing(self) -> tuple[str, ...]:
         """Return the choices of activation checkpointing that find anything to recompute in the task's model.
@@ -365,9 +381,10 @@ def search_plans(
         data: number of training samples to the target at any batch size.
         memory: bytes of a device's memory; None where memory is not to be checked.
         found: receives ``steps`` (the elements of ``measured``, then predicted steps, simulated or with a lower bound
-            of their seconds only), ``refused`` (number of plans by reason), ``lacking`` (plans that do not fit into
-            memory, by strategy), and in the lists ``rests`` and ``guesses`` lines on sources and guesses; ``searched``
-            and ``evaluated`` grow by the numbers of plans that ``choices`` yielded and of plans that were simulated.
+            of their seconds only; all but the latter with their memory), ``refused`` (number of plans by reason),
+            ``lacking`` (plans that do not fit into memory, by strategy), and in the lists ``rests`` and ``guesses``
+            lines on sources and guesses; ``searched`` and ``evaluated`` grow by the numbers of plans that ``choices``
+            yielded and of plans that were simulated.
 
     Raises:
         UsageError: the data to the target are unknown at the batch of a measured step. A plan whose seconds or memory
@@ -394,8 +411,8 @@ def search_plans(
                     steps.append(plan.step)
                     continue
             try:
-                if memory is not None and (lacking := pricer.short(plan.step, memory)) > 0:
-                    found.lack(plan.step.family, lacking)
+                if memory is not None and (held := pricer.memory(plan.step))["total"] > memory:
+                    found.lack(plan.step.family, held, memory)
                     continue
                 (exact,) = device_plans([pricer.evaluate(plan.step)], data, None)
             except UsageError as error:
@@ -407,6 +424,6 @@ def search_plans(
             best = exact if best is None or exact.seconds < best.seconds else best
     # Steps without a bound were simulated at once.
     found.evaluated += sum(not step.least for step in steps[len(measured) :])
-    found.steps = steps
+    found.steps = [pricer.sized(step) for step in steps]
     found.rests += [text for text in pricer.costs.rests if text not in found.rests]
     found.guesses += [text for text in pricer.costs.guesses if text not in found.guesses]

@@ -16,9 +16,11 @@ from tutti.config.settings import read_file
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import TargetError, UsageError, counted
+from tutti.metrics.goodput import run_goodput
 from tutti.metrics.metrics_file import metric_records
 from tutti.metrics.records import read_environment, read_summary
 from tutti.planning.device_plan import MeasuredTarget
+from tutti.planning.other_time import OtherTime, RunOverhead, interval_count
 
 log = logging.getLogger("tutti.plan")
 _BLOCKS = 5
@@ -43,6 +45,8 @@ class RunEvidence:
         step_spread: standard error of the natural logarithm of ``step_seconds``; 0 where that is None.
         host: ``NAME cpu`` or ``NAME accelerator``, by the name of the host in ``env.json``; empty without that file.
         held_out: names of the held-out values that the run reported.
+        overhead: seconds of start, evaluations and saves; None where the records have no times.
+        epoch_samples: training samples of an epoch; None where the run has recorded no whole epoch.
     """
 
     path: Path
@@ -53,6 +57,8 @@ class RunEvidence:
     step_spread: float
     host: str
     held_out: tuple[str, ...]
+    overhead: RunOverhead | None = None
+    epoch_samples: float | None = None
 
     @property
     def devices(self) -> int:
@@ -98,7 +104,8 @@ def read_evidence(path: Path) -> RunEvidence:
         scaled to a whole global batch (None where fewer than ten steps are left, or where seconds or samples do not
         advance within one of five equal blocks of them), with the standard error of its natural logarithm
         (``step_spread``; 0 without ``step_seconds``); ``host``, name of the host and ``cpu`` or ``accelerator`` (empty
-        where ``env.json`` is missing or invalid); and ``held_out``, names of the values that evaluations have recorded.
+        where ``env.json`` is missing or invalid); ``held_out``, names of the values that evaluations have recorded; and
+        the seconds of start, evaluations and saves (``overhead``), and samples of an epoch (``epoch_samples``).
 
     Raises:
         UsageError: ``config.toml`` or ``metrics.jsonl`` is missing or cannot be read, the configuration has an invalid
@@ -107,7 +114,8 @@ def read_evidence(path: Path) -> RunEvidence:
     values = dict(read_file(path / "config.toml"))
     task = str(values.pop("task", ""))
     config = TrainConfig(**values)
-    steps, held_out = _records(path)
+    records = metric_records(path)
+    steps, held_out = _records(records)
     seconds, spread = _step_seconds(steps, config.batch_size)
     summary = read_summary(path)
     if not summary:
@@ -115,14 +123,65 @@ def read_evidence(path: Path) -> RunEvidence:
     target = summary.get("target")
     if not config.devices.isdecimal():
         raise UsageError("the run does not say on how many devices it was", where=str(path), remedy="leave it out")
-    return RunEvidence(path, task, config, target, seconds, spread, _host(path), held_out)
+    epoch = _epoch_samples(records, target)
+    overhead = _overhead(path, config, records, epoch)
+    return RunEvidence(path, task, config, target, seconds, spread, _host(path), held_out, overhead, epoch)
 
 
-def _records(path: Path) -> tuple[list[tuple[int, float, float]], tuple[str, ...]]:
+def _epoch_samples(records: Sequence[Mapping[str, Any]], target: Mapping[str, Any] | None) -> float | None:
+    """Return the samples of the first epoch, if a step of a later one is recorded or the target is behind it."""
+    train = [record for record in records if record.get("group") == "train" and "epoch" in record]
+    if any(record["epoch"] > 1 for record in train):
+        return float(max((record["samples"] for record in train if record["epoch"] == 1), default=0)) or None
+    if target is not None and target.get("reached") and target.get("epochs"):
+        return float(target["samples"] / target["epochs"])
+    return None
+
+
+def _overhead(
+    path: Path, config: TrainConfig, records: Sequence[Mapping[str, Any]], epoch: float | None
+) -> RunOverhead | None:
+    """Return the seconds of start, evaluations and saves of a run; None where its records have no times or no end."""
+    ended = read_summary(path).get("ended")
+    timed = [record for record in records if record.get("group") in ("train", "eval") and "time" in record]
+    try:
+        lost = run_goodput(path).lost
+    except UsageError:
+        return None
+    if not timed or not isinstance(ended, int | float):
+        return None
+    devices = int(config.devices)
+    end = max(ended - timed[-1]["time"], 0.0)
+    samples = max((record["samples"] for record in timed if record["group"] == "train"), default=0)
+    evaluations = sum(record["group"] == "eval" for record in timed)
+    saves = (interval_count(config.checkpoint_interval, samples, config.batch_size, epoch) or 1) - 1
+    return RunOverhead(
+        devices,
+        config.strategy_choice.data_ranks(devices),
+        lost.get("start", 0.0),
+        lost.get("evaluation", 0.0) / evaluations if evaluations else None,
+        max(lost.get("save", 0.0) - end, 0.0) / saves if saves else None,
+        end,
+    )
+
+
+def other_time(runs: Sequence[RunEvidence], config: TrainConfig) -> OtherTime:
+    """Return what runs have measured of start, evaluations and saves, for a run with the intervals of ``config``.
+
+    Args:
+        runs: runs on the planned machine.
+        config: options of the planned run, of which the intervals of evaluations and checkpoints are read.
+    """
+    measured = tuple(run.overhead for run in runs if run.overhead is not None)
+    epoch = next((run.epoch_samples for run in runs if run.epoch_samples is not None), None)
+    return OtherTime(measured, config.eval_interval, config.checkpoint_interval, epoch)
+
+
+def _records(records: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, float, float]], tuple[str, ...]]:
     """Return (step, samples, seconds) of the records of training, and names of held-out values."""
     found: list[tuple[int, float, float]] = []
     names: dict[str, None] = {}
-    for record in metric_records(path):
+    for record in records:
         if record.get("group") == "train":
             found.append((int(record["step"]), float(record["samples"]), float(record["seconds"])))
         elif record.get("group") == "eval":

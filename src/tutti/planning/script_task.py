@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tutti.config.optimizer_config import OPTIMIZERS
 from tutti.data.adapt import adapt_training
+from tutti.data.stream import Stream
 from tutti.errors import TuttiError, UsageError
 from tutti.launcher.launch import check_script
 from tutti.tasks.task import Task
@@ -32,6 +33,13 @@ from tutti.train.strategy_spec import strategy_text
 from tutti.train.training_data import choose_sampling
 
 _LOOP_AFTER = "a custom training loop is followed up to its first run.backward(loss) alone"
+_STATED_LENGTH = "state the length of training: --length 10ep, 500st or 20000sa"
+_REMEDIES = {
+    "tutti.prepare": "call tutti.prepare(model, optimizer, data, loss) in it, or give a task file.py:function",
+    "run.backward(loss)": f"{_LOOP_AFTER}: call it in the loop over run.microbatches(epoch)",
+    "run.epochs(number)": _STATED_LENGTH,
+}
+"""What to do where a script ends before a call, by the call."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,13 @@ class ScriptTask:
     task: Task
     options: Mapping[str, Any] = field(default_factory=dict)
     custom_loop: bool = False
+
+    def samples(self) -> int:
+        """Return the number of samples in the script's training data; UsageError for a stream, which has no length."""
+        data = adapt_training(self.task.train, self.task.collate)
+        if isinstance(data, Stream):
+            raise UsageError("the script trains on a stream, whose length is not known", where=self.task.name)
+        return len(data)
 
 
 def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
@@ -100,6 +115,26 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
         "optimizer": optimizer_text(optimizer, script),
     }
     return ScriptTask(task, {name: value for name, value in stated.items() if value is not None}, loss is None)
+
+
+def script_epochs(script: str, arguments: Sequence[str] = ()) -> float:
+    """Run a training script up to its call of ``run.epochs(number)``, and return the number. Nothing is trained.
+
+    Args:
+        script: path of the script.
+        arguments: its command-line arguments.
+
+    Raises:
+        UsageError: the script raises, ends or uses its run in another way before ``run.epochs``, or gives no number.
+    """
+
+    def prepare(*_: Any) -> _LengthRun:
+        return _LengthRun(script)
+
+    number = _run_until(script, arguments, prepare, "run.epochs(number)")
+    if not isinstance(number, int | float) or number <= 0:
+        raise UsageError(f"run.epochs got {number!r}", where=script, remedy=_STATED_LENGTH)
+    return float(number)
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -198,6 +233,40 @@ class ScriptLoopLoss:
             return _run_until(self._script, self._arguments, begin, "run.backward(loss)")
 
 
+class _LengthRun:
+    """What ``tutti.prepare`` returns to a script of which only the number of epochs is wanted.
+
+    Args:
+        script: path of the script, for messages.
+    """
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"the script uses run.{name} before run.epochs(number)",
+            where=self._script,
+            why="how long it trains is not known",
+            remedy=_STATED_LENGTH,
+        )
+
+    def stopping(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
+        """Return a context manager that does nothing, in place of a run's handling of stop signals."""
+        return nullcontext()
+
+    def restore(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the length of the whole run is wanted; arguments are ignored."""
+
+    def epochs(self, number: Any) -> Any:
+        """End the script by an exception that carries ``number``.
+
+        Args:
+            number: number of epochs of the whole run.
+        """
+        raise _Reached(number)
+
+
 class _LoopRun:
     """What ``tutti.prepare`` returns to a script with its own loop: one epoch of one micro-batch, and no training.
 
@@ -291,7 +360,7 @@ def _run_until(script: str, arguments: Sequence[str], handler: PrepareHandler, p
             remedy="give its own arguments after --, as in: tutti simulate train.py --machine a100x8 -- --epochs 3",
         ) from end
     except Exception as error:
-        if place != "tutti.prepare":
+        if place == "run.backward(loss)":
             # The tracer names the line, and whether fake tensors are the reason.
             raise
         raise UsageError(
@@ -300,13 +369,7 @@ def _run_until(script: str, arguments: Sequence[str], handler: PrepareHandler, p
             why=f"{type(error).__name__}: {error}",
             remedy="make it run with python first; its own arguments follow --",
         ) from error
-    raise UsageError(
-        f"the script ends without {place}",
-        where=script,
-        remedy="call tutti.prepare(model, optimizer, data, loss) in it, or give a task file.py:function"
-        if place == "tutti.prepare"
-        else f"{_LOOP_AFTER}: call it in the loop over run.microbatches(epoch)",
-    )
+    raise UsageError(f"the script ends without {place}", where=script, remedy=_REMEDIES[place])
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from tutti.planning.step_program import StepTimes, evaluate_program
 from tutti.planning.tensor_split import TensorSplit
 from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode
+from tutti.workload.memory_formula import Memory
 from tutti.workload.message_log import GroupMessage, MessageLog
 from tutti.workload.workload_file import REST, Workload
 from tutti.workload.workload_trace import ModuleTraces, TracedModel, trace_modules
@@ -217,14 +218,17 @@ class TaskSizes:
         unit, rest = self._wrapped[policy]
         return replace(self._memory[choice], unit=unit, rest=rest)
 
-    def device_bytes(self, config: PlannedRun) -> float:
-        """Return the predicted bytes that training the task takes on the device that holds most.
+    def device_memory(self, config: PlannedRun) -> Memory:
+        """Return the predicted bytes that training the task takes on the device that holds most, by kind.
 
-        The bytes are those of parameters, gradients, optimizer state, communication buffers, averaged weights,
-        activations and buffers. Tensor-parallel ranks count as even parts of the model.
+        Tensor-parallel ranks count as even parts of the model.
 
         Args:
             config: configuration of the run, with a number of devices.
+
+        Returns:
+            A ``Memory``: bytes of ``parameters``, ``gradients``, ``optimizer`` state, ``messages`` (communication
+            buffers), ``average`` (averaged weights), ``activations`` and ``buffers``, and their sum ``total``.
 
         Raises:
             UsageError: the devices or the wrap policy do not fit strategy and model; or the run is a pipeline, and the
@@ -233,12 +237,12 @@ class TaskSizes:
         """
         facts = self.memory(config)
         if config.shape["stage"] == 1:
-            return plan_memory(facts, config).total
+            return plan_memory(facts, config)
         # The parts of a stage on its tensor ranks count as even ones.
         key = (*self._key(config)[:-1], config.activation_checkpointing)
         if key not in self._observed:
             self._observed[key] = observe_stages(self._task, config, {})
-        return max(plan.total for plan in plan_stage_memory(facts, self._observed[key], config))
+        return max(plan_stage_memory(facts, self._observed[key], config), key=lambda plan: plan.total)
 
     @staticmethod
     def _key(config: PlannedRun) -> tuple[Any, ...]:

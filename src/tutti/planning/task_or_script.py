@@ -99,3 +99,13 @@ class TaskOrScript:
         from tutti.planning.script_task import load_script
 
         return load_script(self.text, self.arguments)
+
+    def script_epochs(self) -> float:
+        """Run the training script up to its call of ``run.epochs(number)``, and return the number.
+
+        Raises:
+            UsageError: this is no script, or it does not say so how long it trains.
+        """
+        from tutti.planning.script_task import script_epochs
+
+        return script_epochs(self.text, self.arguments)

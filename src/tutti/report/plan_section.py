@@ -174,7 +174,9 @@ def _compared(row: Mapping[str, Any], number: int, run: RunRecord, target: Any) 
     if of_plan and aim is not None and aim.get("reached") is True and (aim["metric"], aim["value"]) == wanted:
         samples, seconds = finite(aim.get("samples")), finite(aim.get("seconds"))
         values.append(("samples to the target", row.get("samples"), row.get("samples_band"), samples, _cell))
-        values.append(("time to the target", row.get("seconds"), row.get("band"), seconds, _duration))
+        # A run's seconds to its target are those of training alone.
+        predicted, band = _training(row)
+        values.append(("time to the target", predicted, band, seconds, _duration))
     memory = row.get("memory")
     if isinstance(memory, Mapping):
         values.append((_MEMORY, memory.get("total"), None, run.peak_memory, _bytes_cell))
@@ -197,6 +199,15 @@ def _compared(row: Mapping[str, Any], number: int, run: RunRecord, target: Any) 
             (f"{measured / predicted:.2f}", measured / predicted),
             (within, within),
         ]
+
+
+def _training(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return seconds and band of training to the target, of a plan whose time may include start and evaluations."""
+    whole, training, band = finite(row.get("seconds")), finite(row.get("training_seconds")), row.get("band")
+    if whole is None or training is None:
+        return row.get("seconds"), band
+    ends = [finite(end) for end in band] if isinstance(band, list) else []
+    return training, [end - (whole - training) for end in ends if end is not None] or None
 
 
 def _same(row: Mapping[str, Any], run: RunRecord) -> bool:
