@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
@@ -153,3 +155,34 @@ def test_masks_depend_neither_on_rank_nor_on_stage(workers: int) -> None:
     ]:
         parts = worlds.run(devices, masks, strategy=strategy, workers=workers)
         assert sorted(entry for part in parts for entry in part) == sorted(want), (devices, strategy)
+
+
+def draws_of_script(form: str) -> list[float]:
+    """Train by two workers, and return what the script draws after each step and after the epoch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3)
+    run = tutti.prepare(
+        model, optimizer, data, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), workers=2, batch_size=8
+    )
+    found = []
+    if form == "step":
+        for batch in run.epoch(0):
+            run.step(batch)
+            found.append(float(torch.rand(())))
+    else:
+        for x, y in run.microbatches(0):
+            run.backward(functional.cross_entropy(run.model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.stepped:
+                found.append(float(torch.rand(())))
+    return [*found, float(nn.Linear(2, 2).weight.sum())]
+
+
+@pytest.mark.parametrize("form", ["step", "loop"])
+def test_what_the_script_draws_after_a_step_is_equal_on_any_number_of_ranks(form: str) -> None:
+    want = worlds.run(1, draws_of_script, form=form)[0]
+    assert len(want) == len(set(want)) == 4
+    assert worlds.run(2, draws_of_script, form=form) == [want, want]

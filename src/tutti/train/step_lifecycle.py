@@ -17,6 +17,7 @@ from tutti.data.reader import RankBatch
 from tutti.errors import NonFiniteError, UsageError, counted, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
+from tutti.nn.rng_streams import seed_after_step
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates, set_learning_rates
 from tutti.train.script_checks.carried_state import CarriedValues
 from tutti.train.script_checks.kept_values import KeptValues
@@ -374,6 +375,7 @@ class StepLifecycle:
     def count_batch(self, stats: StepStats | None, global_step: int | None) -> None:
         """Count a global batch as consumed: the run's steps, samples and position in the data. Not collective.
 
+        The device's default generator is seeded by the step, so that what the script draws next is equal on all ranks.
         In a run that continues without killed ranks, rank 0 then looks for such ranks (``LostRanks.look``).
 
         Args:
@@ -393,6 +395,7 @@ class StepLifecycle:
             run.at = drawn.after
         elif stats is not None:
             run.samples += round(stats.count)
+        seed_after_step(run.context.comms.world.device, run.feed.seed, run.local_step)
         if run.lost_ranks is not None:
             run.lost_ranks.look()
 
