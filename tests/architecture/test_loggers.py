@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.sources import dotted, modules
+from tests.architecture.sources import dotted, modules, trees
 
 ROOT_LOGGER = {"debug", "info", "warning", "error", "exception", "critical", "log", "basicConfig", "disable"}
 READS_ROOT = {"tutti.config.verbosity"}
@@ -33,7 +33,8 @@ def misuse(module: str, tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_logger_of_others_is_used() -> None:
-    found = {name: list(misuse(name, ast.parse(path.read_text(encoding="utf-8")))) for name, path in modules().items()}
+    names = {path: name for name, path in modules().items()}
+    found = {names[path]: list(misuse(names[path], tree)) for path, tree in trees(names, "logging")}
     assert {name: uses for name, uses in found.items() if uses} == {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.architecture.sources import dotted, modules
+from tests.architecture.sources import dotted, modules, trees
 
 STRATEGIES = {
     "tutti.config.train_config": "options of a command, as a flag or from a file",
@@ -33,10 +33,11 @@ SPECIFICATIONS = {
 
 def callers(function: str) -> set[str]:
     """Modules that call a function by this name, with or without a module or class before it."""
+    names = {path: name for name, path in modules().items()}
     return {
-        name
-        for name, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        names[path]
+        for path, tree in trees(names, function.rpartition(".")[2])
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and f".{dotted(node.func)}".endswith(f".{function}")
     }
 

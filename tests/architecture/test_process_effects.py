@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.sources import ROOT, dotted, modules
+from tests.architecture.sources import ROOT, dotted, modules, trees
 
 CALLS = (
     "atexit.register",
@@ -132,7 +132,9 @@ def effects(tree: ast.AST) -> Iterator[str]:
 
 
 def test_modules_that_change_the_process_are_known() -> None:
-    found = {name for name, path in modules().items() if any(effects(ast.parse(path.read_text(encoding="utf-8"))))}
+    names = {path: name for name, path in modules().items()}
+    words = {name.rpartition(".")[2] for name in (*CALLS, *METHODS, *ASSIGNED)}
+    found = {names[path] for path, tree in trees(names, *words) if any(effects(tree))}
     assert found == {*LISTED, *(f"tutti.{name}" for name in OWN_PROCESS.split()), *WITHIN_A_CALL}
 
 
@@ -144,7 +146,8 @@ def test_the_page_lists_the_change(words: str) -> None:
 
 
 def test_modules_that_call_the_scripts_code_again_are_known() -> None:
-    found = {name for name, path in modules().items() if calls_again(ast.parse(path.read_text(encoding="utf-8")))}
+    names = {path: name for name, path in modules().items()}
+    found = {names[path] for path, tree in trees(names, *FURTHER) if calls_again(tree)}
     assert {name for name in found if name.split(".")[1] not in OF_COMMANDS.split()} == set(CALLS_AGAIN)
 
 

@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.architecture.sources import ROOT, SOURCE, dotted, imports, modules, room
+from tests.architecture.sources import ROOT, SOURCE, dotted, imports, modules, room, trees
 
 LAYERS = (
     "cli",
@@ -149,7 +149,7 @@ def distributed_uses(name: str) -> set[tuple[str, int]]:
     path = MODULES[name]
     found = imports(path, KNOWN)
     typing_only = {each.line for each in found if each.typing_only}
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    nodes = [node for _, tree in trees([path], "distributed") for node in ast.walk(tree)]
     uses = [(each.target, each.line) for each in found]
     uses += [(dotted(node), node.lineno) for node in nodes if isinstance(node, ast.Attribute)]
     return {(target, line) for target, line in uses if is_part(target, DISTRIBUTED) and line not in typing_only}
@@ -190,29 +190,29 @@ COLLECTIVES = """
     all_to_all all_to_all_single send recv isend irecv batch_isend_irecv barrier monitored_barrier
     broadcast_object_list all_gather_object gather_object scatter_object_list
 """
+HOLDERS = ("dist", "distributed", "torch.distributed")
 
 
 def test_only_comm_calls_collectives() -> None:
     wrong = [
         f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node.func)}"
-        for name, path in MODULES.items()
-        if room(name) != "comm"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, tree in trees([path for name, path in MODULES.items() if room(name) != "comm"], *HOLDERS)
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in COLLECTIVES.split()
-        and ast.unparse(node.func.value) in {"dist", "distributed", "torch.distributed"}
+        and dotted(node.func.value) in HOLDERS
     ]
     assert not wrong, "collectives are called in tutti.comm alone; use what it offers"
 
 
 def test_only_normalisation_asks_whether_a_gradient_is_finite() -> None:
+    rooms = {name: path for name, path in MODULES.items() if name != "tutti.parallel.normalisation"}
+    asking = [path for name, path in rooms.items() if name == "tutti.train.custom_loop" or room(name) == "parallel"]
     wrong = [
         f"{path.relative_to(SOURCE)}:{node.lineno}"
-        for name, path in MODULES.items()
-        if name == "tutti.train.custom_loop" or room(name) == "parallel"
-        if name != "tutti.parallel.normalisation"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"math.isfinite", "torch.isfinite"}
+        for path, tree in trees(asking, "isfinite")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and dotted(node.func) in {"math.isfinite", "torch.isfinite"}
     ]
     assert not wrong, "use finite_by_norm and is_finite of tutti.parallel.normalisation"
