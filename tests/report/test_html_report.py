@@ -23,6 +23,7 @@ from tests.covering import in_turn
 from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData, device_plans
 from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.plan_file import plan_json
+from tutti.report import report_charts
 from tutti.report.html_report import write_report
 from tutti.report.landscape_section import landscape_section
 from tutti.report.report_charts import PARTS, page_colours, thinned
@@ -109,6 +110,12 @@ def report(*runs: Path, **options: Path) -> Page:
     return Page(target)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are empty: to draw them takes nearly all of a report's time, and the test reads words and tables alone."""
+    monkeypatch.setattr(report_charts, "_svg", lambda draw, caption, *size: f'<svg aria-label="{caption}"></svg>')
+
+
 @pytest.fixture(scope="module")
 def page_of_one(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return report(write_run(tmp_path_factory.mktemp("report") / "one"))
@@ -149,6 +156,7 @@ def test_the_noise_scale_has_one_chart_with_its_band_and_the_batch(tmp_path: Pat
     assert rows[3][2:4] == ["24", "12–∞"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_noise_the_option_that_measures_it_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
@@ -245,6 +253,7 @@ def test_a_landscape_without_a_part_or_with_a_damaged_one_is_shown_as_far_as_it_
     assert len(section.charts) == 7 - (cut == "density") - 2 * (cut in ("line", "plane", "between"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_devices_over_time(tmp_path: Path) -> None:
     first = {"devices": 3, "nodes": {"a": 2, "b": 1}, "started": 1000.0, "seconds": 90.0, "first_step": 0}
     attempts = [{**first, "ending": f"rank 2 {EVIL}"}, {**first, "devices": 2, "first_step": 40, "ending": "done"}]
@@ -256,6 +265,7 @@ def test_the_devices_over_time(tmp_path: Path) -> None:
     assert [row[2] for row in broken.cells("Attempts of each run")] == ["0", "0"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_goodput_is_that_of_the_command(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     goodput = read_run(run).goodput
@@ -332,6 +342,7 @@ def test_an_unreadable_part_is_a_problem(tmp_path: Path, file: str, content: str
     assert read_run(run).problems
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_name_with_an_invalid_byte_is_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     (run / "env.json").write_bytes(b'{"launched": 1000.0, "host": "no\xffde"}')
@@ -346,6 +357,7 @@ def test_records_of_other_types_are_reported(tmp_path: Path) -> None:
     assert "no end is recorded" in report(run).text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_crashed_run_says_why(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", exit_code=5)
     (run / "logs").mkdir()
@@ -358,6 +370,7 @@ def test_a_crashed_run_says_why(tmp_path: Path) -> None:
         assert text in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     plan = tmp_path / "simulated.json"
@@ -370,6 +383,7 @@ def test_a_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
     assert ["strategy", "sharded", "mirrored"] in report(run, plan=toml).cells("Planned options")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_time_to_a_target_is_no_step(tmp_path: Path) -> None:
     """In ``tutti plan --json`` the ``seconds`` and the ``band`` are of the time to the target."""
     step = PlannedStep(1, 64, "mirrored", 0.4, np.full(DRAWS, 0.4), {"compute": 0.4}, "measured")
@@ -409,6 +423,7 @@ def test_a_plan_file_shows_its_runners_up_and_trains(tmp_path: Path, capsys: pyt
     assert page.cells("Planned options")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, empty = write_run(tmp_path / "one"), tmp_path / "empty"
     empty.mkdir()
