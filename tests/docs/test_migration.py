@@ -133,7 +133,7 @@ def test_accelerate_after_ends_as_the_page_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is in the extra 'bench'")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_accelerate_before_ends_alike(ranks: int, tmp_path: Path) -> None:
     words = (str(SCRIPTS / "accelerate_before.py"), "--order", orders(tmp_path))
     # A process of Gloo may abort as it ends, all work done ("terminate called without an active exception").
@@ -175,7 +175,7 @@ def test_framework_scripts_moved_end_as_their_page_says(kind: str, ranks: int, t
     assert (after[-1].loss, after[-1].samples) == (pytest.approx(stated(kind), abs=TOLERANCE), 261)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", FRAMEWORKS)
 def test_framework_scripts_run_unchanged_under_tutti_run(kind: str, ranks: int, tmp_path: Path) -> None:
     """With the loss of one device, which a script that trains each rank alone would not have."""
