@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import TuttiError
 
 EPOCHS, BATCH, COUNT = 4, 6, 20
@@ -91,20 +92,20 @@ def script(
     return run.weights_sha256(), seen, run.global_step, run.updates, optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["custom loop", "run.step"])
-@pytest.mark.parametrize(
-    ("kind", "stop", "before", "after"),
-    [
-        ("multistep", (5, "in"), 1, 3),
-        ("multistep", (8, "in"), 3, 4),
-        ("multistep", (8, "after"), 4, 2),
-        ("onecycle", (3, "in"), 2, 1),
-        ("onecycle", (14, "in"), 3, 3),
-    ],
-)
-def test_continues_to_the_same_bits(
-    own: bool, kind: str, stop: tuple[int, str], before: int, after: int, tmp_path: Path
-) -> None:
+STOPS = [
+    ("multistep", (5, "in"), 1, 3),
+    ("multistep", (8, "in"), 3, 4),
+    ("onecycle", (3, "in"), 2, 1),
+    ("onecycle", (14, "in"), 3, 3),
+    ("multistep", (8, "after"), 4, 2),
+]
+"""Kind of schedule, where the first run stops, and the devices before and after: each is a custom loop or ``run.step``
+in turn."""
+
+
+@pytest.mark.parametrize(("stopped", "own"), in_turn(STOPS, [True, False]), ids=str)
+def test_continues_to_the_same_bits(stopped: tuple[str, tuple[int, str], int, int], own: bool, tmp_path: Path) -> None:
+    kind, stop, before, after = stopped
     never = {"own": own, "kind": kind, "stop": (-1, "")}
     [want] = worlds.run(1, script, folder=str(tmp_path / "none"), **never)
     assert want[1:4] == ([4, 8, 12, 16], 16, 16)
@@ -113,8 +114,7 @@ def test_continues_to_the_same_bits(
     assert worlds.run(after, script, folder=folder, **never) == [want] * after
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["custom loop", "run.step"])
-@pytest.mark.parametrize("stop", [(6, "in"), (8, "in"), (8, "after")], ids=str)
+@pytest.mark.parametrize(("stop", "own"), in_turn([(6, "in"), (8, "in"), (8, "after")], [True, False]), ids=str)
 def test_a_stream_continues_to_the_same_bits(own: bool, stop: tuple[int, str], tmp_path: Path) -> None:
     never = {"own": own, "kind": "multistep", "stream": True, "stop": (-1, "")}
     [want] = worlds.run(1, script, folder=str(tmp_path / "none"), **never)

@@ -146,8 +146,10 @@ def identical() -> None:
     steps(prepare(identical_batches=True))
 
 
-@pytest.mark.parametrize("what", [partial(brought, one_seed), partial(brought, one_seed, 5), unsharded, read_on])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("what", "ranks"),
+    in_turn([partial(brought, one_seed), partial(brought, one_seed, 5), unsharded, read_on], [2, 3, 4]),
+)
 def test_ranks_that_draw_the_same(ranks: int, what: Callable[[], Any]) -> None:
     assert names(ranks, what) == ["same-data"]
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tutti.horovod.torch as hvd
 from tests import worlds
+from tests.covering import in_turn
 from tests.simulated_accelerator.build import DEVICE
 from tests.simulated_accelerator.test_daily_use import same
 from tutti.launcher import context
@@ -152,8 +153,7 @@ ACTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize(("name", "ranks"), in_turn(list(ACTIONS), [2, 1]))
 def test_an_action_gives_what_it_gives_on_the_cpu(name: str, ranks: int) -> None:
     action, arguments = ACTIONS[name]
     want = worlds.run_on("cpu", ranks, with_horovod, inside=action, **arguments)

@@ -18,7 +18,7 @@ import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import largest_difference, train
-from tests.covering import table
+from tests.covering import in_turn, table
 from tutti.config.growth import BatchGrowth
 from tutti.data import Sharded
 from tutti.errors import TuttiError
@@ -47,7 +47,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "devices", "reproducible"), table(WAYS, [2, 3, 4], [False, True]), ids=str)
+@pytest.mark.parametrize(("way", "devices", "reproducible"), table(WAYS, [2, 3, 4], [False, True], strength=1), ids=str)
 def test_any_devices_train_the_same_through_every_phase(
     way: tuple[str, str, int | None], devices: int, reproducible: bool
 ) -> None:
@@ -105,8 +105,7 @@ def phases_and_plain_runs(own: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(("devices", "own"), in_turn([1, 3], [False, True]))
 def test_a_phase_is_a_plain_run_of_its_batch_and_rate_from_where_it_begins(devices: int, own: bool) -> None:
     answers = worlds.run(devices, phases_and_plain_runs, own=own)
     assert answers[1:] == answers[:1] * (devices - 1)

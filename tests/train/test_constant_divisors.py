@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tests.scripts.oracle import global_batches
 from tutti.errors import TuttiError
 
@@ -103,8 +104,7 @@ def plain(name: str) -> list[float]:
 HOW = ("step", "run.backward", "loss.backward")
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", CONSTANT)
+@pytest.mark.parametrize(("name", "how"), in_turn(list(CONSTANT), HOW))
 def test_a_sum_over_the_size_of_the_global_batch_is_refused_in_a_part(name: str, how: str) -> None:
     for ranks, strategy, workers in ((2, "mirrored", None), (3, "sharded:stage=1", None), (1, "single", 2)):
         if strategy != "mirrored" and how == "loss.backward":

@@ -454,8 +454,7 @@ def judge(got: Any, name: str, strategy: str, devices: int, workers: int) -> Non
     assert got[1] == 2 or got[0] == "RuntimeError"
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(("name", "workers"), in_turn(list(LOOPS), [3, 1]))
 def test_one_device(name: str, workers: int) -> None:
     [got] = worlds.run(1, through, name=name, strategy="single", workers=workers)
     judge(got, name, "single", 1, workers)

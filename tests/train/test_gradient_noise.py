@@ -137,8 +137,7 @@ def without_dropout(micro: int | None, own: bool, scale: str | None) -> tuple[di
     return {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}, said
 
 
-@pytest.mark.parametrize(("own", "scale"), [(False, None), (False, "1024"), (True, None), (True, "1024")])
-@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize(("micro", "own", "scale"), table([None, 2], [False, True], [None, "1024"]))
 def test_every_loss_counts_as_its_draw_says_and_is_reported_as_it_is(micro: Any, own: bool, scale: str | None) -> None:
     want, losses_by_hand = by_hand(micro)
     for devices in (1, 3):

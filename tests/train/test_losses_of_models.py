@@ -192,8 +192,7 @@ def test_losses_of_parts_that_do_not_add_up_are_refused(
         assert "test_losses_of_models.py:" in failure.text
 
 
-@pytest.mark.parametrize("loss", ["of_mean", "of_count"])
-@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize(("loss", "own_loop"), in_turn(["of_mean", "of_count"], [False, True]))
 def test_a_loss_of_split_scores_is_divided_by_the_tokens_of_the_global_batch(own_loop: bool, loss: str) -> None:
     check_equal(loss, 2, strategy="tensor:least=1", micro_batch=2, own_loop=own_loop)
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tests.scripts.oracle import global_batches
 from tests.train.test_kept_values import Arrays, Loss, dataset
 from tutti.errors import TuttiError
@@ -313,16 +314,14 @@ def test_the_same_under_other_strategies(strategy: str) -> None:
         assert isinstance(found, tuple) and "each rank has kept from its own samples" in found[0], found
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
-@pytest.mark.parametrize("kind", OF_EACH_RANK)
+@pytest.mark.parametrize(("kind", "form"), in_turn(list(OF_EACH_RANK), ["loop", "step"]))
 def test_present_samples_draws_and_constants_of_a_rank_are_no_kept_numbers(kind: str, form: str) -> None:
     for ranks, batch in ((2, 12), (3, 13)):
         for found in worlds.run(ranks, train, strategy="mirrored", kind=kind, form=form, batch=batch):
             assert isinstance(found, dict), found
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
-@pytest.mark.parametrize("kind", ALIKE)
+@pytest.mark.parametrize(("kind", "form"), in_turn(list(ALIKE), ["step", "loop"]))
 def test_numbers_that_ranks_have_alike_or_no_loss_has_are_right(kind: str, form: str) -> None:
     want = worlds.alone(plain, kind=kind, batch=12)
     for ranks in (2, 3):

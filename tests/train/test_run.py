@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import MismatchError, TuttiError, UsageError
 
 BATCH = 6
@@ -285,10 +286,12 @@ def by_rank(strategy: str, loop: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    ["mirrored", "mirrored:algorithm=native", "sharded:stage=1", "sharded", "central_storage", "parameter_server"],
+    ("strategy", "loop"),
+    in_turn(
+        ["mirrored", "mirrored:algorithm=native", "sharded:stage=1", "sharded", "central_storage", "parameter_server"],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("loop", [False, True])
 def test_settings_that_differ_between_ranks_are_refused(strategy: str, loop: bool) -> None:
     assert worlds.run(2, by_rank, strategy=strategy, loop=loop) == [2, 2]
 

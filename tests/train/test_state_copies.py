@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import UsageError
 
 
@@ -54,9 +55,13 @@ def write(strategy: str, name: str) -> str:
 SPLIT = [(3, "sharded"), (2, "sharded:stage=2"), (2, "tensor:least=1"), (2, "pipeline"), (2, "local_sgd")]
 
 
-@pytest.mark.parametrize("name", ["first.weight", "norm.running_mean"])
-@pytest.mark.parametrize(("size", "strategy"), [*SPLIT, (2, "mirrored"), (3, "sharded:stage=1")])
-def test_a_write_reaches_the_model_or_is_refused(size: int, strategy: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "name"),
+    in_turn([*SPLIT, (2, "mirrored"), (3, "sharded:stage=1")], ["first.weight", "norm.running_mean"]),
+    ids=str,
+)
+def test_a_write_reaches_the_model_or_is_refused(place: tuple[int, str], name: str) -> None:
+    size, strategy = place
     for said in worlds.run(size, write, strategy=strategy, name=name):
         refused = "would be lost" in said and "test_state_copies.py:" in said and "model.load_state_dict" in said
         whole = strategy in ("mirrored", "sharded:stage=1") and name == "first.weight"

@@ -92,8 +92,7 @@ def test_weights_reach_every_part(strategy: str, when: int) -> None:
         assert largest_difference(got, plain(when, all_of_it)) <= 1e-10
 
 
-@pytest.mark.parametrize("give", [a_layer, some_of_it])
-@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize(("strategy", "give"), in_turn(EVERY, [a_layer, some_of_it]))
 def test_a_part_of_the_weights(strategy: str, give: Given) -> None:
     options = {"strategy": strategy, "workers": WORKERS.get(strategy, 2), "when": 4}
     for got in worlds.run(2, trained, give=give, loop=strategy in LOOPS, **options):
@@ -182,10 +181,12 @@ def twice(strategy: str, workers: int, late: bool) -> dict[str, Any] | str:
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-@pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize(
-    "strategy",
-    ["mirrored", "local_sgd:period=2", "diloco:period=2", "central_storage", "sharded:stage=3", "parameter_server"],
+    ("strategy", "workers"),
+    in_turn(
+        ["mirrored", "local_sgd:period=2", "diloco:period=2", "central_storage", "sharded:stage=3", "parameter_server"],
+        [4, 2],
+    ),
 )
 def test_every_logical_worker_begins_with_them(strategy: str, workers: int) -> None:
     want = worlds.run(2, twice, strategy=strategy, workers=workers, late=False)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tutti.errors import UsageError
 
 DATA = torch.utils.data.TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).double())
@@ -68,12 +69,15 @@ def trained(strategy: str, hook: Hook | None = None, loop: bool = True) -> Any:
     return dict(run.state())
 
 
-@pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "hook"),
-    [("tensor", clipped), ("sharded:stage=1", centred), ("sharded", clipped), ("central_storage", counted)],
+    ("place", "loop"),
+    in_turn(
+        [("tensor", clipped), ("sharded:stage=1", centred), ("sharded", clipped), ("central_storage", counted)],
+        [False, True],
+    ),
 )
-def test_hooks_that_would_see_parts_are_refused_before_the_update(strategy: str, hook: Hook, loop: bool) -> None:
+def test_hooks_that_would_see_parts_are_refused_before_the_update(place: tuple[str, Hook], loop: bool) -> None:
+    strategy, hook = place
     for updates, said in worlds.run(2, trained, strategy=strategy, hook=hook, loop=loop):
         assert updates == 0 and "a step hook of an optimizer" in said and "test_step_hooks.py:" in said
     worlds.forget(2)

@@ -139,8 +139,7 @@ def trained(how: str, strategy: str, inside: bool = False) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("how", LOADS)
-@pytest.mark.parametrize("strategy", PARTS)
+@pytest.mark.parametrize(("how", "strategy"), in_turn(list(LOADS), [*PARTS][::2] + [*PARTS][1::2], each=2))
 def test_a_target_network_follows(how: str, strategy: str, inside: bool = False) -> None:
     want = trained(how, "plain")
     for got in worlds.run(2, trained, how=how, strategy=strategy, inside=inside):

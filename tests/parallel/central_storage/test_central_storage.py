@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tests.simulated_accelerator.build import DEVICE
 from tutti.comm import shared_memory as segments
 from tutti.comm.partition import owners
@@ -298,8 +299,7 @@ def test_an_accelerator_computes_and_the_host_updates(size: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("function", [clipped_by_hand, written, assigned])
+@pytest.mark.parametrize(("function", "size"), in_turn([clipped_by_hand, written, assigned], [2, 1]))
 def test_a_custom_loop_and_a_write_do_on_an_accelerator_what_they_do_on_a_cpu(size: int, function: Any) -> None:
     there, here = worlds.run_on(DEVICE, size, function), worlds.run_on("cpu", size, function)
     assert there == here and len(set(map(str, there))) == 1

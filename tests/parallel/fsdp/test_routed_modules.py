@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import in_turn
 from tutti.errors import UsageError
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_around, wrapped_modules
 from tutti.parallel.fsdp.routed_modules import routed_modules, suspected_routers
@@ -97,8 +98,7 @@ def trained(kind: type[nn.Module], strategy: str, loop: bool) -> Any:
     return {name: value.numpy().copy() for name, value in run.state().items()}
 
 
-@pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("kind", [Experts, Model])
+@pytest.mark.parametrize(("kind", "loop"), in_turn([Experts, Model], [False, True]))
 def test_experts_without_samples_equal_one_device(kind: type[nn.Module], loop: bool) -> None:
     want = worlds.alone(trained, kind=kind, strategy="mirrored", loop=loop)
     for got in worlds.run(2, trained, kind=kind, strategy="sharded", loop=loop):

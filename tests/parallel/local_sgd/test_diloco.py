@@ -16,6 +16,7 @@ from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import OPTIMIZERS, largest_difference, train
 from tests.contract.test_state import saver
+from tests.covering import in_turn
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
 from tutti.parallel.local_sgd.diloco import outer_step
@@ -57,8 +58,10 @@ def test_without_momentum_at_rate_one_it_is_local_sgd(post: str) -> None:
         assert own == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd momentum", "lamb", "muon"])
-@pytest.mark.parametrize("strategy", ["local_sgd:period=2,post=9", "diloco:period=2,post=2ep"])
+@pytest.mark.parametrize(
+    ("optimizer", "strategy"),
+    in_turn(["sgd momentum", "lamb", "muon"], ["local_sgd:period=2,post=9", "diloco:period=2,post=2ep"]),
+)
 def test_before_workers_part_it_is_synchronous_training(strategy: str, optimizer: str) -> None:
     arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4, "clip": 0.5, "micro_batch": 3}
     want, losses, _ = worlds.alone(train, strategy="single", **arguments)

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn
 from tests.scripts.oracle import Algorithm, play
 from tutti.errors import TuttiError
 
@@ -61,8 +62,7 @@ def test_a_mask_of_each_rank_s_own_weights_is_its_worker_s(name: str) -> None:
             assert all(abs(got[key] - value).max() <= 1e-12 for key, value in want.items())
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("after", [4, 6, 11])
+@pytest.mark.parametrize(("after", "name"), in_turn([4, 6, 11], list(ALGORITHMS)))
 def test_a_mask_of_one_of_a_rank_s_workers_is_refused(name: str, after: int) -> None:
     for ranks, workers in ((1, 2), (2, 4), (3, 6)):
         for said in worlds.run(ranks, train, strategy=f"{name}:period={PERIOD}", after=after, workers=workers):

@@ -67,7 +67,7 @@ def trained(strategy: str, kind: str, reproducible: bool = False) -> dict[str, A
 
 @pytest.mark.parametrize(
     ("kind", "schedule", "ranks"),
-    table(["frozen", "tied", "detached"], ["gpipe", "1f1b", "interleaved", "zero_bubble"], [2, 3]),
+    table(["frozen", "tied", "detached"], ["gpipe", "1f1b", "interleaved", "zero_bubble"], [2, 3], strength=1),
 )
 def test_equals_one_device(kind: str, schedule: str, ranks: int) -> None:
     want = worlds.alone(trained, strategy="single", kind=kind)

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 import tutti
 from tests import worlds
 from tests.contract.table import OPTIMIZERS, largest_difference
+from tests.covering import in_turn
 from tutti.parallel.pipeline.stage_partition import find_stage_partition
 from tutti.torch_compat import FunctionModesDisabled
 
@@ -429,9 +430,11 @@ def trained_and_evaluated(strategy: str, kind: str) -> dict[str, Any]:
     return {**run.state(), "held out": torch.tensor(losses, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("devices", "strategy"), [(2, "pipeline:micro_batches=2"), (3, "model_parallel")])
-def test_forwards_that_differ_in_evaluation_equal_one_device(devices: int, strategy: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place"), in_turn(list(KINDS), [(2, "pipeline:micro_batches=2"), (3, "model_parallel")]), ids=str
+)
+def test_forwards_that_differ_in_evaluation_equal_one_device(kind: str, place: tuple[int, str]) -> None:
+    devices, strategy = place
     wanted = worlds.alone(trained_and_evaluated, strategy="single", kind=kind)
     for found in worlds.run(devices, trained_and_evaluated, strategy=strategy, kind=kind):
         assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-10

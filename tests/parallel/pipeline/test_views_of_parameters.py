@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import in_turn
 from tests.parity.loops import numbers
 from tests.train.test_custom_loop import BATCH, DATA, batches, error_of, made
 
@@ -46,8 +47,7 @@ def trained(strategy: str, how: str) -> Any:
     return {**state, "figures": torch.tensor(figures).numpy()}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize(("how", "ranks"), in_turn(list(READS), [2, 3]))
 def test_views_in_a_penalty_equal_plain_pytorch(how: str, ranks: int) -> None:
     want = trained("plain", how)
     for got in worlds.run(ranks, trained, strategy="model_parallel", how=how):

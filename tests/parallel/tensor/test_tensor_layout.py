@@ -509,8 +509,7 @@ def test_a_figure_of_a_slice_is_refused_in_stages() -> None:
         worlds.forget(4)
 
 
-@pytest.mark.parametrize("place", ["loss", "body", "after step"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "place"), in_turn([1, 2, 3], ["loss", "body", "after step"]))
 def test_a_figure_of_a_slice_is_refused_where_its_state_is_sharded(stage: int, place: str) -> None:
     """Sharding puts other parameter objects into the model than those that were split."""
     strategy = f"hybrid:tensor=2,shards=2,stage={stage},least=1"
