@@ -210,9 +210,12 @@ def predicted(program: StepProgram, steps: int, stage: int = 0) -> dict[tuple[st
 
 
 def test_tensor_ranks_send_numbers_of_the_precision(words: str) -> None:
-    sent = [predicted(program_of(words, run("tensor", 2, batch_size=BATCH, precision=p)), 1) for p in ("fp32", "fp64")]
-    wide = {key: (calls, 2 * size) for key, (calls, size) in sent[0].items()}
-    assert sent[1] == wide and any(axis == "tensor" for axis, _ in wide)
+    sent = []
+    for precision in ("fp32", "fp64"):
+        config = run("tensor", 2, batch_size=BATCH, precision=precision)
+        messages = TaskSizes(words, config, ("none",)).step(config).messages["none"]
+        sent.append([(each.kind, each.bytes.at(8)) for each in messages])
+    assert sent[0] and sent[1] == [(kind, 2 * size) for kind, size in sent[0]]
 
 
 @pytest.mark.parametrize(
