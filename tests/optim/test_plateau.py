@@ -22,6 +22,8 @@ OPTIONS = [
     "patience=0,mode=max,threshold=0.05,min=0.02",
     "patience=1,threshold=0.3,threshold_mode=abs,cooldown=1,min=0.3",
     "patience=0,factor=0,min=2",
+    "patience=0,factor=0.5,threshold=0.1,eps=0.03",
+    "patience=1,factor=0.5,min=0.1,eps=0.2",
 ]
 
 
@@ -48,7 +50,7 @@ def test_factors_are_those_of_pytorch(options: str) -> None:
         threshold_mode=config.threshold_mode,
         cooldown=config.cooldown,
         min_lr=config.min,
-        eps=0,
+        eps=config.eps,
     )
     plateau, reductions = made(options), 0
     for value in values:

@@ -490,8 +490,8 @@ class PlateauSchedule(ConstantSchedule):
     """Learning-rate schedule: multiply the rate by ``factor`` once evaluations no longer improve a metric.
 
     The rule and the defaults of ``torch.optim.lr_scheduler.ReduceLROnPlateau``, stepped by each evaluation during the
-    run. ``min`` is a multiple of the optimizer's rate, so that it holds for every parameter group, and PyTorch's
-    ``eps``, which leaves out reductions of a rate by less than 1e-8, has no counterpart.
+    run. ``min`` and ``eps`` are multiples of the optimizer's rate, so that they hold for every parameter group;
+    PyTorch's ``min_lr`` and ``eps`` are rates, and its ``eps`` is 1e-8 by default.
 
     Attributes:
         metric: ``loss``, or a held-out metric of the task.
@@ -503,6 +503,7 @@ class PlateauSchedule(ConstantSchedule):
         threshold_mode: ``rel``: ``threshold`` is a fraction of the best value; ``abs``: it is a difference.
         cooldown: number of evaluations after a reduction whose values are not counted.
         min: least rate, as a multiple of the optimizer's.
+        eps: least difference between two rates, as a multiple of the optimizer's: a reduction by no more is left out.
 
     Raises:
         UsageError: ``factor``, ``patience``, ``threshold``, ``cooldown`` or ``min`` is below 0, or as
@@ -518,10 +519,11 @@ class PlateauSchedule(ConstantSchedule):
     threshold_mode: Literal["rel", "abs"] = "rel"
     cooldown: int = 0
     min: float = 0.0
+    eps: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self, at_least_zero=("factor", "patience", "threshold", "cooldown", "min"))
+        _check(self, at_least_zero=("factor", "patience", "threshold", "cooldown", "min", "eps"))
         if self.factor >= 1:
             raise ValueError("factor multiplies the rate: give a number below 1")
 

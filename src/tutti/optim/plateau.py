@@ -15,7 +15,7 @@ class Plateau:
     """Factor on the initial learning rates that evaluations lower: the rule of ``ReduceLROnPlateau``.
 
     An evaluation is better if it improves on the best value by more than the threshold. Each reduction multiplies the
-    factor, down to the least one.
+    factor, down to the least one, and is left out if it would lower the factor by no more than ``eps``.
 
     Args:
         config: options of the schedule.
@@ -54,8 +54,9 @@ class Plateau:
             self._cooldown, self._bad = self._cooldown - 1, 0
         if self._bad <= self._config.patience:
             return False
-        before, least = self.factor, self._config.min
-        self.factor = min(before, max(before * self._config.factor, least))
+        before, lower = self.factor, max(self.factor * self._config.factor, self._config.min)
+        if before - lower > self._config.eps:
+            self.factor = lower
         self._cooldown, self._bad = self._config.cooldown, 0
         return self.factor < before
 
