@@ -224,3 +224,11 @@ def test_a_break_leaves_no_event_out_and_no_batch_behind() -> None:
     begun = [("begin", 0), ("epoch", 0), ("step", 1, True), ("step", 2, True)]
     # Each rank brings ten samples.
     assert worlds.run(2, left, ranks="all") == [(18, 38, begun, [("step", 3, True), ("end", 3)])] * 2
+
+
+def test_a_run_without_callbacks_remains_stopped() -> None:
+    callbacks = Callbacks()
+    callbacks.load_run({"stopped": "no better loss in 3 evaluations"})
+    assert callbacks.ended() and callbacks.reason == "no better loss in 3 evaluations"
+    callbacks.load_run({"stopped": None})
+    assert not callbacks.ended()

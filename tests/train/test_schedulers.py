@@ -368,3 +368,20 @@ def test_bodies_step_a_scheduler_with_one_micro_batch_each_or_to_a_count_of_thei
     )
     [first, *_] = worlds.run(1, stepped, kind="restarts", guarded=False)
     assert first == (6, first[1], "") and len(set(first[1])) > 1
+
+
+@pytest.mark.parametrize("every", ["evaluation", "evaluation:error", "epoch"])
+def test_a_scheduler_that_no_evaluation_has_stepped_is_warned_of_once(every: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for evaluations in (0, 1):
+            _, optimizer = built()
+            schedulers = Schedulers(StepLR(optimizer, 1), every, [optimizer])
+            optimizer.step()
+            for _ in range(evaluations):
+                schedulers.after_evaluation({"loss": 1.0, "error": 1.0})
+            for _ in range(4):
+                schedulers.after_epoch()
+    found = [str(each.message) for each in caught if "no scheduler has stepped" in str(each.message)]
+    assert len(found) == (every != "epoch"), found
+    assert all("StepLR" in text and "run.evaluate" in text for text in found)

@@ -254,13 +254,15 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
     if isinstance(sync, AllReduceConfig) and sync.wire != "fp32":
         raise UsageError(
             "--noise-every cannot be combined with a compressed wire",
-            why="the sum over devices would be rounded, and the gradients that it is compared with would not",
+            why="the noise is the difference between the mean square of the parts' gradients and the square of their"
+            " mean; rounding on the wire adds its own variance to the second alone",
             remedy="leave out one of the two",
         )
     if isinstance(sync, ParameterServerConfig) and sync.backup:
         raise UsageError(
             "--noise-every cannot be combined with backup workers",
-            why="an update leaves out the slowest gradients, and the noise compares the sum with all of them",
+            why="the noise is the difference between the mean square of the parts' gradients and the square of their"
+            " mean, and an update is the mean of the fastest parts alone",
             remedy="leave out backup, or --noise-every",
         )
     if sync.shards_parameters(shape) and not choice.row.own_backward:

@@ -322,7 +322,7 @@ class Callbacks:
     def load_run(self, saved: Mapping[str, Any]) -> None:
         """Load the callbacks' states from a checkpoint of ``tutti train``, and why a callback had stopped training.
 
-        A run that a callback had stopped remains stopped after the load, if this run has callbacks.
+        A run that a callback had stopped remains stopped after the load.
 
         Args:
             saved: entries of the checkpoint's manifest: ``callbacks`` (list of states), ``callback_names`` and
@@ -332,7 +332,7 @@ class Callbacks:
             CheckpointError: the checkpoint was saved with other callbacks. Errors of ``load_state_dict`` propagate.
         """
         self.load(saved)
-        reason = saved.get("stopped") if self.own else None
+        reason = saved.get("stopped")
         self.reason = None if reason is None else str(reason)
 
     def load(self, saved: Mapping[str, Any]) -> None:

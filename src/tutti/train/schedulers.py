@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -52,6 +53,7 @@ class Schedulers:
                 f"scheduler_every is '{every}'", remedy=f"choices: {', '.join(choices)}, evaluation:METRIC"
             )
         self._metric, self._stepping = metric or "loss", False
+        self._epochs, self._evaluations = 0, 0
         self._comm: Communicator | None = None
         self.own = [given] if isinstance(given, LRScheduler | type) else list(given or ())
         if self.own and excluded:
@@ -137,9 +139,20 @@ class Schedulers:
             self._step([s for s in self.own if optimizer is None or s.optimizer is optimizer])
 
     def after_epoch(self) -> None:
-        """Step all learning-rate schedulers at the end of an epoch; do nothing if they step after updates."""
+        """Step all learning-rate schedulers at the end of an epoch, if they step after epochs.
+
+        If they step after evaluations, and there was none until the end of the second epoch, a warning says so once.
+        """
+        self._epochs += 1
         if self._every == "epoch":
             self._step(self.own)
+        if self._every == "evaluation" and self.own and (self._epochs, self._evaluations) == (2, 0):
+            warnings.warn(
+                f"no scheduler has stepped: scheduler_every='evaluation' steps {type(self.own[0]).__name__} after each"
+                " run.evaluate, and there was none in two epochs; call run.evaluate(held_out), or take"
+                " scheduler_every='epoch'",
+                stacklevel=2,
+            )
 
     def after_evaluation(self, values: Mapping[str, float]) -> None:
         """Step all learning-rate schedulers after an evaluation; do nothing if they step after updates or epochs.
@@ -153,6 +166,7 @@ class Schedulers:
         Raises:
             UsageError: ``values`` lacks the metric of ``scheduler_every``.
         """
+        self._evaluations += 1
         if self._every != "evaluation" or not self.own:
             return
         if self._metric not in values:
