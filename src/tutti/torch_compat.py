@@ -705,6 +705,15 @@ def sums_losses(node: Any) -> bool:
     return getattr(node, "_saved_reduction", 0) == 2
 
 
+def reduces_losses(node: Any) -> bool:
+    """Return whether an autograd node is that of a loss function of PyTorch with another ``reduction`` than ``"none"``.
+
+    Args:
+        node: an autograd node; False for one of another function.
+    """
+    return getattr(node, "_saved_reduction", 0) != 0
+
+
 def reduces_first_dimension(node: Any) -> bool:
     """Return whether a reduction that autograd has recorded, such as a mean, is over its input's first dimension.
 

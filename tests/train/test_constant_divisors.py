@@ -1,7 +1,8 @@
-"""Sums over samples that a script divides by the size of the global batch, as a constant: refused in parts of it."""
+"""Sums over samples times a constant, and losses that are divided by a statistic: refused in parts of the batch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +51,73 @@ def halved_size(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).abs().sum() / (2 * count)
 
 
+def weights_of(targets: Tensor) -> Tensor:
+    return 1 + targets[:, 0].abs()
+
+
+def by_sample(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().sum(1)
+
+
+def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+    weights = weights_of(targets)
+    return (weights * by_sample(outputs, targets)).mean() / weights.mean()
+
+
+def weighted_by_number(outputs: Tensor, targets: Tensor) -> Tensor:
+    weights = weights_of(targets)
+    return (weights * by_sample(outputs, targets)).sum() / weights.sum().item()
+
+
+def weighted_by_shares(outputs: Tensor, targets: Tensor) -> Tensor:
+    weights = weights_of(targets)
+    return (weights / weights.sum() * by_sample(outputs, targets)).sum()
+
+
+def masked(outputs: Tensor, targets: Tensor) -> Tensor:
+    mask = (targets > -0.5).flatten()
+    return ((outputs - targets).flatten().square() * mask).sum() / mask.sum().clamp(min=1)
+
+
+def of_ones(outputs: Tensor, targets: Tensor) -> Tensor:
+    weights = torch.ones_like(targets[:, 0])
+    return (weights * by_sample(outputs, targets)).sum() / weights.sum()
+
+
+def normalised(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A factor on each sample's loss, as of advantages that are normalised within a micro-batch of one worker."""
+    return by_sample(outputs, targets).mean() + 0 * outputs.sum()
+
+
 CONSTANT: dict[str, Loss] = {
     "sum": lambda out, want: (out - want).square().sum() / BATCH,
     "loss function": lambda out, want: functional.mse_loss(out, want, reduction="sum") / BATCH,
     "factors": lambda out, want: 0.3 * (out - want).abs().sum() * (1 / BATCH),
     "two terms": lambda out, want: functional.mse_loss(out, want) + (out.abs().sum() + out.square().sum()) / BATCH,
 }
+UNEVEN: dict[str, tuple[Loss, str]] = {
+    "half a sum": (lambda out, want: 0.5 * (out - want).square().sum(), "times 0.5|a sum over"),
+    "twice a sum": (lambda out, want: (out - want).square().sum() * 2, "times 2"),
+    "a hundredth of a loss": (
+        lambda out, want: 0.01 * functional.mse_loss(out, want, reduction="sum"),
+        "times 0.01|a sum over",
+    ),
+    "cross-entropy by the batch": (
+        lambda out, want: functional.cross_entropy(out, want.argmax(1), reduction="sum") * (1 / BATCH),
+        "divided by 12, the global",
+    ),
+    "half a cross-entropy": (
+        lambda out, want: 0.5 * functional.cross_entropy(out, want.argmax(1), reduction="sum"),
+        "times 0.5|a sum over",
+    ),
+    "mean over weights": (weighted, "a mean or a sum over the micro-batch's"),
+    "mean over weights by a number": (weighted_by_number, "a mean or a sum over the micro-batch's|a sum divided by"),
+    "shares of weights": (weighted_by_shares, "a mean or a sum over the micro-batch's"),
+    "mean over a mask of elements": (masked, "a mean or a sum over the micro-batch's|a sum divided by"),
+}
 OF_SAMPLES: dict[str, Loss] = {
+    "weights of one": of_ones,
+    "nothing of a sum": normalised,
     "half the mean": lambda out, want: (out - want).square().sum() / (2 * len(out)),
     "half the mean by size": halved_size,
     "half the mean in a module": Halved(),
@@ -64,15 +125,21 @@ OF_SAMPLES: dict[str, Loss] = {
 }
 
 
-def train(name: str, how: str, strategy: str, workers: int | None = None) -> Any:
+ALL = CONSTANT | OF_SAMPLES | {name: loss for name, (loss, _) in UNEVEN.items()}
+
+
+def train(name: str, how: str, strategy: str, workers: int | None = None, micro_batch: int | None = None) -> Any:
     """Return the sums of all tensors after two updates, and None; or the number of updates, and the error."""
-    loss_fn, model = (CONSTANT | OF_SAMPLES)[name], Shaped()
+    loss_fn, model = ALL[name], Shaped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(model: Any, batch: Any) -> Tensor:
         return loss_fn(model(batch[0]), batch[1])
 
-    run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, workers=workers, batch_size=BATCH, seed=0)
+    options: dict[str, Any] = {} if micro_batch is None else {"micro_batch": micro_batch}
+    run = tutti.prepare(
+        model, optimizer, dataset(), loss, strategy=strategy, workers=workers, batch_size=BATCH, seed=0, **options
+    )
     try:
         if how == "step":
             for batch in run.epoch(0):
@@ -96,7 +163,7 @@ def plain(name: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in global_batches(dataset(), BATCH, 0):
         optimizer.zero_grad()
-        (CONSTANT | OF_SAMPLES)[name](model(inputs), targets).backward()
+        ALL[name](model(inputs), targets).backward()
         optimizer.step()
     return [float(value.sum()) for value in model.state_dict().values()]
 
@@ -112,6 +179,30 @@ def test_a_sum_over_the_size_of_the_global_batch_is_refused_in_a_part(name: str,
         for updates, said in worlds.run(ranks, train, name=name, how=how, strategy=strategy, workers=workers):
             assert said is not None and f"divided by {BATCH}, the global batch's size" in said, said
             assert "test_constant_divisors.py:" in said and updates == 0
+
+
+PLACES = [
+    (2, "mirrored", None, None),
+    (3, "mirrored", None, 2),
+    (4, "sharded:stage=1", None, None),
+    (1, "single", None, 2),
+    (1, "single", 4, 1),
+    (2, "central_storage", None, 2),
+]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("name", "place"), in_turn(list(UNEVEN), PLACES, each=2))
+def test_a_loss_that_is_no_mean_of_its_parts_is_refused(
+    name: str, place: tuple[int, str, int | None, int | None], how: str
+) -> None:
+    ranks, strategy, workers, micro = place
+    options = {"strategy": strategy, "workers": workers, "micro_batch": micro}
+    found = worlds.run(ranks, train, name=name, how=how, **options)
+    assert all(updates == 0 for updates, said in found if said is not None), found
+    said = [text for _, text in found]
+    assert None not in said and any(re.search(UNEVEN[name][1], text) for text in said), said
+    assert any("test_constant_divisors.py:" in text for text in said)
 
 
 @pytest.mark.parametrize("how", HOW)

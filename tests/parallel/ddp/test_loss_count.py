@@ -61,6 +61,10 @@ def known(inputs: Tensor, targets: Tensor) -> Tensor:
         lambda x, y: functional.cross_entropy(x.transpose(1, 2), y, WEIGHTS, label_smoothing=0.1),
         lambda x, y: 3.0 * flat(x, y),
         lambda x, y: flat(x, y, reduction="sum") / (y != -100).sum(),
+        lambda x, y: flat(x, y, reduction="sum") * (1 / (y != -100).sum().item()) if (y != -100).any() else x.sum() * 0,
+        lambda x, y: flat(x, y) + 0.0 * x.square().sum(),
+        lambda x, y: flat(x, y) if (y != -100).any() else x.sum() * 0,
+        lambda x, y: flat(x, y, reduction="sum") / y.numel(),
         lambda x, y: functional.nll_loss(x.log_softmax(-1).flatten(0, 1), y.flatten()),
         lambda x, y: 0.5 * known(x, y).nanmean(),
         lambda x, y: known(x, y).nansum() / (y >= 0).sum(),
@@ -117,6 +121,10 @@ def test_sums_divided_by_a_number_of_tokens_are_refused(divisor: Callable[[Tenso
         lambda x, y: 0.9 * flat(x, y) - 0.1 * x.log_softmax(-1).sum(-1).masked_fill(y < 0, 0).sum() / (y >= 0).sum(),
         lambda x, y: flat(x, y, reduction="sum"),
         lambda x, y: flat(x, y, reduction="sum") / 7,
+        lambda x, y: flat(x, y, reduction="sum") / 2,
+        lambda x, y: 0.5 * flat(x, y, reduction="sum"),
+        lambda x, y: -1 * flat(x, y, reduction="sum"),
+        lambda x, y: x.square().mean() + 0.1 * flat(x, y, reduction="sum"),
     ],
 )
 def test_terms_of_different_counts_are_refused(loss: Loss) -> None:

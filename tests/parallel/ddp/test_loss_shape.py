@@ -28,6 +28,17 @@ def read(loss: Loss, whole: bool = False) -> None:
     read_loss(found, MicroBatch(0, 0, None, SAMPLES, 1 / SAMPLES, 0, True, whole=whole))
 
 
+def by_token(net: nn.Module, out: Tensor) -> Tensor:
+    """Four numbers of each sample, as of tokens, in one dimension with the samples."""
+    return net[0](out).view(SAMPLES, 4, 2).flatten(0, 1).square().sum(1)
+
+
+def covariance(net: nn.Module, want: Tensor) -> Tensor:
+    """Of as many features as samples."""
+    hidden: Tensor = net[0](want)
+    return hidden.T @ hidden / len(hidden) - torch.eye(SAMPLES, dtype=hidden.dtype)
+
+
 def masked(out: Tensor, want: Tensor, mask: Tensor) -> Tensor:
     return ((out - want).square().mean(1) * mask).sum()
 
@@ -67,6 +78,22 @@ REFUSED: dict[str, Loss] = {
     "deviation": lambda net, out, want, mask: mse(out, want) - 0.1 * out.std(),
     "covariance": lambda net, out, want, mask: torch.cov(out.T).square().sum() / 9,
     "covariance by einsum": lambda net, out, want, mask: torch.einsum("bi,bj->ij", out, out).div(8).square().sum(),
+    "half a sum": lambda net, out, want, mask: 0.5 * (out - want).square().sum(),
+    "negative sum": lambda net, out, want, mask: -1 * out.abs().sum() + mse(out, want),
+    "small sum": lambda net, out, want, mask: mse(out, want) + 0.01 * out.abs().sum(),
+    "sum of tokens": lambda net, out, want, mask: by_token(net, out).sum(),
+    "sum of tokens beside": lambda net, out, want, mask: mse(out, want) + 0.1 * by_token(net, out).sum(),
+    "mean over chosen tokens": lambda net, out, want, mask: (
+        (by_token(net, out) * (torch.arange(4 * SAMPLES) < 13)).sum() / 13
+    ),
+    "root of a mean of tokens": lambda net, out, want, mask: by_token(net, out).mean().sqrt(),
+    "covariance of as many features": lambda net, out, want, mask: covariance(net, want).square().mean(),
+    "covariance without its diagonal": lambda net, out, want, mask: (
+        covariance(net, want).masked_fill(torch.eye(SAMPLES, dtype=torch.bool), 0).pow(2).sum() + mse(out, want)
+    ),
+    "product of a covariance with itself": lambda net, out, want, mask: (lambda each: (each * each).mean())(
+        covariance(net, want)
+    ),
     "correlation": lambda net, out, want, mask: (out.T @ want / len(out) - torch.eye(3)).square().sum(),
     "moment of features": lambda net, out, want, mask: out.mean(0).square().sum(),
     "entropy of the mean": lambda net, out, want, mask: (out.softmax(1).mean(0) * out.softmax(1).mean(0).log()).sum(),
@@ -103,6 +130,31 @@ TAKEN: dict[str, Loss] = {
     ),
     "distance of as many weights": lambda net, out, want, mask: (
         mse(out, want) + (net[0].weight - net[2].weight.T).norm() + (net[0].weight - net[2].weight.T).abs().max()
+    ),
+    "half a mean": lambda net, out, want, mask: 0.5 * (out - want).square().sum() / len(out),
+    "half of each": lambda net, out, want, mask: (0.5 * (out - want).square().sum(1)).mean() - 0.5 * mse(out, want),
+    "sum for all data": lambda net, out, want, mask: (out - want).square().sum() * (100 / len(out)),
+    "half a penalty": lambda net, out, want, mask: mse(out, want) + 0.5 * net[0].weight.square().sum(),
+    "nothing of a sum": lambda net, out, want, mask: mse(out, want) + 0 * out.sum() + out.max() * 0.0,
+    "nothing of all": lambda net, out, want, mask: out.sum() * 0,
+    "nothing of a sum of weights": lambda net, out, want, mask: (
+        entropy(out, want.argmax(1).masked_fill(mask == 0, -100)) + 0.0 * sum(p.sum() for p in net.parameters())
+    ),
+    "mean of tokens": lambda net, out, want, mask: by_token(net, out).mean(),
+    "sum of tokens over their number": lambda net, out, want, mask: by_token(net, out).sum() / (4 * SAMPLES),
+    "focal loss of tokens": lambda net, out, want, mask: (lambda each: ((1 - (-each).exp()) ** 2 * each).mean())(
+        entropy(net[0](out).view(SAMPLES, 4, 2).flatten(0, 1), torch.arange(4 * SAMPLES) % 2, reduction="none")
+    ),
+    "half a cross-entropy's mean": lambda net, out, want, mask: (
+        entropy(out, want.argmax(1), reduction="sum") * (0.5 / len(out))
+    ),
+    "cross-entropy over all targets": lambda net, out, want, mask: (
+        entropy(out, want.argmax(1).masked_fill(mask == 0, -100), reduction="sum") / len(out)
+    ),
+    "similarity of pairs": lambda net, out, want, mask: (net[0](want) @ net[0](want).T).mean() + mse(out, want),
+    "layer without a bias": lambda net, out, want, mask: (
+        functional.linear(net[0](want).tanh(), net[0](net[0].weight.new_ones(SAMPLES, 3)).detach()).square().mean()
+        + functional.linear(net[1](net[0](want)), net[0].weight @ net[2].weight).square().mean()
     ),
     "sum by einsum": lambda net, out, want, mask: torch.einsum("bi,bi->", out, want) / 8 + mse(out, want),
     "products by einsum": lambda net, out, want, mask: torch.einsum("bi,ij->bj", out, want[:3]).square().mean(),
@@ -142,3 +194,11 @@ def test_a_mean_of_columns_counts_samples() -> None:
 @pytest.mark.parametrize("name", TAKEN)
 def test_means_over_samples_are_taken(name: str) -> None:
     read(TAKEN[name])
+
+
+def test_a_loss_times_zero_counts_no_samples() -> None:
+    net = nn.Linear(3, 5)
+    loss = net(torch.randn(4, 3)).sum() * 0
+    for whole, count in ((False, 0), (True, 4)):
+        _, _, found = read_loss(loss, MicroBatch(0, 0, None, 4, 1 / 8, 0, True, whole=whole))
+        assert float(found.sums[1]) == count

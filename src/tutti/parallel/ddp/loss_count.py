@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from tutti.errors import UsageError, script_line
-from tutti.parallel.ddp.loss_shape import TARGETS, check_adds_up, count_of_nanmean, rows_of_mean
+from tutti.parallel.ddp.loss_shape import (
+    TARGETS,
+    check_adds_up,
+    count_of_nanmean,
+    host_divisor,
+    is_zero,
+    rows_of_mean,
+)
 from tutti.parallel.ddp.output_graph import graph_within
 from tutti.torch_compat import (
     CrossEntropyNode,
@@ -33,7 +40,7 @@ _MOST = 64
 class _Term(NamedTuple):
     """A cross-entropy within a loss; ``divisor``: by which its sum is divided, where it is no mean.
 
-    ``scores``: the node of the log-softmax that it read.
+    ``scores``: the node of the log-softmax that it read; ``by_factor``: whether the divisor is the inverse of a factor.
     """
 
     reduction: str
@@ -41,6 +48,7 @@ class _Term(NamedTuple):
     targets: int
     divisor: Tensor | None
     scores: Any = None
+    by_factor: bool = False
 
 
 def annotate_targets(loss: Tensor, count: Tensor, targets: int, reduction: str = "mean") -> Tensor:
@@ -77,10 +85,11 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 
     Returns:
         The divisor, a tensor (), where the loss is one cross-entropy alone, with or without label smoothing, which is a
-        mean or a sum divided by the samples or the targets. Where the micro-batch is not the whole batch, also for two
-        losses without a cross-entropy: for the ``nanmean()`` of a tensor the number of elements that are not NaN; for
-        the ``mean()`` of a tensor its number of rows, unless the samples are along another dimension. None for any
-        other loss, which the caller then takes for a mean over samples.
+        mean or a sum divided by the samples or the targets. Where the micro-batch is not the whole batch, also for
+        three losses without a cross-entropy: for the ``nanmean()`` of a tensor the number of elements that are not NaN;
+        for the ``mean()`` of a tensor its number of rows, unless the samples are along another dimension; and 0 for a
+        loss that is multiplied by 0, as scripts return it for samples without targets. None for any other loss, which
+        the caller then takes for a mean over samples.
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one
@@ -94,6 +103,8 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         # Most losses: nothing but a mean over targets, which adds up.
         return total
     if not micro_batch.whole:
+        if root is not None and is_zero(root):
+            return torch.zeros(())
         check_adds_up(objective.grad_fn, micro_batch)
     means, others = _terms(objective.grad_fn)
     counts = [_count(term, micro_batch) for term in means]
@@ -118,24 +129,27 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 def _terms(root: Any) -> tuple[list[_Term], bool]:
     """Return the cross-entropies of a loss, and whether it has other terms."""
     means: list[_Term] = []
-    ahead: list[tuple[Any, Tensor | None]] = [(root, None)]
+    ahead: list[tuple[Any, Tensor | None, bool]] = [(root, None, False)]
     others, seen = False, set[Any]()
     smoothing: list[tuple[Any, Tensor]] = []
     while ahead and len(seen) < _MOST:
-        node, divisor = ahead.pop()
+        node, divisor, by_factor = ahead.pop()
         node = graph_within(node)
-        if node is None or node in seen:
+        if node is None or node in seen or is_zero(node):
             continue
         seen.add(node)
         found = node.metadata.get(TARGETS) or cross_entropy_of(node)
         if found is not None and found.reduction == "sum" and divisor is None and node is not root:
             others = True
         elif found is not None:
-            means.append(_Term(found.reduction, found.total, found.targets, divisor, found.scores))
+            means.append(_Term(found.reduction, found.total, found.targets, divisor, found.scores, by_factor))
         elif (smooth := label_smoothing_of(node)) is not None:
             smoothing.append(smooth)
         elif is_scalar_node(node) and node.next_functions:
-            ahead += [(before, divisor_of_node(node)) for before, _ in node.next_functions]
+            divisor, by_factor = divisor_of_node(node), False
+            if divisor is None and (number := host_divisor(node)) is not None and abs(number) >= 1:
+                divisor, by_factor = torch.tensor(number, dtype=torch.float64), True
+            ahead += [(before, divisor, by_factor) for before, _ in node.next_functions]
         else:
             others = True
     return means, others or bool(ahead) or not all(_smooths(means, *smooth) for smooth in smoothing)
@@ -150,9 +164,13 @@ def _count(term: _Term, micro_batch: MicroBatch) -> Tensor | None:
     """Return the divisor of a cross-entropy; None for a sum over the whole batch. Raises UsageError for other sums."""
     if term.reduction == "mean":
         return term.total
-    if term.divisor is not None and float(term.divisor) in (micro_batch.samples, float(term.total)):
+    number = None if term.divisor is None else float(term.divisor)
+    counts = micro_batch.samples, float(term.total), term.targets
+    if number is not None and any(math.isclose(number, each) for each in counts):
         return term.divisor
-    if micro_batch.whole:
+    # A factor may be, for example, half the inverse of the samples.
+    by_samples = term.by_factor and number is not None and math.isclose(number % micro_batch.samples, 0, abs_tol=1e-6)
+    if micro_batch.whole or by_samples:
         return None
     by = "no mean" if term.divisor is None else f"not a mean: it is divided by {float(term.divisor):g}"
     raise _refused(

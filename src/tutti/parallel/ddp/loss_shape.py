@@ -7,7 +7,8 @@ samples count, as a mask does. Such a loss depends on how the batch is divided o
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,7 +19,9 @@ from tutti.torch_compat import (
     divisor_of_node,
     factor_of_node,
     is_scalar_node,
+    label_smoothing_of,
     reduces_first_dimension,
+    reduces_losses,
     shape_of_node,
     sums_losses,
 )
@@ -58,10 +61,14 @@ _PRODUCTS = frozenset(("Mul", "Dot", "Vdot", "Mm", "Mv"))
 _LAYERS = frozenset(("Addmm", "Mm", "Bmm", "Convolution", "Embedding"))
 """Functions of the model's layers, below which no constant divides the loss."""
 _TRANSPOSES = frozenset(("T", "Transpose", "Permute"))
+_VIEWS = frozenset(("View", "UnsafeView", "ReshapeAlias"))
+"""Functions that may join the dimension of the samples and the next ones into one."""
 _ELEMENTWISE = frozenset(
     ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Addcmul", "Addcdiv", "Lerp", "Maximum", "Minimum")
 )
 """Functions whose second input may be a number."""
+_BY_ELEMENT = _CURVED - _MIXING | {"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Clone", "MaskedFill"}
+"""Functions whose output has an element for each of an input, as of a covariance that a constant is taken from."""
 _BY_INDICES = frozenset(
     ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "MaskedSelect", "Take", "Where")
 )
@@ -100,7 +107,7 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
     ahead, seen, samples = [root], set[Any](), micro_batch.samples
     while ahead and len(seen) < _MOST:
         node = graph_within(ahead.pop())
-        if node is None or node in seen or not _lacks_samples(node, samples):
+        if node is None or node in seen or not _lacks_samples(node, samples) or is_zero(node):
             continue
         seen.add(node)
         if _reduces(node, samples):
@@ -149,27 +156,33 @@ def _check_divisor(root: Any, micro_batch: MicroBatch) -> None:
 
 def _check_sums(root: Any, samples: int) -> None:
     """Raise UsageError if a loss adds a sum over samples that neither a number nor a factor of each sample divides."""
-    ahead, seen = [graph_within(root)], set[Any]()
+    ahead: list[tuple[Any, float | None]] = [(root, None)]
+    seen = set[Any]()
     while ahead and len(seen) < _MOST:
-        node = graph_within(ahead.pop())
+        node, divisor = ahead.pop()
+        node = graph_within(node)
         if node is None or node in seen or not _lacks_samples(node, samples):
             continue
         seen.add(node)
         name, before = _function(node), [each for each, _ in node.next_functions]
         if TARGETS in node.metadata:
             continue
-        if node.name() in _LOSSES or (name in _REDUCTIONS and _over_samples(node, samples)):
+        if _is_loss(node) or (name in _REDUCTIONS and _over_samples(node, samples)):
             # A cross-entropy alone is looked at with its targets. What a constant vector weights may be a mean.
-            told = node is graph_within(root) and node.name() in _COUNTED
+            told = (node is graph_within(root) or divisor is not None) and node.name() in _COUNTED
             is_sum = sums_losses(node) or (name in _SUMS and not (name in ("Dot", "Vdot") and None in before))
             if is_sum and not (told or _is_divided(before, samples) or _of_stack(node, samples)):
+                if divisor is not None and abs(divisor) > 1:
+                    raise _refused(f"the loss has a sum divided by {divisor:g}, of {counted(samples, 'sample')}")
                 raise _refused(
                     f"the loss is a sum over {counted(samples, 'sample')}, and no mean",
                     "return (sum, n) of n samples for the mean over the global batch; or (sum * batch_size, n) for its"
                     " sum, as plain PyTorch gives it",
                 )
         elif name in _PASSING or (name == "Mul" and None not in before):
-            ahead += before
+            ahead += [(each, divisor) for each in before]
+        elif _scales_otherwise(node, samples):
+            ahead += [(each, host_divisor(node)) for each in before]
 
 
 def _is_divided(nodes: list[Any], samples: int) -> bool:
@@ -184,40 +197,112 @@ def _is_divided(nodes: list[Any], samples: int) -> bool:
         if factor is not None and factor.numel() > 1:
             return True
         number = _divisor_in(node)
-        if number is not None and math.isclose(number / samples, round(number / samples), rel_tol=1e-6):
+        if number is not None and _is_multiple(number, samples):
             return True
         ahead += [before for before, _ in node.next_functions]
     return False
 
 
-def divides_sum_by(root: Any, number: int, samples: int) -> bool:
-    """Return whether a loss contains a sum over the samples of a micro-batch that is divided by a given number.
+def _scales_otherwise(node: Any, samples: int) -> bool:
+    """Return whether a node multiplies by a constant that cannot come from the samples, such as one half.
 
-    The function searches the loss's autograd graph. It does not count a cross-entropy, whose targets ``loss_count``
-    counts, nor a sum that is also divided by another multiple of ``samples``: that sum is a mean over the micro-batch.
+    A mean is divided by a multiple of the samples; a factor above one may be that of all data to the samples. Left out
+    are the divisions within ``nanmean`` and within a cross-entropy with label smoothing.
+    """
+    number = host_divisor(node)
+    if number is None or abs(number) < 1 or (abs(number) > 1 and _is_multiple(number, samples)):
+        return False
+    inputs = _only_input(node)
+    return label_smoothing_of(node) is None and (inputs is None or count_of_nansum(inputs) != number)
+
+
+def _is_multiple(number: float, samples: int) -> bool:
+    """Return whether a number is a multiple of the samples, but for rounding."""
+    return math.isclose(number / samples, round(number / samples), rel_tol=1e-6)
+
+
+class Scaled(NamedTuple):
+    """A mean or a sum over the samples of a micro-batch within a loss, and the constants between it and the loss.
+
+    Attributes:
+        is_sum: whether it is a sum that nothing below it has divided by the samples, and no mean.
+        by_factor: whether one of the constants is a factor.
+        elements: number of elements that it reduces; of a cross-entropy the number of targets.
+        divisors: the constants as divisors, the inverse of each factor.
+        tensors: the divisors alone, as the tensors that autograd has saved.
+        weights: tensors of several elements that are factors of what is reduced.
+    """
+
+    is_sum: bool = False
+    by_factor: bool = False
+    elements: int = 0
+    divisors: tuple[float, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    weights: tuple[Tensor, ...] = ()
+
+
+def scaled_reductions(root: Any, samples: int) -> Iterator[Scaled]:
+    """Yield the means and sums over the samples of a micro-batch in a loss, with the constants that scale them.
+
+    The function searches the loss's autograd graph, at most 64 nodes. It leaves out terms that are multiplied by 0, and
+    a cross-entropy whose sum is divided, which ``loss_count`` counts the targets of.
 
     Args:
-        root: ``grad_fn`` of the loss.
-        number: the number, such as the size of the global batch.
+        root: ``grad_fn`` of the loss; None yields nothing.
         samples: number of samples of the micro-batch.
     """
-    ahead, seen = [(root, False)], set[Any]()
+    ahead: list[tuple[Any, Scaled]] = [(root, Scaled())]
+    seen = set[Any]()
     while ahead and len(seen) < _MOST:
-        node, divided = ahead.pop()
+        node, path = ahead.pop()
         node = graph_within(node)
         if node is None or node in seen or not _lacks_samples(node, samples) or TARGETS in node.metadata:
             continue
         seen.add(node)
         before = [each for each, _ in node.next_functions if each is not None]
-        if node.name() in _LOSSES or (_function(node) in _REDUCTIONS and _over_samples(node, samples)):
-            is_sum = _function(node) in _SUMS or (sums_losses(node) and node.name() not in _COUNTED)
-            if is_sum and divided and not _is_divided(before, samples) and not _of_stack(node, samples):
-                return True
-            continue
-        divisor = _divisor_in(node)
-        if divisor is None or divisor == number or divisor % samples:
-            ahead += [(each, divided or divisor == number) for each in before]
-    return False
+        if _is_loss(node) or (_function(node) in _REDUCTIONS and _over_samples(node, samples)):
+            counted = node.name() in _COUNTED and not path.by_factor
+            is_sum = _function(node) in _SUMS or (sums_losses(node) and not counted)
+            is_sum = is_sum and not _is_divided(before, samples) and not _of_stack(node, samples)
+            weights = tuple(_weights_below(before)) if _function(node) in _SUMS else ()
+            yield path._replace(is_sum=is_sum, elements=_elements(node), weights=weights)
+        elif not is_zero(node):
+            number, is_product = _divisor_in(node), _function(node) == "Mul"
+            if number is not None:
+                path = path._replace(
+                    by_factor=path.by_factor or is_product,
+                    divisors=(*path.divisors, number),
+                    tensors=path.tensors if is_product else (*path.tensors, node._saved_other),
+                )
+            ahead += [(each, path) for each in before]
+
+
+def _elements(node: Any) -> int:
+    """Return the number of elements that a reduction is given; of a cross-entropy the number of targets."""
+    inputs = _only_input(node)
+    shape = (None if inputs is None else shape_of_node(inputs)) or ()
+    return math.prod(shape[:1] + shape[2:] if node.name() in _COUNTED and len(shape) > 1 else shape)
+
+
+def _weights_below(nodes: list[Any]) -> Iterator[Tensor]:
+    """Yield the constant factors of several elements below nodes, up to the model's layers."""
+    for root in nodes:
+        for each in nodes_below(root, lambda node: _function(node) not in _LAYERS):
+            factor = factor_of_node(each)
+            if factor is not None and factor.numel() > 1:
+                yield factor
+
+
+def is_zero(node: Any) -> bool:
+    """Return whether a node multiplies by the constant 0, as scripts do for parameters that must have a gradient.
+
+    A factor on an accelerator is not read, for which the host would wait.
+
+    Args:
+        node: an autograd node, not None.
+    """
+    factor = factor_of_node(node) if _function(node) == "Mul" else None
+    return factor is not None and factor.is_cpu and factor.numel() == 1 and not float(factor)
 
 
 def _divisor_in(node: Any) -> float | None:
@@ -226,6 +311,18 @@ def _divisor_in(node: Any) -> float | None:
     if factor is None or factor.numel() > 1 or not float(factor):
         return None
     return float(factor) if _function(node) == "Div" else 1 / float(factor)
+
+
+def host_divisor(node: Any) -> float | None:
+    """Return the number by which a node divides, or by the inverse of which it multiplies; None for any other node.
+
+    None also for a number on an accelerator, for which the host would wait.
+
+    Args:
+        node: an autograd node, not None.
+    """
+    factor = factor_of_node(node)
+    return _divisor_in(node) if factor is not None and factor.is_cpu else None
 
 
 def count_of_nanmean(root: Any) -> Tensor | None:
@@ -300,7 +397,9 @@ def _lacks_samples(node: Any, samples: int) -> bool:
     shape = shape_of_node(node)
     if is_scalar_node(node) or _stacks(node):
         return True
-    return shape is not None and (samples not in shape or (math.prod(shape) == samples and _is_reduced(node, samples)))
+    if shape is None or samples not in shape:
+        return shape is not None
+    return (math.prod(shape) == samples or shape == (samples, samples)) and _is_reduced(node, samples)
 
 
 def _stacks(node: Any) -> bool:
@@ -325,13 +424,18 @@ def _holds(node: Any, samples: int) -> bool:
 def _reduces(node: Any, samples: int) -> bool:
     """Return whether a node is a mean or a sum over the samples of the micro-batch, and not of parameters alone."""
     name = _function(node)
-    if node.name() in _LOSSES or TARGETS in node.metadata:
+    if _is_loss(node) or TARGETS in node.metadata:
         return True
     if name == "Mm":
         return _contracts(node, samples)
     if name == "Bmm":
         return _contracts_alone(node, samples)
     return name in _REDUCTIONS and _over_samples(node, samples)
+
+
+def _is_loss(node: Any) -> bool:
+    """Return whether a node is that of a loss function of PyTorch that reduces the batch."""
+    return node.name() in _LOSSES and reduces_losses(node)
 
 
 def _over_samples(node: Any, samples: int) -> bool:
@@ -343,18 +447,45 @@ def _over_samples(node: Any, samples: int) -> bool:
 
 
 def _has_samples_first(node: Any, samples: int) -> bool:
-    """Return whether the first dimension is that of the samples.
+    """Return whether the first dimension is that of the samples, or of the samples and others that a view has joined.
 
     After a mean over the samples it is that of the features, of which there may be as many.
     """
-    return (shape_of_node(node) or ())[:1] == (samples,) and not _is_reduced(node, samples)
+    if (shape_of_node(node) or ())[:1] == (samples,):
+        return not _is_reduced(node, samples)
+    return _joins_samples(node, samples)
+
+
+def _joins_samples(node: Any, samples: int) -> bool:
+    """Return whether the first dimension is that of a view that has joined the samples with others, such as tokens."""
+    first = (shape_of_node(node) or ())[:1]
+    if not first or first[0] % samples:
+        return False
+    below = nodes_below(node, lambda each: (shape_of_node(each) or ())[:1] == first)
+    inputs = (_only_input(each) for each in map(graph_within, below) if _function(each) in _VIEWS)
+    shapes = (shape_of_node(each) or () for each in inputs if each is not None)
+    return any(
+        shape[:1] == (samples,) and first[0] in (math.prod(shape[:end]) for end in range(2, len(shape) + 1))
+        for shape in shapes
+    )
 
 
 def _is_reduced(node: Any, samples: int) -> bool:
     """Return whether a node's output is computed by element of what a reduction over the samples has left."""
     shape = shape_of_node(node)
     alike = (graph_within(each) for each in nodes_below(node, lambda each: shape_of_node(each) == shape))
-    return any(_reduces_samples(each, samples) for each in alike)
+    if any(_reduces_samples(each, samples) for each in alike):
+        return True
+    # Of as many features as samples a covariance, which has an element for each pair of features.
+    source = _source(node)
+    return shape == (samples, samples) and _function(source) == "Mm" and _contracts(source, samples)
+
+
+def _source(node: Any) -> Any:
+    """Return the node that a tensor's values come from, below functions of each element by itself."""
+    while _function(node) in _BY_ELEMENT and len(before := {each for each, _ in node.next_functions if each}) == 1:
+        node = graph_within(before.pop())
+    return node
 
 
 def _reduces_samples(node: Any, samples: int) -> bool:
@@ -371,8 +502,12 @@ def _contracts(node: Any, samples: int) -> bool:
         _function(each) in _TRANSPOSES and (shape_of_node(_only_input(each)) or ())[:1] == (samples,) for each in within
     )
     rows = second is None or (shape_of_node(second) or ())[:1] == (samples,)
+    if samples in (shape_of_node(node) or ()):
+        # As many features as samples: in a layer, and in a product of pairs of samples, the second one is transposed.
+        transposed = first is not None and _function(_source(first)) in _TRANSPOSES
+        rows = rows and second is not None and _function(_source(second)) not in _TRANSPOSES
     outputs = all(_of_outputs(each, samples) for each in (first, second) if each is not None)
-    return transposed and rows and samples not in (shape_of_node(node) or ()) and outputs
+    return transposed and rows and outputs
 
 
 def _contracts_alone(node: Any, samples: int) -> bool:

@@ -486,6 +486,7 @@ class CarriedValues(LossWatch):
         gathered = self._gathered(given)
         former = [] if self._run.replica.sharded else self._moved.former(func, args)
         result = func(*args, **kwargs)
+        self.note_result(name, args, result)
         if self._trace is not None and (first := self._trace.note(func, name, args, kwargs, result)) is not None:
             origins[first._replace(moved=True)] = script_line()
         written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]

@@ -406,6 +406,7 @@ class KeptValues(LossWatch):
         origin = self._joined([each for each in read if of_script or isinstance(each, Tensor)], name in WITH_INTS)
         before = tensor_versions(given)
         result = func(*args, **kwargs)
+        self.note_result(name, args, result)
         if of_script:
             self._plain.note(name, args, kwargs, result, origin.samples)
         if func in (Tensor.item, Tensor.tolist):

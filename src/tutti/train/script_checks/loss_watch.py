@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, counted, script_line
 from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
-from tutti.parallel.ddp.loss_shape import divides_sum_by
+from tutti.parallel.ddp.loss_count import loss_count
+from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import FunctionModesDisabled, functorch_level, leave_function_mode, tree_leaves
 from tutti.train.plain_copies import ModelHook
+from tutti.train.script_checks.batch_statistics import BatchStatistics
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
@@ -41,6 +44,12 @@ _OF_DATA = frozenset(
 """Names of functions whose result has a size that depends on values."""
 _LEAVES = Tensor, int, float, str, type(None), torch.dtype, torch.device
 _NO_ARGUMENTS: Mapping[str, Any] = {}
+_SCALING = frozenset(
+    name.format(function)
+    for function in ("mul", "multiply", "div", "divide", "true_divide", "truediv")
+    for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
+)
+"""Names of functions that multiply or divide."""
 _READS = 8
 """Most reads of sizes in a body that are recorded (a guess)."""
 _RECORDS = 256
@@ -67,7 +76,9 @@ class LossWatch(TorchFunctionMode):
         super().__init__()
         self._run = run
         self._active = False
-        self._rows, self._by_batch = 0, False
+        self._rows, self._by_batch, self._reads_sizes = 0, False, False
+        self._factors = set[float]()
+        self._statistics = BatchStatistics()
         self.size_lines: list[str] = []
         mode = ref(self)  # a script that keeps a number keeps no run
         self._numbers = FollowedNumbers(lambda: (found := mode()) is not None and found._active)
@@ -94,60 +105,124 @@ class LossWatch(TorchFunctionMode):
 
     def _follow(self, micro_batch: MicroBatch, batch: Any) -> None:
         self._rows, self.size_lines, self._by_batch = micro_batch.samples, [], False
+        # Other leaves, such as lists, may tell the script how many samples there are.
+        self._reads_sizes = not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
+        self._factors = set()
+        self._statistics = BatchStatistics(micro_batch.samples)
         self.begin(micro_batch, batch)
 
     def note_call(self, func: Any, args: Sequence[Any]) -> None:
-        """Record whether a call reads the size of a tensor by sample, or has the global batch's size as an argument.
+        """Record reads of sizes by sample and the numbers that scale tensors, before a call of PyTorch.
 
         A read of a size adds the script's line to ``size_lines`` if the tensor has a row for each sample of the present
         micro-batch. Reads in the model's forward, which has hundreds, and in tutti's own code are left out. At most
-        eight lines are kept for a micro-batch. Of other calls it is recorded that one had the global batch's number of
-        samples, or its reciprocal, as a positional argument; ``check_divisor`` reads this record.
+        eight lines are kept for a micro-batch. Of other calls it is recorded that one had the global batch's
+        number of samples, or its reciprocal, as a positional argument, and which numbers the script has multiplied or
+        divided by outside of the model's forward; ``check_divisor`` reads these records.
 
         Args:
             func: the function of PyTorch that is called.
             args: its positional arguments; for a read of a size the first is the tensor.
         """
+        models = (self._run.model, *self._run.replica.parts)
         if func not in SIZES:
             batch = self._run.feed.contract.batch
-            numbers = (each for each in args if type(each) in (int, float))
+            numbers = [each for each in args if type(each) in (int, float)]
             self._by_batch |= any(each in (batch, 1 / batch) for each in numbers)
+            if numbers and getattr(func, "__name__", "") in _SCALING and not within_call_of(models):
+                self._factors.update(map(float, numbers))
             return
         if len(self.size_lines) == _READS or not self._rows:
             return
-        by_sample = args and isinstance(args[0], Tensor) and args[0].shape[:1] == (self._rows,)
-        models = (self._run.model, *self._run.replica.parts)
-        if by_sample and asked_by_script(__name__) and not within_call_of(models):
-            self.size_lines.append(script_line())
+        if not (args and isinstance(args[0], Tensor) and self._rows in (shape := args[0].shape)):
+            return
+        by_sample = shape[:1] == (self._rows,)
+        if (by_sample or not self._reads_sizes) and asked_by_script(__name__) and not within_call_of(models):
+            self._reads_sizes = True
+            if by_sample:
+                self.size_lines.append(script_line())
+
+    def note_result(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Record, after a call of PyTorch, the means and sums over samples that have no gradient (``BatchStatistics``).
+
+        Args:
+            name: the function's name.
+            args: its positional arguments.
+            result: what it has returned.
+        """
+        if self._rows:
+            with FunctionModesDisabled():
+                self._statistics.note(name, args, result)
 
     def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Raise UsageError for a loss that sums over a micro-batch's samples and divides by the global batch's size.
+        """Raise UsageError for a loss whose constants or divisors make the losses of micro-batches not add up.
 
         ``(output - target).square().sum() / 64`` is the mean over a global batch of 64 samples. For a micro-batch it is
-        smaller than the micro-batch's mean, for which tutti takes a scalar loss. Nothing is checked if the micro-batch
-        is the whole global batch; if no call of PyTorch for it had the global batch's size as an argument
-        (``note_call``); or if the script has read the size of a tensor with a row for each sample (``size_lines``),
-        because it may then mean to divide so. Does nothing outside of ``begin`` and ``end``. Not collective.
+        smaller than the micro-batch's mean, for which tutti takes a scalar loss. ``0.5 * output.sum()`` grows with the
+        samples, and ``(weights * losses).mean() / weights.mean()`` divides by a statistic of the micro-batch alone.
+        Nothing is checked if the micro-batch is the whole global batch. Constants are not judged if the script has read
+        the size of a tensor with a dimension of the samples, or if the batch has leaves that are no tensors, because
+        the script may then mean to divide by the samples. Does nothing outside of ``begin`` and
+        ``end``. Not collective.
 
         Args:
             loss: the loss of the micro-batch, or another result of a loss function; a result that is no tensor passes.
             micro_batch: the micro-batch.
 
         Raises:
-            UsageError: the loss is such a sum.
+            UsageError: the loss is such a sum or such a ratio.
         """
         batch, samples = self._run.feed.contract.batch, micro_batch.samples
         examined = self._active and samples and not micro_batch.whole and isinstance(loss, Tensor)
-        if not examined or batch == samples or self.size_lines or not self._by_batch:
+        if not examined or batch == samples:
             return
-        if divides_sum_by(loss.grad_fn, batch, samples):
-            raise UsageError(
-                f"the loss is a sum over {counted(samples, 'sample')}, divided by {batch}, the global batch's size",
-                where=f"step {self._run.global_step + 1}, {script_line()}",
-                why="this micro-batch is a part of the global batch, and tutti takes a scalar for the mean over the"
-                " micro-batch",
-                remedy="divide by the number of samples of the micro-batch, such as len(targets), or give (sum, count)",
-            )
+        for each in scaled_reductions(loss.grad_fn, samples):
+            what = remedy = ""
+            if self._is_divided_by_batch(each, samples):
+                what = f"a sum over {counted(samples, 'sample')}, divided by {batch}, the global batch's size"
+                remedy = (
+                    "divide by the number of samples of the micro-batch, such as len(targets), or give (sum, count)"
+                )
+            elif (factor := self._constant_factor(each, samples)) is not None:
+                what = f"a sum over {counted(samples, 'sample')} times {factor:g}, and no mean"
+                remedy = (
+                    "return (sum, n) of n samples for the mean over the global batch; or (sum * batch_size, n) for its"
+                    " sum, as plain PyTorch gives it; or divide by the number of samples, such as len(targets)"
+                )
+            elif (number := self._statistics.divisor_of(each)) is not None and not _is_count(loss, micro_batch, number):
+                what = f"divided by {number:g}, a mean or a sum over the micro-batch's samples"
+                remedy = (
+                    "return (sum, count), with what divides the sum as the count, such as ((weights * losses).sum(),"
+                    " weights.sum())"
+                )
+            if what:
+                raise UsageError(
+                    f"the loss is {what}",
+                    where=f"step {self._run.global_step + 1}, {script_line()}",
+                    why="this micro-batch is a part of the global batch, and tutti takes a scalar for the mean over the"
+                    " micro-batch",
+                    remedy=remedy,
+                )
+
+    def _is_divided_by_batch(self, scaled: Scaled, samples: int) -> bool:
+        """Return whether a sum is divided by the global batch's size, a constant, and by no multiple of the samples."""
+        batch = self._run.feed.contract.batch
+        if self.size_lines or not self._by_batch or not scaled.is_sum:
+            return False
+        others = [each for each in scaled.divisors if not math.isclose(each, batch)]
+        return len(others) < len(scaled.divisors) and all(each % samples for each in others)
+
+    def _constant_factor(self, scaled: Scaled, samples: int) -> float | None:
+        """Return the factor on a sum over samples where it is the script's constant, and not that of a mean."""
+        if self._reads_sizes or not scaled.is_sum or not scaled.divisors:
+            return None
+        divisor = math.prod(scaled.divisors)
+        constants = {each for number in self._factors if number for each in (number, 1 / number)}
+        of_script = any(math.isclose(each, other, rel_tol=1e-6) for each in scaled.divisors for other in constants)
+        # Two samples, or one, are rather a half or a one of the formula than a size.
+        means = {samples, scaled.elements} - {1, 2}
+        is_mean = any(math.isclose(each, mean, rel_tol=1e-6) for each in (*scaled.divisors, divisor) for mean in means)
+        return 1 / divisor if of_script and not is_mean else None
 
     @abstractmethod
     def check(self, loss: Any) -> None:
@@ -246,6 +321,12 @@ class LossWatch(TorchFunctionMode):
             yield
         finally:
             self._active = True
+
+
+def _is_count(loss: Tensor, micro_batch: MicroBatch, number: float) -> bool:
+    """Return whether a number is the count of a loss, by which the micro-batch is weighted."""
+    count = loss_count(loss, micro_batch)
+    return count is not None and math.isclose(float(count), number, rel_tol=1e-6)
 
 
 class WatchHook(ModelHook):

@@ -1,0 +1,98 @@
+"""Means and sums over the samples of a micro-batch by which a script divides its loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tutti.parallel.ddp.loss_shape import Scaled
+
+_REDUCTIONS = frozenset(("sum", "mean", "nansum", "nanmean", "count_nonzero"))
+"""Names of functions that add up elements."""
+_DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
+_READS = frozenset(("item", "__int__", "__float__"))
+"""Names of functions that return the number of a tensor of one element."""
+
+
+class BatchStatistics:
+    """Records means and sums over samples that need no gradient, such as the sum of a mask or of weights.
+
+    A loss that is divided by such a number is a ratio of two functions of all samples: the mean of the micro-batches'
+    ratios is not that of the global batch. A sum of ones, and a mean of ones, are the same in each full micro-batch,
+    and count as constants. Numbers that are computed from a statistic alone, such as with a smallest value, are
+    statistics, too.
+
+    Args:
+        samples: number of samples of the micro-batch; 0 records nothing.
+    """
+
+    def __init__(self, samples: int = 0) -> None:
+        self._samples = samples
+        # The value that each has where all elements are one, and the memory of what it was computed from.
+        self._found: dict[StorageWeakRef | None, tuple[float, StorageWeakRef | None]] = {}
+        self._numbers: dict[float, float] = {}
+        self._normalised = set[StorageWeakRef | None]()
+
+    def note(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Record the result of a call of PyTorch if it is a statistic, or weights that were divided by their own sum.
+
+        To be called with no function mode active.
+
+        Args:
+            name: the function's name.
+            args: its positional arguments.
+            result: what it has returned.
+        """
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        if given is None or not self._samples or _memory(given) is None:
+            return
+        if name in _READS:
+            if (found := self._found.get(_memory(given))) is not None:
+                self._numbers[float(result)] = found[0]
+        elif not isinstance(result, Tensor) or result.requires_grad or _memory(result) is None:
+            return
+        elif name in _REDUCTIONS:
+            if result.dim() == 0 and given.dim() and not len(given) % self._samples:
+                ones = 1.0 if "mean" in name else float(given.numel())
+                self._found[_memory(result)] = ones, _memory(given)
+        elif result.dim() == 0:
+            known = (self._found.get(_memory(each)) for each in args if isinstance(each, Tensor))
+            if (found := next(filter(None, known), None)) is not None:
+                self._found.setdefault(_memory(result), (found[0], None))
+        elif name in _DIVISIONS and self._source_of(args[1:]) == _memory(given):
+            self._normalised.add(_memory(result))
+
+    def _source_of(self, others: Sequence[Any]) -> StorageWeakRef | None:
+        """Return the memory of what the first of some arguments was computed from, if it is a statistic."""
+        first = others[0] if others and isinstance(others[0], Tensor) else None
+        return None if first is None else self._found.get(_memory(first), (0.0, None))[1]
+
+    def divisor_of(self, scaled: Scaled) -> float | None:
+        """Return the statistic by which a mean or a sum over samples is divided within a loss; None for no statistic.
+
+        Args:
+            scaled: the mean or sum, with its divisors.
+        """
+        for tensor in scaled.tensors:
+            found = self._found.get(_memory(tensor))
+            if found is not None and not math.isclose(float(tensor), found[0], rel_tol=1e-5):
+                return float(tensor)
+        for number in scaled.divisors if scaled.is_sum else ():
+            ones = next((self._numbers[each] for each in self._numbers if math.isclose(each, number)), number)
+            if not math.isclose(ones, number, rel_tol=1e-5):
+                return number
+        for weights in scaled.weights:
+            if _memory(weights) in self._normalised and float(weights.max() - weights.min()) > 0:
+                return float(1 / weights.max())
+        return None
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef | None:
+    """Return a weak reference to a dense tensor's storage; None for a tensor of another layout or class."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return StorageWeakRef(tensor.untyped_storage()) if plain else None
