@@ -16,6 +16,7 @@ from tests import worlds
 from tests.contract.table import largest_difference
 from tests.covering import in_turn
 from tests.train.test_custom_loop import BATCH, DATA, made
+from tutti.errors import UsageError
 
 WEIGHTS = torch.linspace(1, 2, 40, dtype=torch.float64)
 Body = Callable[[Any, Any, nn.Module, Tensor, Tensor, dict[str, Any]], Tensor]
@@ -160,3 +161,56 @@ def test_numbers_and_branches_with_a_reason_are_right(how: str, strategy: str) -
 def test_one_body_a_rank_may_count(how: str) -> None:
     for got in worlds.run(3, trained, strategy="mirrored", how=how, workers=3):
         assert isinstance(got, dict), got
+
+
+def counted(how: str, strategy: str, workers: int) -> Any:
+    """Average, or copy, the weights in every second body, or after every second update."""
+    model = made()
+    average, bodies, updates = copy.deepcopy(model).requires_grad_(False), 0, 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, workers=workers, batch_size=BATCH)
+
+    @torch.no_grad()
+    def follow() -> None:
+        for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+            if how == "copied":
+                mine.copy_(other)
+            else:
+                mine.lerp_(other, 0.1)
+
+    try:
+        for epoch in range(2):
+            for number, (inputs, targets) in enumerate(run.microbatches(epoch)):
+                optimizer.zero_grad()
+                run.backward((model(inputs) - targets).square().mean())
+                optimizer.step()
+                if how == "enumerated" and number % 2 == 0:
+                    follow()
+                if how in ("counted", "copied") and bodies % 2 == 0:
+                    follow()
+                if how == "updates" and run.stepped and updates % 2 == 0:
+                    follow()
+                if run.stepped:
+                    updates += 1
+                bodies += 1
+    except UsageError as error:
+        return str(error), run.updates
+    states = run.state(), average.state_dict()
+    return {f"{number}.{name}": t.numpy() for number, state in enumerate(states) for name, t in state.items()}
+
+
+@pytest.mark.parametrize("how", ["enumerated", "counted", "copied"])
+def test_an_average_in_every_second_of_several_bodies_is_refused(how: str) -> None:
+    for ranks, strategy in ((1, "single"), (2, "mirrored")):
+        for said, updates in worlds.run(ranks, counted, how=how, strategy=strategy, workers=4):
+            assert "in every n-th of its bodies" in said and "test_body_trace.py:" in said and updates == 0, said
+    want = worlds.alone(counted, how=how, strategy="single", workers=1)
+    assert isinstance(want, dict), want
+
+
+def test_an_average_after_every_second_update_is_right() -> None:
+    want = worlds.alone(counted, how="updates", strategy="single", workers=1)
+    for ranks, workers in ((1, 4), (2, 4), (3, 3)):
+        for got in worlds.run(ranks, counted, how="updates", strategy="mirrored", workers=workers):
+            assert isinstance(got, dict), got
+            assert largest_difference(got, want) <= 1e-10

@@ -30,6 +30,7 @@ from tutti.torch_compat import (
     tree_map,
     view_base,
 )
+from tutti.train.script_checks.body_counters import counting_condition
 from tutti.train.script_checks.body_trace import BodyTrace
 from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedInt
 from tutti.train.script_checks.loss_watch import (
@@ -497,6 +498,8 @@ class CarriedValues(LossWatch):
         if again and self._trace is not None and all(place.moved for place in origins):
             what = "the code for a micro-batch moves an average of the weights that the code for another one has moved"
             self._refuse_moved(what, script_line())
+        if self._moved.follows and self._trace is not None and (line := counting_condition()):
+            self._refuse_moved("the loop averages or copies the weights in every n-th of its bodies", line)
         if overwrites and (memory := memory_of(args[0])) is not None and fills_memory(args[0]):
             self._found.pop(memory, None)
         for tensor in (*made, *written) if origins else ():

@@ -56,6 +56,11 @@ class MovedValues:
 
     Args:
         memory_of: returns the storage of a tensor, or None for a tensor that is not followed.
+
+    Attributes:
+        follows: whether the last call that ``note`` was given has written the run's weights, or an average of them,
+            into a tensor that the micro-batch's code has not made, such as a teacher's. True also where the values are
+            the same, as before the first update.
     """
 
     def __init__(self, memory_of: Callable[[Tensor], _Memory]) -> None:
@@ -68,6 +73,7 @@ class MovedValues:
         self._weights: set[StorageWeakRef] = set()
         # Memory that the present micro-batch's code has read.
         self._read = MemoryRecords[None]()
+        self.follows = False
 
     def begin_batch(self) -> None:
         """Forget all tensors that the micro-batches of the previous global batch have moved, before the next batch.
@@ -173,7 +179,7 @@ class MovedValues:
         of_weights = not self._weights.isdisjoint(read) and (func == ASSIGN_DATA or acts_by_element(func))
         if of_weights:
             self._weights |= {memory for each in made if (memory := self._memory_of(each)) is not None} - self._own
-        again = False
+        again, self.follows = False, of_weights and bool(former)
         for each in former:
             now = self._memory_of(each.tensor)
             if now is None:

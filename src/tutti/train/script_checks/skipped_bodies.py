@@ -69,7 +69,7 @@ def _decides(line: str) -> bool:
         line: ``FILE:LINE``; the ``if`` is there, or tests a variable that is assigned there.
     """
     file, _, number = line.rpartition(":")
-    around = [each for each in ast.walk(_parsed(file)) if _has_line(each, int(number))]
+    around = [each for each in ast.walk(parsed_source(file)) if _has_line(each, int(number))]
     loops = [each for each in around if isinstance(each, ast.For | ast.While)]
     names = {
         each.id
@@ -84,8 +84,12 @@ def _decides(line: str) -> bool:
 
 
 @cache
-def _parsed(file: str) -> ast.Module:
-    """Return the syntax tree of a source file; an empty one if it cannot be read."""
+def parsed_source(file: str) -> ast.Module:
+    """Return the syntax tree of a source file; an empty one if it cannot be read.
+
+    Args:
+        file: its path, or the name of a notebook's cell.
+    """
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
