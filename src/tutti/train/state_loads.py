@@ -68,6 +68,9 @@ class StateLoads:
                 why="the optimizer would go on with tensors that the model no longer has",
                 remedy="leave out assign=True, or load before tutti.prepare",
             )
+        if not (self._row.shared_weights or self._several or any(p.requires_grad for p in module.parameters())):
+            # A rank's only worker writes what it does not train, such as a target network, as it may by copy_.
+            return
         place = f"{name}." if (name := self._names[module]) else ""
         given = {place + key: value for key, value in state.items() if isinstance(value, Tensor)}
         replica, comm = self._run.replica, self._run.context.comms.model

@@ -67,6 +67,8 @@ def taught(prepare: Callable[..., Any], by: str, name: str = "teacher") -> dict[
             run.step(batch)
             if by == "script":
                 net.follow()
+            if by == "load_state_dict":
+                net.get_submodule(name).load_state_dict(net.student.state_dict())
     state: dict[str, Tensor] = run.state()
     return state
 
@@ -81,7 +83,9 @@ def trained(strategy: str, workers: int, by: str, name: str = "teacher") -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize(("strategy", "by", "ranks"), table(list(ALGORITHMS), ["script", "forward", "nobody"], [2, 3]))
+@pytest.mark.parametrize(
+    ("strategy", "by", "ranks"), table(list(ALGORITHMS), ["script", "forward", "load_state_dict", "nobody"], [2, 3])
+)
 def test_a_teacher_in_the_model_is_averaged_with_the_rest(strategy: str, by: str, ranks: int) -> None:
     [want, *_] = oracle.play(lambda prepare: taught(prepare, by), ranks, ALGORITHMS[strategy]).results
     for got in worlds.run(ranks, trained, strategy=strategy, workers=ranks, by=by):
