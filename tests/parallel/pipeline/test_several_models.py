@@ -234,12 +234,18 @@ def refused(options: str, kind: str) -> str:
         optimizers["critic"] = torch.optim.SGD(models["critic"].parameters(), 0.1)
     if kind == "hooked":
         models["critic"].get_parameter("0.weight").register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    if kind == "called within":
+        # An adapter that a hook adds to the output of the generator's first layer.
+        models["adapter"] = nn.Linear(8, 8).double()
+        models["generator"].get_submodule("0").register_forward_hook(
+            lambda *given: given[2] + models["adapter"](given[2])
+        )
     try:
         run = tutti.prepare(models, [*optimizers.values()], data(), batch_size=BATCH, strategy=options, workers=1)
         for real, noise in run.microbatches(0):
             fake = models["generator"](noise)
             run.backward(models["critic"](real).mean() - models["critic"](fake).mean())
-    except tutti.errors.UsageError as error:
+    except tutti.errors.TuttiError as error:
         return str(error)
     return "nothing"
 
@@ -250,6 +256,8 @@ def refused(options: str, kind: str) -> str:
         ("pipeline:cuts=critic.2", "plain", "Leave out cuts="),
         ("pipeline", "uncuttable", "cannot be cut into stages"),
         ("pipeline", "hooked", "several calls of the model in a loss"),
+        ("pipeline", "called within", "a forward or a hook within a stage makes it"),
+        ("model_parallel", "called within", "a forward or a hook within a stage makes it"),
     ],
 )
 def test_models_that_cannot_be_cut_together_are_refused(options: str, kind: str, words: str) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,7 +103,10 @@ class StagedModel:
 
     Attributes:
         passes, comm: as given.
+        computing: whether a call of any staged model computes this rank's stages.
     """
+
+    computing: ClassVar[bool] = False
 
     def __init__(self, passes: StagePasses, comm: Communicator) -> None:
         self.passes, self.comm = passes, comm
@@ -168,8 +171,12 @@ class StagedModel:
     def _check(self, leaves: Sequence[Any]) -> None:
         """Raise UsageError for a call that the stages cannot make."""
         why, record = "", self.passes.cuts.record
+        remedy = "call model(…) with tensors and numbers, or take strategy='mirrored'"
         unknown = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
-        if unknown is not None:
+        if StagedModel.computing:
+            why = "a forward or a hook within a stage makes it, and the ranks of other stages make none there"
+            remedy = "make the called module a part of the model that calls it, or take strategy='mirrored'"
+        elif unknown is not None:
             why = f"one of its arguments is a {type(unknown).__name__}, whose tensors are not known"
         elif functorch_level():
             why = "torch.func cannot transform the messages between stages"
@@ -182,7 +189,7 @@ class StagedModel:
                 "this call of the model cannot be combined with stages on several ranks",
                 where=script_line(),
                 why=why,
-                remedy="call model(…) with tensors and numbers, or take strategy='mirrored'",
+                remedy=remedy,
             )
 
     def compare(self, tensors: Sequence[Tensor | None], what: str) -> None:
@@ -323,7 +330,11 @@ class _Call:
             leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
             self._leaves = []
             arguments = passes.bind(*tree_unflatten(leaves, self._structure))
-            self._flights, result = passes.pass_forward(self._key, arguments, self._trains)
+            StagedModel.computing = True
+            try:
+                self._flights, result = passes.pass_forward(self._key, arguments, self._trains)
+            finally:
+                StagedModel.computing = False
         if before != [tensor_version(t) for t in inputs if not t.is_inference()]:
             raise UsageError(
                 "the model's forward writes an argument of its call in place",
