@@ -14,7 +14,7 @@ from tutti.checkpoint.gather import GatheredParts
 from tutti.config.strategy_choice import Choice
 from tutti.errors import UsageError
 from tutti.nn.swap import buffers, parameters
-from tutti.parallel.tensor.split_reads import slice_of
+from tutti.parallel.tensor.tensor_slice import slice_of
 from tutti.train.plain_copies import ModelHook
 from tutti.types.shard_spec import ShardSpec
 

@@ -412,3 +412,44 @@ def test_gradients_of_several_slices_meet_their_parameters(devices: int) -> None
     want = worlds.alone(stepped_inside, strategy="single")
     for got in worlds.run(devices, stepped_inside, strategy="tensor:least=1"):
         assert largest_difference(got, want) <= TOLERANCE
+
+
+class TableAsInput(nn.Module):
+    """Gives a layer the table of an embedding as its input, as graph networks do with the features of all nodes."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer, self.head, self.scale = nn.Embedding(12, 6), nn.Linear(6, 8), nn.Linear(8, 3), scale
+        self.double()
+
+    def forward(self, nodes: Tensor) -> Tensor:
+        table = self.table.weight if self.scale is None else self.table.weight * self.scale
+        hidden = self.layer(table).tanh().mean(0) + self.layer(self.table(nodes)).tanh()
+        found: Tensor = self.head(hidden)
+        return found
+
+
+def table_as_input(strategy: str, scale: float | None) -> Any:
+    model = TableAsInput(scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = (torch.arange(12), torch.arange(12) % 3)
+    run = tutti.prepare(model, optimizer, data, strategy=strategy, batch_size=6, workers=1)
+    try:
+        for nodes, targets in run.microbatches(0):
+            optimizer.zero_grad()
+            run.backward(functional.cross_entropy(model(nodes), targets))
+            optimizer.step()
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return {name: tensor.numpy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_a_split_table_is_no_input_of_a_split_layer(scale: float | None) -> None:
+    """It was taken for the whole table, and the weights were others without a word."""
+    for said in worlds.run(2, table_as_input, strategy="tensor:least=1", scale=scale):
+        assert isinstance(said, str) and "table.weight" in said and "test_split_reads.py" in said
+    wanted = worlds.alone(table_as_input, strategy="single", scale=scale)
+    for found in worlds.run(2, table_as_input, strategy="tensor:least=1,whole=table", scale=scale):
+        assert largest_difference(found, wanted) <= TOLERANCE

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from tutti.nn.untouched import untouched
 from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write, share_memory
 from tutti.parallel.split_optimizer import SliceRegions, SplitMatrixGatherer
 from tutti.parallel.tensor.split_tensor import SplitTensor
+from tutti.parallel.tensor.tensor_slice import SLICE_NAMES
 from tutti.parallel.tensor.tp_layers import ColumnParallelLinear, TensorParallelLayer
 from tutti.parallel.viewed_part import as_views, refuse_shared_data
 from tutti.python_compat import calling_frame
@@ -60,21 +61,6 @@ _DATA = {DATA, ASSIGN_DATA}
 
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _ASSIGN_GRADIENT: Any = Tensor.grad.__set__  # type: ignore[union-attr]
-
-_MODES: WeakSet[SplitReads] = WeakSet()
-
-
-def slice_of(tensor: Tensor) -> str | None:
-    """Return the name of the parameter from whose tensor-parallel slice the script has made a tensor, or None.
-
-    All split models of this process are looked through; ``SplitReads.name_of`` looks through one of them. Results of
-    elementwise functions count, such as a moving average of the slice's values or a copy of them, and so does the
-    parameter itself.
-
-    Args:
-        tensor: any tensor.
-    """
-    return next((name for mode in _MODES if (name := mode.name_of(tensor)) is not None), None)
 
 
 class SplitReads(EditWatch):
@@ -115,7 +101,7 @@ class SplitReads(EditWatch):
         self._regions = {name: each for name, each in regions.items() if each is not None}
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
         self._ids = {id(parameter) for parameter in split.values()}  # of these tensors, and of some that are gone
-        _MODES.add(self)
+        SLICE_NAMES.add(self)
         self._distributed = False  # whether parameters are DTensors, which FSDP2 has made of slices and others
         self._gradients: Any = WeakIdKeyDictionary()  # of split parameters, as the script has read them; by name
         self._shapes = {name: (tuple(p.shape), specs[name].shape) for name, p in split.items()}
@@ -270,7 +256,7 @@ class SplitReads(EditWatch):
             tensor: any tensor, such as a copy or an average of this rank's slice, or the parameter itself; None is
                 returned for a tensor that was made while this function mode was not active.
         """
-        name: str | None = self._names.get(tensor)
+        name: str | None = self._names.get(tensor) if id(tensor) in self._ids else None
         return name
 
     def also_seen(self, objects: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 from tutti.device import DEVICE_FLAGS
 from tutti.errors import UsageError, script_line
 from tutti.parallel.tensor import loss_parallel
-from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
+from tutti.parallel.tensor.tensor_slice import LayerSlice, check_input, dropped
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     IS_VIEW,
@@ -185,9 +185,11 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
         ``SplitTensor`` new.
 
     Raises:
+        UsageError: the input is a parameter of which each rank has a slice.
         PeerError: a rank is lost, or does not take part within the timeout.
     """
     if not isinstance(value, SplitTensor):
+        check_input(value, slice_.name)
         return slice_.ranks.copy(value, slice_.name)
     place = value.slice_
     return place.ranks.widen(value.part, value.cut, place.length, slice_.name)
@@ -212,9 +214,11 @@ def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
 
     Raises:
         UsageError: an autograd function of the script has returned a ``SplitTensor``: the numbers in it were computed
-            from one rank's slice alone, where the function's formula may need the whole tensor.
+            from one rank's slice alone, where the function's formula may need the whole tensor; or the input is a
+            parameter of which each rank has a slice.
     """
     if not isinstance(value, SplitTensor):
+        check_input(value, slice_.name)
         if value.shape[-1] == width or value.shape[-1] != slice_.length:
             return value
         return slice_.ranks.take(value, value.dim() - 1, slice_.length, slice_.name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -10,6 +11,53 @@ from torch.nn import functional
 
 from tutti.comm.differentiable import TensorRanks
 from tutti.comm.partition import even_share
+from tutti.errors import UsageError, script_line
+
+
+class SliceNames(Protocol):
+    """Knows from which split parameters of a model tensors were made (protocol)."""
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the split parameter of which a tensor is an elementwise function, or None.
+
+        Args:
+            tensor: any tensor, also the parameter itself.
+        """
+
+
+SLICE_NAMES: WeakSet[SliceNames] = WeakSet()
+"""Those of all split models of this process."""
+
+
+def slice_of(tensor: Tensor) -> str | None:
+    """Return the name of the parameter from whose tensor-parallel slice the script has made a tensor, or None.
+
+    All split models of this process are looked through; ``SplitReads.name_of`` looks through one of them. Results of
+    elementwise functions count, such as a moving average of the slice's values or a copy of them, and so does the
+    parameter itself.
+
+    Args:
+        tensor: any tensor.
+    """
+    return next((name for names in SLICE_NAMES if (name := names.name_of(tensor)) is not None), None)
+
+
+def check_input(value: Tensor, layer: str) -> None:
+    """Raise UsageError for a slice of a parameter that the script gives a split layer as if it were the whole one.
+
+    Args:
+        value: the layer's input.
+        layer: name of the layer in the whole model.
+    """
+    if (name := slice_of(value)) is None:
+        return
+    module = name.rpartition(".")[0]
+    raise UsageError(
+        f"the script gives the layer {layer} the parameter {name}, of which each tensor rank has a slice",
+        where=script_line(),
+        why="the layer would compute with some rows alone",
+        remedy=f"leave the parameter whole by tensor:whole={module or name}, or take strategy='mirrored'",
+    )
 
 
 class SilentRanks(TensorRanks):
