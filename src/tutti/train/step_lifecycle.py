@@ -23,6 +23,7 @@ from tutti.train.script_checks.carried_state import CarriedValues
 from tutti.train.script_checks.kept_values import KeptValues
 from tutti.train.script_checks.loader_watch import LoaderWatch
 from tutti.train.script_checks.loss_watch import LossWatch
+from tutti.train.script_checks.watch_windows import WatchWindows
 from tutti.train.script_checks.worker_trials import WorkerTrials
 from tutti.train.script_checks.written_parameters import WrittenParameters
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
@@ -58,6 +59,7 @@ class StepLifecycle:
         loaders: the check for DataLoaders of the script that advance with every micro-batch.
         in_update: whether the run itself is making an update at this moment.
         in_any_update: number of updates that runs of this process are making at this moment.
+        windows: the steps at the turn of an epoch in which the checks of the first steps act again.
         stop_asked: whether this rank asks all ranks to stop after the next step; set by ``Run.ask_to_stop`` and never
             reset.
     """
@@ -69,6 +71,7 @@ class StepLifecycle:
         self._written = WrittenParameters(run)
         self._carried, self._kept = CarriedValues(run), KeptValues(run)
         self.values: LossWatch = self._carried
+        self.windows = WatchWindows()
         self._trials, self.loaders = WorkerTrials(run, self._kept), LoaderWatch(run)
         run.replica.around_stage = self._around_stage
         self.context = StepContext(run.local_step, run.feed.contract.batch)
@@ -113,6 +116,7 @@ class StepLifecycle:
         """
         run = self._run
         self.check_left()
+        self.windows.begin_step(None if self.drawn is None else self.drawn.after)
         self.context = self._make_context()
         if run.trainability.follow(late=False):
             run.hooks.watch(run.replica)
@@ -193,9 +197,9 @@ class StepLifecycle:
         """Choose the check to which this step's losses are subject, store it in ``values``, and return whether it acts.
 
         There are two checks. ``CarriedValues`` finds losses that depend on samples of another logical worker; it acts
-        in the first two steps of a rank with several micro-batches. In other steps ``KeptValues`` may act, which finds
-        losses that depend on values that this rank alone has kept from its earlier samples. To be called once in each
-        step, before the micro-batches. Not collective.
+        in the first two steps of a rank with several micro-batches, and at the turn of an epoch (``windows``). In other
+        steps ``KeptValues`` may act, which finds losses that depend on values that this rank alone has kept from its
+        earlier samples. To be called once in each step, before the micro-batches. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank. A logical
@@ -282,7 +286,8 @@ class StepLifecycle:
         in every micro-batch (steps 1 to 3), for a loss that depends on Python objects which another worker's
         micro-batch has changed (steps 1 to 8, 16, 32, 64, …), and for a loss that takes batches of a DataLoader (steps
         1 and 2). In the first step it warns of a loss that mixes samples. In some steps it records values of earlier
-        steps on which the loss depends, which data ranks then compare with the gradients. Not collective.
+        steps on which the loss depends, which data ranks then compare with the gradients. Checks of the first steps
+        act again at the turn of an epoch (``windows``). Not collective.
 
         Args:
             loss: the loss function.

@@ -68,8 +68,8 @@ class BodyComparison:
         """Clear the record of backward passes and optimizer steps before the script's loop body runs for a micro-batch.
 
         This object checks that the body does the same for each micro-batch of a global batch. If the rank has several,
-        this method also records the parameters' version counters (in the first two global batches the sums of their
-        values, too), so that ``end_body`` finds parameters that the body has written.
+        this method also records the parameters' version counters (in the first two global batches, and at the turn of
+        an epoch, the sums of their values, too), so that ``end_body`` finds parameters that the body has written.
 
         Args:
             final: whether this is the rank's last micro-batch in the global batch, whose body may write parameters.
@@ -79,7 +79,7 @@ class BodyComparison:
             self._written = self._values()
             self._watch_forward()
             if self._first is None:
-                own = self._run.shared_settings.schedulers() if self._batches < _COMPARED else []
+                own = self._run.shared_settings.schedulers() if self._compares_values() else []
                 self._schedulers = [(each, _steps_of(each)) for each in own]
 
     def end_body(self) -> None:
@@ -264,9 +264,13 @@ class BodyComparison:
             rest = [p for _, p in parameters(self._run.replica.parts) if p not in own]
             versions += [tensor_version(p) for p in rest]
             values = [*values, *(p.data for p in rest)]
-        if self._batches >= _COMPARED or self._sync.shares_parameters:
+        if not self._compares_values() or self._sync.shares_parameters:
             return versions, None
         return versions, [float(value.sum(dtype=widest_float(value.device))) for value in values]
+
+    def _compares_values(self) -> bool:
+        """Return whether parameters are compared by value, and schedulers by their number of steps."""
+        return self._batches < _COMPARED or self._run.lifecycle.windows.is_open
 
     def _check_writes(self) -> None:
         """Raise UsageError if the script wrote parameters in a body that is not the rank's last."""

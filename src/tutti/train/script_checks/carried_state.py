@@ -189,11 +189,12 @@ class CarriedValues(LossWatch):
     A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
     running mean in an attribute that is no buffer belongs to the samples of one logical worker, a fixed share of the
     global batch. On a rank that computes several workers in turn, each would get its predecessor's values. The mode
-    follows tensors from the micro-batches of the first two global batches through the script's and the model's calls of
-    PyTorch, and numbers of ``item`` and ``tolist`` through arithmetic (``FollowedFloat``). It changes no call and is
-    not collective. A model in stages and a collective of split layers are one call each (``single_call``), whose
-    results depend on the samples of its arguments; the forward of a stage is followed by itself (``stage``). Values
-    that pass through ``float()``, ``math`` or NumPy are not followed, but for numbers of modules (``ModuleTrials``).
+    follows tensors from the micro-batches of the first two global batches, and of those at the turn of an epoch
+    (``WatchWindows``), through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist``
+    through arithmetic (``FollowedFloat``). It changes no call and is not collective. A model in stages and a collective
+    of split layers are one call each (``single_call``), whose results depend on the samples of its arguments; the
+    forward of a stage is followed by itself (``stage``). Values that pass through ``float()``, ``math`` or NumPy are
+    not followed, but for numbers of modules (``ModuleTrials``).
 
     Args:
         run: the run.
@@ -202,6 +203,7 @@ class CarriedValues(LossWatch):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._batches = self._left = 0
+        self._due = False
         self._here = Place(-1, 0)
         self._leaves: dict[int, tuple[ref[Tensor], Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
@@ -227,27 +229,29 @@ class CarriedValues(LossWatch):
                 worker is a fixed share of the global batch.
 
         Returns:
-            True if all of this holds: it is one of the first two global batches; this rank has several micro-batches in
-            it; and calls of PyTorch in the script's code are visible. They are not where the model is compiled and must
-            stay so, in a reproducible run or one that records CUDA graphs: uncompiled code rounds otherwise.
+            True if all of this holds: it is one of the first two global batches, or one at the turn of an epoch
+            (``WatchWindows``); this rank has several micro-batches in it; and calls of PyTorch in the script's code are
+            visible. They are not where the model is compiled and must stay so, after the first two global batches, and
+            always in a reproducible run or one that records CUDA graphs: uncompiled code rounds otherwise.
         """
         run = self._run
         self._batches += 1
-        if self._batches > _WATCHED + 1:
-            # The batch before has dropped all records.
+        before, self._due = self._due, self._batches <= _WATCHED or run.lifecycle.windows.is_open
+        if not (before or self._due):
+            # A batch before has dropped all records.
             return False
         self._moved.begin_batch()
         self._trace, self._eager = None, False
         self._left = sum(len(micro_batches) for _, micro_batches in work)
-        if self._batches > _WATCHED or self._left < 2:
+        # The script's object of a split model has a call of tutti's own, which counts as compiled.
+        parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
+        compiled = has_compiled_code(parts, run.context)
+        if not self._due or self._left < 2 or (compiled and self._batches > _WATCHED):
             self._leaves, self._given, self._found, self._counted = {}, set(), MemoryRecords(), {}
             self._numbers.make_plain()
             self._trials.forget()
             return False
         self._trials.begin_batch()
-        # The script's object of a split model has a call of tutti's own, which counts as compiled.
-        parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
-        compiled = has_compiled_code(parts, run.context)
         # Code that is not compiled rounds otherwise.
         may = not (run.context.reproducible or (run.context.compile and run.context.compile.records_graphs))
         self._eager = may and (compiled or "torch._dynamo" in sys.modules)

@@ -108,8 +108,8 @@ class KeptValues(LossWatch):
     tensors that the code for an earlier step has computed from samples, or that have changed since, up to the loss. A
     digest of the values on which the loss depends goes over the data ranks together with the gradients
     (``StepContext.written``), without a message of its own; where it differs, ``compare`` raises UsageError. Watched
-    are steps 1 to 5, and steps 2ᵏ and 2ᵏ + 1; in the first five steps numbers of ``item`` and ``tolist`` are followed,
-    too, through arithmetic (``FollowedFloat``).
+    are steps 1 to 5, steps 2ᵏ and 2ᵏ + 1, and those at the turn of an epoch (``WatchWindows``); in the first five steps
+    numbers of ``item`` and ``tolist`` are followed, too, through arithmetic (``FollowedFloat``).
 
     Left out are parameters and buffers of the model, of which each logical worker (share of the global batch) has its
     own; batches; averages of norm layers; and recurrent states, which the model's modules are given with a dimension of
@@ -124,6 +124,7 @@ class KeptValues(LossWatch):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._steps = self._samples = 0
+        self._due = False
         self._alone = ""
         self._own, self._constants = set[StorageWeakRef](), set[StorageWeakRef]()
         self._batch = set[StorageWeakRef]()
@@ -160,13 +161,13 @@ class KeptValues(LossWatch):
 
         Returns:
             True if all of this holds: ``watched`` is False; the step, counted from 1, is at most 5, a power of two, or
-            one more than a power of two; there are several data ranks, or ``run.step`` runs pipeline stages; and
-            neither tutti nor the script has compiled the model.
+            one more than a power of two, or at the turn of an epoch (``WatchWindows``); there are several data ranks,
+            or ``run.step`` runs pipeline stages; and neither tutti nor the script has compiled the model.
         """
         run = self._run
         self._steps += 1
         self._alone = self._why_alone()
-        due = _is_due(self._steps)
+        due = self._due = _is_due(self._steps) or run.lifecycle.windows.is_open
         self._plain.begin_batch()
         if self._empty and not due:
             return False
@@ -178,7 +179,7 @@ class KeptValues(LossWatch):
         self._reached, self._trained = self._trained, {}
         self._empty = not due and not self._reached
         several = run.context.comms.replica.size > 1 or bool(self._alone)
-        if several and (self._steps == 1 or (self._steps > _FIRST and not self._steps & (self._steps - 1))):
+        if several and (self._steps == 1 or (self._steps > _FIRST and due)):
             self._others.look()
         if watched or not several or not due:
             self._before = {}
@@ -515,7 +516,7 @@ class KeptValues(LossWatch):
         """
         if self._alone and (not self._in_stages() or any(map(self._is_leaf, parameters))):
             self._refuse_trained(f"{name}{_STEP}{script_line()}")
-        if _is_due(self._steps) and self._run.context.comms.replica.size > 1:
+        if self._due and self._run.context.comms.replica.size > 1:
             values = [part for p in parameters for each in (p, p.grad) if each is not None for part in _dense(each)]
             digest = mix(*tensor_digests(values)) >> 1
             self._trained.setdefault(f"{name}{_STEP}{script_line()}", set()).add(digest)

@@ -36,7 +36,7 @@ class LoaderWatch:
     def begin_batch(self) -> None:
         """Begin a global batch of a custom training loop: count it, and forget which DataLoaders the last one used.
 
-        The first two global batches are checked.
+        The first two global batches are checked, and those at the turn of an epoch (``WatchWindows``).
         """
         self._batches += 1
         self._taken = None
@@ -44,13 +44,13 @@ class LoaderWatch:
     def begin_body(self, several: bool) -> None:
         """Record the positions of this process's DataLoader iterators, before the loop's body runs for a micro-batch.
 
-        Records nothing after the second global batch, or if ``several`` is False; ``check`` then does nothing in this
-        body.
+        Records nothing in a global batch that is not checked, or if ``several`` is False; ``check`` then does nothing
+        in this body.
 
         Args:
             several: whether some rank has several micro-batches of this global batch.
         """
-        self._before = _positions() if several and self._batches <= _WATCHED else None
+        self._before = _positions() if several and self._is_due() else None
 
     def check(self) -> None:
         """Raise UsageError if this loop body and the previous one both took a batch of the same DataLoader.
@@ -74,7 +74,9 @@ class LoaderWatch:
             )
 
     def watched(self, loss: LossFn, micro_batches: int) -> LossFn:
-        """Return the loss function of ``run.step`` with a check in the first two steps. To be called once in each step.
+        """Return the loss function of ``run.step`` with a check in the steps that are checked.
+
+        To be called once in each step. The first two are checked, and those at the turn of an epoch (``WatchWindows``).
 
         Args:
             loss: the loss function.
@@ -82,11 +84,11 @@ class LoaderWatch:
 
         Returns:
             A function with the arguments and the result of ``loss``, which raises UsageError if the call takes a batch
-            of a DataLoader. ``loss`` itself from the third step on, and in a run of one rank if the rank has one
+            of a DataLoader. ``loss`` itself in other steps, and in a run of one rank if the rank has one
             micro-batch.
         """
         self._batches += 1
-        if self._batches > _WATCHED or (micro_batches == 1 and self._run.context.comms.world.size == 1):
+        if not self._is_due() or (micro_batches == 1 and self._run.context.comms.world.size == 1):
             return loss
         before = _positions()
 
@@ -102,6 +104,9 @@ class LoaderWatch:
             return result
 
         return watch
+
+    def _is_due(self) -> bool:
+        return self._batches <= _WATCHED or self._run.lifecycle.windows.is_open
 
 
 def _positions() -> dict[LoaderIterator, int]:

@@ -44,12 +44,14 @@ class WorkerTrials:
     in the objects of a ``PythonState``, in buffers or in RNG streams. Values on which the loss does not depend, such as
     means for a log, are allowed. Trials depend on this rank's share of the work:
 
-    - Several workers: in steps 1 to 8, 16, 32, …, for the first micro-batch of each worker but the first, if the
-      workers before it have changed objects in this step. Former values are those from before the step.
+    - Several workers: in steps 1 to 8, 16, 32, … and at the turn of an epoch (``WatchWindows``), for the first
+      micro-batch of each worker but the first, if the workers before it have changed objects in this step. Former
+      values are those from before the step.
     - One worker, whose micro-batches other ranks share: in the same steps, for each micro-batch whose forward has
       changed objects. Former values are those from before the forward.
     - One worker alone, beside other data ranks: in steps 2 to 8, for numbers, and containers of numbers, that have
-      changed since step 1. Nothing is refused here: ``kept`` compares the numbers over the data ranks.
+      changed since step 1; and at the turn of an epoch for those that have changed since its first step there. Nothing
+      is refused here: ``kept`` compares the numbers over the data ranks.
 
     No loss is tried if forwards are collective, as of a model that is split or sharded over ranks, nor with
     ``TUTTI_DIAGNOSTICS=off``. ``CarriedValues`` finds such values by the script's calls of PyTorch and arithmetic, and
@@ -95,7 +97,9 @@ class WorkerTrials:
         """
         run = self._run
         self._steps += 1
-        if not self._enabled or (self._steps > _FIRST and self._steps & (self._steps - 1)):
+        turn = run.lifecycle.windows.is_open
+        if not self._enabled or (self._steps > _FIRST and self._steps & (self._steps - 1) and not turn):
+            self._begun = None
             return guarded
         left = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         places = [worker_place(each, run) for each in left]
@@ -130,11 +134,12 @@ class WorkerTrials:
         Ranks compare them, as each may have kept other ones of its samples (``KeptValues.note_state``).
         """
         run, own = self._run, self._run.gradient_sync.loss_normalisation == "worker"
-        if self._steps > _FIRST or own or run.context.comms.replica.size == 1:
+        turn = run.lifecycle.windows.is_open
+        if (self._steps > _FIRST and not turn) or own or run.context.comms.replica.size == 1:
             self._begun = None
             return guarded
         if self._begun is None:
-            self._begun = PythonState(run.replica.parts, loss) if self._steps == 1 else None
+            self._begun = PythonState(run.replica.parts, loss)
             return guarded
         changes = [change for change in self._begun.changes() if plain_digest(change.value) is not None][:_MOST]
 

@@ -141,7 +141,8 @@ class WrittenParameters:
                 batch).
 
         Returns:
-            The wrapped function in the first three calls of this method. ``loss`` itself in all later ones, and also in
+            The wrapped function in the first three steps, and at the turn of an epoch (``WatchWindows``). ``loss``
+            itself in all other ones, and also in
             each of these cases: no parameter of this rank is used by several micro-batches of the step; parameters are
             sharded; the model is cut into pipeline stages (``unmoved`` checks these); or other ranks write into the
             same memory, so that a change during a forward may be theirs.
@@ -150,7 +151,7 @@ class WrittenParameters:
         self._steps += 1
         self._stages, self._in_flight = set(), False
         counts = [len(micro_batches) for _, micro_batches in work]
-        self._guards = self._steps <= _GUARDED and sum(counts) > 1
+        self._guards = (self._steps <= _GUARDED or run.lifecycle.windows.is_open) and sum(counts) > 1
         if not self._guards or run.replica.sharded or run.gradient_sync.shares_parameters:
             self._guards = False
             return loss

@@ -1,0 +1,49 @@
+"""Choose the steps at the turn of epochs in which a script's code is checked again, as in the first steps of a run."""
+
+from __future__ import annotations
+
+from tutti.data.reader import Position
+
+_BEGUN = 5
+"""First steps of a run, in which checks act by themselves."""
+_FIRST = 4
+"""Turns of epochs that are all checked (a guess)."""
+_APART = 192
+"""Steps of a run for each later turn that is checked: at most one step in 64 is checked (a guess)."""
+
+
+class WatchWindows:
+    """Decides in which steps at the turn of an epoch the code for a step is checked, beside the first steps of a run.
+
+    Where an epoch begins, scripts begin to do something else: a loss gets a second term, a memory bank that has filled
+    is read, a teacher's average starts. A window is the last step of an epoch, which leaves values behind, and the
+    first two of the next one, but for the first five steps of a run. The first four turns of epochs have a window, and
+    later ones as long as no more than one step in 64 is in a window. The choice depends on data positions and the
+    number of steps alone, so that it is the same on all ranks.
+
+    Attributes:
+        is_open: whether the present step is in a window.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._steps = self._windows = 0
+        # The epoch before which the last window may be, and whether there is one.
+        self._turn, self._chosen = -1, False
+
+    def begin_step(self, after: Position | None) -> None:
+        """Begin a step, and set ``is_open``. Not collective.
+
+        Args:
+            after: the data position once the step's batch is consumed; None for a batch that the caller made, which is
+                in no window.
+        """
+        self._steps += 1
+        self.is_open = False
+        if self._steps <= _BEGUN or after is None or after.batch > 2 or after.epoch == 0:
+            return
+        if after.epoch != self._turn:
+            self._turn = after.epoch
+            self._chosen = self._windows < _FIRST or self._steps >= self._windows * _APART
+            self._windows += self._chosen
+        self.is_open = self._chosen
