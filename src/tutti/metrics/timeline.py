@@ -207,10 +207,16 @@ def chrome(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def segments_of_chrome(trace: Mapping[str, Any]) -> dict[int, list[TimelineSegment]]:
-    """Return the segments of a trace in Chrome's JSON format, such as of ``chrome``, in seconds.
+    """Return the segments of a trace in Chrome's JSON format, as ``chrome`` writes it, in seconds.
+
+    An event's thread number ``tid`` is the device, and its ``name`` the phase; ``pid`` is not read. In a trace of
+    another program, such as of PyTorch's profiler, threads would pass for devices and operators for phases. Times stay
+    on the trace's clock, whose zero ``chrome`` puts at the first segment. ``call`` and ``ranks`` of the segments are
+    empty.
 
     Args:
-        trace: the JSON object. Events other than complete ones of a device, and invalid ones, are left out.
+        trace: the JSON object. Complete events (``"ph": "X"``) count if ``tid``, ``ts`` and ``dur`` are numbers below
+            1e15, and ``tid`` and ``dur`` are not negative; all others are left out.
 
     Returns:
         The segments by number of the device, each list in the order of the events; empty without any.

@@ -50,10 +50,12 @@ The key is the type of the options with their ``variant``, which chooses between
 
 
 def make_strategy(choice: Choice, run_context: RunContext) -> tuple[ModelLayout, CustomLoopSync]:
-    """Construct the model layout and the gradient synchronisation of a strategy. Not collective.
+    """Construct the model layout and the gradient synchronisation of a strategy.
 
-    Neither has the model yet; the caller hands the model to the layout's ``build``, and its result to the
-    synchronisation's ``attach``.
+    With sharded parameters (ZeRO, FSDP) the first call is collective over all ranks and blocks: the synchronisation
+    makes the communicators along the mesh axes ``shard`` and ``replica``. Other strategies send nothing. The caller has
+    checked by ``check_strategy`` that the options go together. Neither object has the model yet; the caller hands the
+    model to the layout's ``build``, and its result to the synchronisation's ``attach``.
 
     Args:
         choice: the strategy with its options.
@@ -61,12 +63,12 @@ def make_strategy(choice: Choice, run_context: RunContext) -> tuple[ModelLayout,
 
     Returns:
         A pair. The layout (``ModelLayout``) places a replica of the model on one rank or several: whole, cut into
-        pipeline stages, or split over tensor ranks. The synchronisation (``CustomLoopSync``) reduces gradients over
-        the replicas and makes the updates.
+        pipeline stages, or split over tensor ranks. The synchronisation (``CustomLoopSync``) reduces gradients over the
+        replicas and makes the updates.
 
     Raises:
-        UsageError: options of the strategy cannot be combined with settings of the run, such as a compressed
-            ``wire`` in reproducible mode.
+        RuntimeError, PeerError, MismatchError: while the communicators are made, a rank does not take part in time, has
+            ended, or is in another call.
     """
     layout = _load(LAYOUTS[type(choice.layout)])(choice.layout, run_context)
     sync = choice.sync

@@ -32,17 +32,17 @@ guess."""
 
 @dataclass(frozen=True)
 class NoiseEvidence:
-    """Measurements of one training run from which the critical batch size is estimated.
+    """Measurements of one training run, or of a script, from which the critical batch size is estimated.
 
     Attributes:
-        path: the run directory.
-        task: name of the run's task.
+        path: the run directory; of a script its file.
+        task: name of the run's task; of a script its file name.
         batch: samples in a global batch.
-        estimates: one estimate of the gradient noise for each of the run's last measured steps, in order; empty where
-            none was recorded.
+        estimates: a ``NoiseEstimate`` (estimates of tr Σ and of |G|², whose ratio is the noise scale) for each of the
+            last measured steps, in order; empty where none was recorded.
         scaled: the same for Adam's preconditioned gradient.
-        target: metric and value of ``--until``; None without that option.
-        samples: training samples until the target was reached; None if the run did not reach it.
+        target: metric and value of ``--until``; None without that option, and for a script.
+        samples: training samples until the target was reached; None if the run did not reach it, and for a script.
         spread: standard deviation of the natural logarithm of ``samples``: the target was reached somewhere between two
             evaluations (``interval_spread``).
     """

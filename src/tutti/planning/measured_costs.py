@@ -356,11 +356,13 @@ class MeasuredCosts(StepCosts):
     def share_node(self, devices: int) -> None:
         """Set the number of devices of the run, whose devices on one node slow each other's computing down.
 
-        All durations that are asked for later depend on it. Where the machine file has curves of as many ranks of a
-        node computing at once, these curves are used. Otherwise durations are multiplied by two factors, one of matrix
-        products and one of memory traffic. Files of an older version hold both factors. Without them, they follow from
-        the division of the CPU threads among the ranks, and a line on this is added to the list ``guesses``. A further
-        call replaces the number.
+        All durations that are asked for later depend on it. A further call replaces the number. What slows computing
+        down is taken from the machine file: curves of as many ranks of a node computing at once; or, in files of an
+        older version, two factors, of matrix products and of memory traffic, by which durations are multiplied. Without
+        either, on CPUs, the division of the threads among the node's ranks gives the factor of matrix products, from
+        measured peaks of that many threads where the file has them; with several ranks a node it is the factor of
+        memory traffic, too, and a line on this is added to the list ``guesses``. Without either, on accelerators,
+        nothing is slowed down.
 
         Args:
             devices: number of devices of the run, on all nodes.

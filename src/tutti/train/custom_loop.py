@@ -176,12 +176,17 @@ class CustomLoop:
     def microbatches(self, number: int, start: int | None = None) -> Iterator[Batch]:
         """Iterate over the micro-batches of this rank in an epoch; the script's loop body runs on each.
 
-        If this rank has no sample in a global batch, a dummy micro-batch of weight 0 stands in. Gradients are reduced
-        over ranks while the loop body runs on the rank's last micro-batch of each global batch. The iterator itself
-        performs collectives between bodies: over all ranks all-gathers of callbacks' reasons to stop, and at the end of
-        some epochs of digests of the copies of parameters; over the data ranks all-gathers of digests of samples
-        (streams and samplers), under local SGD the averages of parameters, and under ``central_storage`` at its start
-        an exchange of addresses of shared memory.
+        Every rank must iterate alike. Dummy micro-batches of weight 0 stand in where this rank has no sample in a
+        global batch, and with sharded weights (FSDP) come before a rank's own, so that all ranks run equally many
+        forwards. Gradients are reduced over ranks while the loop body runs on the rank's last micro-batch of each
+        global batch. The iterator itself performs collectives between bodies. Over all ranks these are all-gathers of
+        callbacks' reasons to stop, and at the end of some epochs of digests of the copies of parameters; and, in steps
+        that ``noise_every`` measures where ranks share the update out, a gather of the factors of Adam's
+        preconditioner. Over the data ranks they are all-gathers of digests of samples (streams and samplers; with
+        several workers in the first steps), and of ``requires_grad`` where the script has thawed parameters; in the
+        second step of several workers, all-gathers that merge batch-norm buffers; under local SGD the averages of
+        parameters, and the reduction of losses for a body that has left out ``run.backward``; and under
+        ``central_storage``, at its start, an exchange of addresses of shared memory.
 
         Args:
             number: the epoch, from 0.
@@ -191,16 +196,18 @@ class CustomLoop:
             The micro-batch's samples as the data set or collate function gives them, on the device.
 
         Raises:
-            UsageError: the strategy has no custom training loops; ``compile`` is set to a mode with CUDA graphs; an
-                earlier loop over micro-batches was left in the middle of a global batch; this loop begins in the body
-                of another one, before its ``optimizer.step()``; in reproducible mode several ranks share a worker, and
-                a rank other than the worker's first has several of its micro-batches; the body makes other backward and
-                optimizer calls than for the rank's first micro-batch of the global batch, writes parameters before the
-                last, or skips a micro-batch because of its size; with parameter servers that do not wait for all
-                workers a global batch ends without an update; the script has converted the model or replaced optimizer
-                state, has registered hooks or thawed parameters that the strategy cannot handle, or has caught an
-                exception of a step that cannot be skipped.
-            MismatchError: ranks hold different copies of a parameter, or read different samples.
+            UsageError: the strategy has no custom training loops; ``compile`` is set to a mode with CUDA graphs;
+                ``start`` is None, and ``restore`` has loaded a checkpoint of a later epoch; an earlier loop over
+                micro-batches was left in the middle of a global batch; this loop begins in the body of another one,
+                before its ``optimizer.step()``; in reproducible mode several ranks share a worker, and a rank other
+                than the worker's first has several of its micro-batches; the body makes other backward and optimizer
+                calls than for the rank's first micro-batch of the global batch, writes parameters before the last, or
+                skips a micro-batch because of its size; with parameter servers that do not wait for all workers a
+                global batch ends without an update; the script has converted the model, replaced a parameter or
+                optimizer state, has registered hooks or thawed parameters that the strategy cannot handle, or has
+                caught an exception of a step that cannot be skipped.
+            MismatchError: ranks hold different copies of a parameter, read different samples, or have thawed different
+                parameters.
         """
         self._check_beginning()
         self._open += 1

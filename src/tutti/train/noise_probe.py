@@ -40,7 +40,12 @@ class NoiseProbe:
         run_context: mesh, communicators and logical data-parallel workers (fixed shares of the global batch) of this
             rank.
         choice: the strategy.
-        every: interval of measurements in steps; the first step is measured, too.
+        basis: which gradients are compared, as ``noise_basis`` returns it. ``batch``: those of parts of the global
+            batch with that of the batch. Where workers make updates of their own, ``worker``: those of a worker's
+            micro-batches with that of the worker; or ``average``: those of all workers in a step that begins with equal
+            parameters.
+        every: interval of measurements in steps; the first step is measured, too. With ``average`` the next step that
+            begins with equal parameters is measured.
     """
 
     def __init__(

@@ -27,16 +27,20 @@ class ZeroSharding:
 
     Rajbhandari et al. 2019, arXiv 1910.02054, §5.1. A step sends as many bytes as data parallelism: a reduce-scatter of
     the gradients and an all-gather of the parameters, in messages of up to 25 MiB. With one rank nothing is cut or
-    sent.
+    sent. The constructor is not collective.
 
     Args:
-        named: the parameters to shard; with several ranks each becomes this rank's rows, for the optimizer.
-        parts: modules in which new parameters (``replaced``) take their place.
+        named: (name, parameter) pairs to shard. With several ranks each of these parameter objects becomes this rank's
+            rows, a block of the first dimension, so that an optimizer that has the objects updates the rows.
+        parts: modules of this rank, which with several ranks get a new full parameter in place of each of these
+            objects; the property ``replaced`` maps the old objects to the new ones.
         specs: global shape and offset of each parameter, by name.
         comm: the shard ranks, which share one copy of the parameters.
 
     Attributes:
-        rows: this rank's rows of each parameter in ``named``, in order: views of the full parameters.
+        rows: a ``ShardedParameter`` for each parameter in ``named``, in order: its name, this rank's rows
+            (``parameter``, a view of the full parameter; with one rank the full parameter itself) and their place in
+            the full tensor.
     """
 
     def __init__(

@@ -105,10 +105,11 @@ class BlockSplit:
     The column-parallel layers have a common input; the row-parallel layer is the linear layer called after them.
 
     Attributes:
-        columns: how the outputs of each column-parallel layer are cut, by the layer's name in the block.
+        columns: a ``TensorCut`` of the outputs of each column-parallel layer, by the layer's name in the block.
         row: name of the row-parallel layer in the block.
         units: number of heads or features that are divided over ranks.
-        local: how the block's own forward is fitted to a slice.
+        local: a ``LocalForward``: which sizes of views, calls of dropout and attributes that count heads the block's
+            own forward reduces to a rank's slice, and which parameters get their gradients summed over the ranks.
         dropout: whether attention itself applies dropout.
     """
 
