@@ -56,7 +56,10 @@ def by_sample(model: Any, batch: Batch) -> Tensor:
     return (model(batch[0]) - batch[0][:, :3]).square().mean(1)
 
 
-def play(loss: str, attack: str, batches: Any, model: nn.Module, optimizer: Optimizer, reduce: Any = None) -> None:
+LOSSES = {each.__name__: each for each in (mean, of_targets, rooted, summed, largest, by_sample)}
+
+
+def play(loss: str, attack: str, batches: Any, model: nn.Module, optimizer: Optimizer) -> None:
     for batch in batches:
         if attack:
             inputs = batch[0].clone().requires_grad_()
@@ -66,50 +69,31 @@ def play(loss: str, attack: str, batches: Any, model: nn.Module, optimizer: Opti
         optimizer.zero_grad()
         found = LOSSES[loss](model, batch)
         found.backward(torch.ones_like(found) if found.dim() else None)
-        if reduce is not None:
-            reduce()
         optimizer.step()
 
 
-def train(
-    loss: str,
-    strategy: str,
-    attack: str = "",
-    epochs: int = 1,
-    reduces: bool = False,
-    batch: int = BATCH,
-    **options: Any,
-) -> Any:
+def train(loss: str, strategy: str, attack: str = "", **options: Any) -> Any:
     model, optimizer = build()
-    run = tutti.prepare(model, optimizer, data(), strategy=strategy, batch_size=batch, shuffle=False, **options)
+    run = tutti.prepare(model, optimizer, data(), strategy=strategy, batch_size=BATCH, shuffle=False, **options)
     try:
-        for epoch in range(epochs):
-            play(loss, attack, run.microbatches(epoch), run.model, optimizer, run.reduce_gradients if reduces else None)
+        play(loss, attack, run.microbatches(0), run.model, optimizer)
     except UsageError as error:
         assert run.updates == 0
         return str(error), {}
     return "", {name: tensor.numpy() for name, tensor in run.state().items()}
 
 
-def plain(loss: str, attack: str = "", epochs: int = 1, batch: int = BATCH) -> dict[str, Any]:
+def plain(loss: str, attack: str = "") -> dict[str, Any]:
     model, optimizer = build()
     rows = data()
     batches = [
-        tuple(torch.stack(column) for column in zip(*rows[start : start + batch], strict=True))
-        for start in range(0, len(rows), batch)
+        tuple(torch.stack(column) for column in zip(*rows[start : start + BATCH], strict=True))
+        for start in range(0, len(rows), BATCH)
     ]
-    for _ in range(epochs):
-        play(loss, attack, batches, model, optimizer)
+    play(loss, attack, batches, model, optimizer)
     return {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
 
 
-def by_number(model: Any, batch: Batch) -> Tensor:
-    """A mean by a number that is another one for each size of a micro-batch."""
-    number = 3 * len(batch[0])
-    return (model(batch[0]) - batch[0][:, :3]).square().sum() / number
-
-
-LOSSES = {each.__name__: each for each in (mean, of_targets, rooted, summed, largest, by_sample, by_number)}
 RANKS = [
     (2, "mirrored", {}),
     (3, "sharded:stage=1", {}),
@@ -138,16 +122,5 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: str, size: int, st
 def test_a_mean_is_taken_after_gradients_of_the_inputs(attack: str, size: int, strategy: str, options: Any) -> None:
     want = worlds.alone(plain, loss="mean", attack=attack)
     for refused, state in worlds.run(size, train, loss="mean", strategy=strategy, attack=attack, **options):
-        assert not refused
-        assert all(abs(state[name] - value).max() < 1e-10 for name, value in want.items())
-
-
-@pytest.mark.parametrize(("ranks", "reduces"), [(2, False), (3, True), (4, True)])
-def test_workers_of_a_rank_divide_by_other_numbers_in_reproducible_mode(ranks: int, reduces: bool) -> None:
-    want = worlds.alone(plain, loss="by_number", epochs=3, batch=12)
-    options = {"workers": 4, "micro_batch": 2, "reproducible": True, "reduces": reduces}
-    for refused, state in worlds.run(
-        ranks, train, loss="by_number", strategy="mirrored", epochs=3, batch=12, **options
-    ):
         assert not refused
         assert all(abs(state[name] - value).max() < 1e-10 for name, value in want.items())

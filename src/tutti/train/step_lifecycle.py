@@ -157,7 +157,6 @@ class StepLifecycle:
             guard.check()
         edits = run.replica.edits
         edited = [] if edits is None else edits.take()
-        digest, returned = self._digest()
         return StepContext(
             run.local_step,
             run.feed.contract.batch if drawn is None else drawn.samples,
@@ -166,27 +165,21 @@ class StepLifecycle:
             run.loss_scale.value if run.loss_scale is not None else 1.0,
             settings=run.shared_settings.text(),
             place=(0, 0) if drawn is None else (drawn.after.epoch, drawn.after.batch),
-            written=digest,
-            grown=lambda: len(returned) > 1,
+            written=self._digest(),
             compare=self._compare,
             edits=edited,
             edited_in=edits.line if edits is not None and edited else "",
         )
 
-    def _digest(self) -> tuple[Callable[[], int], set[int]]:
-        """Return a function that hashes the values that data ranks compare with the gradients, and its results so far.
-
-        The hash is 0 for no values, and changes with each micro-batch whose loss depends on further values.
-        """
-        written, returned = self._written.digest_once(), set[int]()
+    def _digest(self) -> Callable[[], int]:
+        """Return a function that hashes the values that data ranks compare with the gradients; 0 for no values."""
+        written = self._written.digest_once()
 
         def digest() -> int:
             kept = self._kept.digest()
-            found = (mix(written(), kept) >> 1) or 1 if kept else written()
-            returned.add(found)
-            return found
+            return (mix(written(), kept) >> 1) or 1 if kept else written()
 
-        return digest, returned
+        return digest
 
     def _compare(self) -> None:
         """Raise UsageError where data ranks have kept or written other values. Collective over them."""

@@ -25,10 +25,7 @@ class StepContext:
         place: epoch and global batch after which the data stand, compared over data ranks; (0, 0) for a batch that the
             caller made.
         written: returns the digest of the parameters if the script or a forward has written them since the last
-            update, compared over data ranks; 0 if not. It also covers values from earlier steps that losses depend on,
-            of the micro-batches so far.
-        grown: returns whether ``written`` has returned several digests in this step, as it does for gradients that are
-            added worker by worker while losses of later micro-batches depend on further values.
+            update, compared over data ranks; 0 if not. To be called after the rank's last forward.
         compare: function that compares the parameters over the data ranks and raises UsageError where they differ. It
             is collective: all data ranks call it if ``written`` differs between any of them. None where the strategy
             cannot compare parameters.
@@ -47,7 +44,6 @@ class StepContext:
     settings: str = ""
     place: tuple[int, int] = (0, 0)
     written: Callable[[], int] = int
-    grown: Callable[[], bool] = bool
     compare: Callable[[], None] | None = None
     edits: Sequence[str] = ()
     edited_in: str = ""

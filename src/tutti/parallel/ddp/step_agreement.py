@@ -99,8 +99,7 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     Called on every rank, before any update, when the digests of the step that ranks sum with their gradients do not
     agree. Collective over the ranks of ``comm``: they all-gather digests of step numbers, batch sizes, data positions,
     optimizer settings and edits to find the difference. Returns only if nothing differs but the record of which
-    parameters the script has written, or of values that losses depend on, and a comparison shows that all ranks hold
-    equal values. The record may also differ between the logical workers of one rank.
+    parameters the script has written, and a comparison shows that all ranks hold equal values.
 
     Args:
         comm: the ranks whose gradients were summed.
@@ -125,10 +124,8 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
     agree_on_settings(comm, step_context)
     edited_in = step_context.edited_in or script_line()
     agree_on_edits(comm, step_context.edits, f"before step {step_context.local_step + 1}, {edited_in}")
-    mine = torch.tensor([step_context.written(), step_context.grown()])
-    writes = [each.tolist() for each in comm.all_gather(mine, "the script's writes of parameters")]
-    differ = len({digest for digest, _ in writes}) > 1 or any(grown for _, grown in writes)
-    if differ and step_context.compare is not None:
+    writes = comm.all_gather(torch.tensor([step_context.written()]), "the script's writes of parameters")
+    if len({int(digest) for digest in writes}) > 1 and step_context.compare is not None:
         step_context.compare()
         return
     raise MismatchError(
