@@ -196,6 +196,13 @@ def test_means_over_samples_are_taken(name: str) -> None:
     read(TAKEN[name])
 
 
+def test_a_single_sample_may_be_divided_by_one() -> None:
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    error = net(torch.randn(1, 3)).square()
+    for loss in (error.mean() + error.sum() / 1, error[torch.tensor([0])].sum() / 1, 2 * error.sum() / 1):
+        read_loss(loss, MicroBatch(0, 0, None, 1, 1 / 8, 0, True))
+
+
 def test_a_loss_times_zero_counts_no_samples() -> None:
     net = nn.Linear(3, 5)
     loss = net(torch.randn(4, 3)).sum() * 0

@@ -206,11 +206,12 @@ def _is_divided(nodes: list[Any], samples: int) -> bool:
 def _scales_otherwise(node: Any, samples: int) -> bool:
     """Return whether a node multiplies by a constant that cannot come from the samples, such as one half.
 
-    A mean is divided by a multiple of the samples; a factor above one may be that of all data to the samples. Left out
-    are the divisions within ``nanmean`` and within a cross-entropy with label smoothing.
+    A mean is divided by a multiple of the samples, and of one sample every whole number is a multiple; a factor above
+    one may be that of all data to the samples. Left out are the divisions within ``nanmean`` and within a cross-entropy
+    with label smoothing.
     """
     number = host_divisor(node)
-    if number is None or abs(number) < 1 or (abs(number) > 1 and _is_multiple(number, samples)):
+    if number is None or abs(number) < 1 or _is_multiple(number, samples):
         return False
     inputs = _only_input(node)
     return label_smoothing_of(node) is None and (inputs is None or count_of_nansum(inputs) != number)

@@ -64,7 +64,7 @@ class BatchStatistics:
             known = (self._found.get(_memory(each)) for each in args if isinstance(each, Tensor))
             if (found := next(filter(None, known), None)) is not None:
                 self._found.setdefault(_memory(result), (found[0], None))
-        elif name in _DIVISIONS and self._source_of(args[1:]) == _memory(given):
+        elif name in _DIVISIONS and (source := self._source_of(args[1:])) is not None and source == _memory(given):
             self._normalised.add(_memory(result))
 
     def _source_of(self, others: Sequence[Any]) -> StorageWeakRef | None:
