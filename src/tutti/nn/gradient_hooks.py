@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from types import MethodType
-from typing import Any, cast
-from weakref import ref
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from tutti.nn.owned_hooks import OwnedHook
 from tutti.torch_compat import accumulation_hooks, gradient_hooks, set_gradient_hooks
 
 
 def add_accumulation_hook(parameter: Tensor, method: Callable[[Tensor], None]) -> RemovableHandle:
     """Register a bound method as ``register_post_accumulate_grad_hook`` of a parameter, by a weak reference.
 
-    Python's garbage collector cannot follow such a hook: an object that a hook refers to, and that refers to the
-    parameter, would never be freed. The hook does nothing once the method's object is gone.
+    The hook does nothing once the method's object is gone (``OwnedHook``).
 
     Args:
         parameter: a trainable leaf.
@@ -32,14 +30,7 @@ def add_accumulation_hook(parameter: Tensor, method: Callable[[Tensor], None]) -
     Returns:
         The handle of PyTorch, whose ``remove()`` takes the hook off the parameter.
     """
-    bound = cast(MethodType, method)
-    owner, function = ref(bound.__self__), bound.__func__
-
-    def call(accumulated: Tensor) -> None:
-        if (present := owner()) is not None:
-            function(present, accumulated)
-
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(OwnedHook(method))
     return handle
 
 

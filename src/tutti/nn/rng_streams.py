@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ class RngStreams:
         device: the device that computes it, whose default generator is seeded.
         allowed: whether the model may draw; if not, ``check`` raises UsageError after a draw.
         chosen: modules with a stream of their own, by name; default: ``keyed_modules(model)``.
+        owner: object that enters the streams; once it is gone, a later run of the model removes their hooks.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class RngStreams:
         device: torch.device,
         allowed: bool = True,
         chosen: Mapping[str, nn.Module] | None = None,
+        owner: object | None = None,
     ) -> None:
         self._allowed, self._before = allowed, torch.empty(0)
+        self._owner = None if owner is None else ref(owner)
         self._generator = default_generator(device)
         self._key = 0
         self._calls: dict[str, int] = {}
@@ -153,7 +157,11 @@ class RngStreams:
                     self._calls[name] = call + 1
                 self._generator.manual_seed(mix(self._key, base, call) & _MASK)
 
+        before.ended = self._ended  # type: ignore[attr-defined]
         return before
+
+    def _ended(self) -> bool:
+        return self._owner is not None and self._owner() is None
 
 
 def seed_after_step(device: torch.device, seed: int, step: int) -> None:

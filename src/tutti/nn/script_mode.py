@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tutti.nn.owned_hooks import OwnedHook
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import TorchFunctionDisabled, calls_forward, top_function_mode
 
@@ -156,14 +157,14 @@ class ScriptMode:
     def leave_forwards(self, roots: Iterable[nn.Module]) -> None:
         """Turn the function mode off during each forward of these modules from now on, as ``model_code`` does.
 
-        Registers a forward pre-hook and a forward hook on each module, which stay as long as the module.
+        Registers a forward pre-hook and a forward hook on each module, which act as long as this object exists.
 
         Args:
             roots: the modules that the script calls.
         """
         for root in roots:
-            root.register_forward_pre_hook(self._begin_forward, prepend=True)
-            root.register_forward_hook(self._end_forward, always_call=True)
+            root.register_forward_pre_hook(OwnedHook(self._begin_forward), prepend=True)
+            root.register_forward_hook(OwnedHook(self._end_forward), always_call=True)
 
     def _begin_forward(self, *_: Any) -> None:
         self._in_forward.close()

@@ -127,14 +127,17 @@ class _Conversion:
     """The ``_apply`` of one module."""
 
     def __init__(self, module: nn.Module, conversions: ModelConversions) -> None:
-        self._module, self._conversions = ref(module), conversions
+        self._module, self._conversions = ref(module), ref(conversions)
 
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Convert the module by a function of a tensor."""
         module = self._module()
         if module is None:
             raise TypeError("the module of this method has been deleted")
-        return self._conversions.convert(module, function, recurse)
+        if (conversions := self._conversions()) is None:
+            # The run is gone.
+            return convert_module(module, function, recurse)
+        return conversions.convert(module, function, recurse)
 
 
 def _place(tensor: Tensor) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -28,23 +27,6 @@ def leave_hooks_out_of_copies(model: nn.Module) -> None:
     for module in model.modules():
         # Instance attributes take precedence over the class's, and PyTorch has no hook for pickles.
         vars(module)[_ATTRIBUTE] = _PlainReduce(module)
-
-
-class ModelHook:
-    """Hook of tutti on a module, which calls ``act``; copies and pickles of the module leave the hook out.
-
-    An object and no bound method, because PyTorch sets attributes on some hooks.
-
-    Args:
-        act: function that is called with the arguments that PyTorch gives the hook.
-    """
-
-    def __init__(self, act: Callable[..., None]) -> None:
-        self._act = act
-
-    def __call__(self, *args: Any) -> None:
-        """Call the wrapped function with the arguments that PyTorch gives the hook; returns None."""
-        self._act(*args)
 
 
 class _PlainReduce:

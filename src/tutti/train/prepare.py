@@ -322,7 +322,7 @@ def prepare_run(
     run = Run(
         replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, conversions, settings
     )
-    _wrap_script_objects(run, checked)
+    state_loads = _wrap_script_objects(run, checked)
     reads.begin(run)
     refuse_steps(others)
     if o.init_from is not None:
@@ -333,7 +333,7 @@ def prepare_run(
         _log_decisions(run, checked, o)
     context.before_report(partial(note_single_sample, contract=contract))
     end_graphs()
-    run.begin_script()
+    run.begin_script(state_loads)
     return run
 
 
@@ -366,12 +366,12 @@ def _with_trials(
     return replace(run_context, synchronous=checked.choice.row.synchronous, trial=trial, forward_trial=forward)
 
 
-def _wrap_script_objects(run: Run, checked: CheckedRun) -> None:
-    """Make steps of the script's optimizers, and loads of its model, act on every rank's part."""
+def _wrap_script_objects(run: Run, checked: CheckedRun) -> StateLoads:
+    """Make steps of the script's optimizers, and loads of its model, act on every rank's part; return the latter."""
     for index, each in enumerate(checked.optimizers):
         accumulate_steps(each, run, checked.choice, index)
     note_prepared(checked.model, checked.optimizers, checked.choice, run.context)
-    StateLoads(checked.model, run, checked.choice)
+    return StateLoads(checked.model, run, checked.choice)
 
 
 def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:

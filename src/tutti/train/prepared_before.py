@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from tutti.config.strategy_choice import Choice
 from tutti.errors import UsageError
+from tutti.nn.owned_hooks import remove_ended_hooks
 from tutti.torch_compat import is_wrapped_by_scheduler
 from tutti.types.run_context import RunContext
 
@@ -24,7 +25,7 @@ def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that no earlier ``tutti.prepare`` has split the model or the optimizers' state over ranks.
 
     Removes the methods that the earlier run has set on the optimizer instances (``wrap_methods``), and restores the
-    script's. No collective: every rank comes to the same result.
+    script's, and the hooks of runs that no longer exist. No collective: every rank comes to the same result.
 
     Args:
         model: the script's model.
@@ -44,6 +45,8 @@ def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             before = getattr(vars(optimizer).pop(name, None), "tutti_before", None)
             if before is not None:
                 setattr(optimizer, name, before)
+    # The methods kept the run.
+    remove_ended_hooks(model)
 
 
 def own_step(optimizer: Optimizer) -> bool:

@@ -68,6 +68,7 @@ from tutti.types.weight_average import Average
 
 if TYPE_CHECKING:
     from tutti.train.run_checkpoints import Checkpoints
+    from tutti.train.state_loads import StateLoads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +215,7 @@ class Run:
         self.shared_settings = SharedSettings(optimizers)
         self._closure = next((type(each).__name__ for each in optimizers if needs_closure(each)), None)
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
+        self._state_loads: StateLoads | None = None
         self.checks = Checks(self, settings.warn)
         tracks = settings.fault_tolerant and run_context.mesh.rank == 0
         self.lost_ranks = LostRanks(self, not choice.row.synchronous, settings.warn) if tracks else None
@@ -221,13 +223,17 @@ class Run:
         self.lifecycle = StepLifecycle(self, settings.max_nonfinite)
         self.custom = CustomLoop(self, optimizers, choice)
 
-    def begin_script(self) -> None:
+    def begin_script(self, state_loads: StateLoads) -> None:
         """Begin to check the reads and writes that the user's script makes of parameters that are split over ranks.
 
         ``tutti.prepare`` calls this as its last action. A read or write that would give each rank another result then
         raises UsageError in the script. The checks last until the run object is deleted. Does nothing for strategies
         that leave each rank whole parameters of its own.
+
+        Args:
+            state_loads: makes ``load_state_dict`` of the script's model act on all ranks as long as the run exists.
         """
+        self._state_loads = state_loads
         self._script_code.enter_context(self.replica.script_code())
 
     def _unchecked_code(self) -> AbstractContextManager[None]:

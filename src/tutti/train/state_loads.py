@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -13,9 +14,9 @@ from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.checkpoint.gather import GatheredParts
 from tutti.config.strategy_choice import Choice
 from tutti.errors import UsageError
+from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, parameters
 from tutti.parallel.tensor.tensor_slice import slice_of
-from tutti.train.plain_copies import ModelHook
 from tutti.types.shard_spec import ShardSpec
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class StateLoads:
     PyTorch copies a state dict into the tensors that the model holds on this rank. If these are slices or shards of the
     parameters, ``GradientSync.load`` replaces that copy; otherwise it distributes the state afterwards to this rank's
     other logical workers (fixed shares of the global batch), to the owner of a shared copy (central storage) and to
-    parameter servers. The call is collective except under ``single`` and ``mirrored``.
+    parameter servers. The call is collective except under ``single`` and ``mirrored``. A whole model loads as in plain
+    PyTorch once this object is gone, which the run keeps.
 
     Args:
         model: the script's model, whose names the state dict has.
@@ -51,9 +53,11 @@ class StateLoads:
         for module in self._names:
             for handle in _HANDLES.pop(module, ()):
                 handle.remove()
+            # A model in parts keeps its run, without which they are no model; a whole one outlives it.
+            hook = partial if self._in_parts else OwnedHook
             _HANDLES[module] = (
-                module.register_load_state_dict_pre_hook(ModelHook(self._before)),
-                module.register_load_state_dict_post_hook(ModelHook(self._after)),
+                module.register_load_state_dict_pre_hook(hook(self._before)),
+                module.register_load_state_dict_post_hook(hook(self._after)),
             )
 
     def _before(

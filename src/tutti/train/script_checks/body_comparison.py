@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.device import widest_float
 from tutti.errors import UsageError, script_line
+from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import parameters
 from tutti.python_compat import LiveObjects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
-from tutti.train.plain_copies import ModelHook
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -220,7 +220,7 @@ class BodyComparison:
         if not self._hooked:
             self._hooked = True
             for part in self._run.replica.parts:
-                part.register_forward_pre_hook(ModelHook(self._before_forward), prepend=True)
+                part.register_forward_pre_hook(OwnedHook(self._before_forward), prepend=True)
 
     def _before_forward(self, *_: Any) -> None:
         if self.several and self._at_forward is None and torch.is_grad_enabled():

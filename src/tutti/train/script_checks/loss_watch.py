@@ -16,12 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, counted, script_line
+from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import FunctionModesDisabled, functorch_level, leave_function_mode, tree_leaves
-from tutti.train.plain_copies import ModelHook
 from tutti.train.script_checks.batch_statistics import BatchStatistics
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.types.micro_batch import LossFn, MicroBatch
@@ -329,8 +329,8 @@ def _is_count(loss: Tensor, micro_batch: MicroBatch, number: float) -> bool:
     return count is not None and math.isclose(float(count), number, rel_tol=1e-6)
 
 
-class WatchHook(ModelHook):
-    """A ``ModelHook`` (tutti's hook on a module) that does nothing within ``vmap`` and ``grad`` of ``torch.func``.
+class WatchHook(OwnedHook):
+    """An ``OwnedHook`` (tutti's hook on a module) that does nothing within ``vmap`` and ``grad`` of ``torch.func``.
 
     Tensors within these transforms have no storage by which the hook could recognise them.
     """

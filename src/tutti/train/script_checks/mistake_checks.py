@@ -28,8 +28,8 @@ from tutti.errors import UsageError, counted
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.ac_and_compile import has_compiled_code
+from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, training_mode
-from tutti.train.plain_copies import ModelHook
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
@@ -441,8 +441,8 @@ class Checks:
         merged = run.gradient_sync.merged()
         if self._reports and any(not torch.allclose(slot.get(), merged[slot.name]) for slot in slots):
             _WATCHED[run.model] = [
-                run.model.register_forward_pre_hook(ModelHook(self._evaluates)),
-                run.model.register_state_dict_post_hook(ModelHook(self._saves)),
+                run.model.register_forward_pre_hook(OwnedHook(self._evaluates)),
+                run.model.register_state_dict_post_hook(OwnedHook(self._saves)),
             ]
 
     def _evaluates(self, model: nn.Module, *_: Any) -> None:

@@ -1,0 +1,66 @@
+"""Hooks of a run on the script's model, which outlives the run: they do not keep the run in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any, cast
+from weakref import ref
+
+from torch import nn
+
+from tutti.torch_compat import MODULE_HOOK_TABLES, accumulation_hooks
+
+
+class OwnedHook:
+    """Hook that calls a bound method by a weak reference, and does nothing once the method's object is gone.
+
+    The object may refer to a run. A script that keeps a model, or gives it to ``tutti.prepare`` again, would otherwise
+    keep each run of the model with its gradients and data. Python's garbage collector cannot follow a hook on a tensor
+    at all. An object and no function, because PyTorch sets attributes on some hooks.
+
+    Args:
+        method: bound method, which is called with the arguments that PyTorch gives the hook.
+    """
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        bound = cast(MethodType, method)
+        self._owner, self._function = ref(bound.__self__), bound.__func__
+
+    def __call__(self, *args: Any) -> None:
+        """Call the method with the arguments that PyTorch gives the hook; returns None."""
+        if (owner := self._owner()) is not None:
+            self._function(owner, *args)
+
+    def ended(self) -> bool:
+        """Return whether the method's object is gone."""
+        return self._owner() is None
+
+
+def remove_ended_hooks(model: nn.Module) -> None:
+    """Remove the hooks of runs that no longer exist from a model's modules and parameters. Not collective.
+
+    A run refers to itself, so that one that the script has dropped exists until Python collects reference cycles; the
+    function collects them first if the model has hooks of a run.
+
+    Args:
+        model: the script's model, before ``tutti.prepare`` adds hooks of a new run.
+    """
+    if not any(_hooks_of_runs(model)):
+        return
+    gc.collect()
+    for tables, key in [(tables, key) for tables, key, hook in _hooks_of_runs(model) if hook.ended()]:
+        for table in tables:
+            table.pop(key, None)
+
+
+def _hooks_of_runs(model: nn.Module) -> Iterator[tuple[Sequence[dict[int, Any]], int, Any]]:
+    """Yield the hooks that know whether they have ended, each with the tables of its module or parameter, and key."""
+    of_modules = [[vars(m)[name] for name in MODULE_HOOK_TABLES if name in vars(m)] for m in model.modules()]
+    of_parameters = [[table] for p in model.parameters() if (table := accumulation_hooks(p))]
+    for tables in (*of_modules, *of_parameters):
+        for table in tables:
+            for key, hook in table.items():
+                if hasattr(hook, "ended"):
+                    yield tables, key, hook
