@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.parallel import mixers
 from tutti.optim import LAMB, Muon, mixing
+from tutti.optim.factory import from_instance
 from tutti.optim.mixing import Mixing, mixing_of
 
 ALONE = Mixing()
@@ -159,6 +160,18 @@ def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for rate in (0.1, 0.1, 0.2):
         mixing_of(torch.optim.SGD(net.parameters(), lr=rate))
     assert len(asked) == 2
+
+
+def test_a_rebuilt_optimizer_is_tried_once_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(mixing, "_found", {})
+    monkeypatch.setattr(mixing, "_tried", lambda *given: (asked.append(given), Mixing())[1])
+    for _ in range(2):
+        net = mixers.model()
+        rebuilt = from_instance(torch.optim.RMSprop(net.parameters()))(list(net.named_parameters())[:1])
+        assert rebuilt is not None
+        mixing_of(rebuilt)
+    assert len(asked) == 1
 
 
 def test_a_class_of_the_same_name_is_tried_anew() -> None:

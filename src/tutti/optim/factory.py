@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -296,13 +297,14 @@ def _following(original: Optimizer, built: Optimizer, here: set[int]) -> Optimiz
         built.norms = original.norms
     plain = built.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         follow()
         _note_follower(original, built)
         return plain(*args, **kwargs)
 
-    # No step hook: PyTorch calls none for a wrapper whose constructor does not call that of ``Optimizer``.
-    built.step = step  # type: ignore[method-assign]
+    # No step hook: PyTorch calls none for a wrapper whose constructor does not call that of ``Optimizer``. A method, as
+    # a trial of the optimizer (``mixing_of``) takes a function among its attributes for one of its settings.
+    built.step = MethodType(step, built)  # type: ignore[method-assign]
     return built
 
 
