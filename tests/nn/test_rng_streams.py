@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tutti.nn.rng_streams import RngStreams
 
 CPU = torch.device("cpu")
@@ -157,14 +158,22 @@ def test_masks_depend_neither_on_rank_nor_on_stage(workers: int) -> None:
         assert sorted(entry for part in parts for entry in part) == sorted(want), (devices, strategy)
 
 
-def draws_of_script(form: str) -> list[float]:
-    """Train by two workers, and return what the script draws after each step and after the epoch."""
+def draws_of_script(form: str, strategy: str = "") -> list[float]:
+    """Train by two workers, or not at all without a strategy, and return what the script draws after each step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3)
+    if not strategy:
+        return [*(float(torch.rand(())) for _ in range(3)), float(nn.Linear(2, 2).weight.sum())]
     run = tutti.prepare(
-        model, optimizer, data, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), workers=2, batch_size=8
+        model,
+        optimizer,
+        data,
+        lambda m, b: functional.cross_entropy(m(b[0]), b[1]),
+        strategy=strategy,
+        workers=2,
+        batch_size=8,
     )
     found = []
     if form == "step":
@@ -181,8 +190,16 @@ def draws_of_script(form: str) -> list[float]:
     return [*found, float(nn.Linear(2, 2).weight.sum())]
 
 
-@pytest.mark.parametrize("form", ["step", "loop"])
-def test_what_the_script_draws_after_a_step_is_equal_on_any_number_of_ranks(form: str) -> None:
-    want = worlds.run(1, draws_of_script, form=form)[0]
-    assert len(want) == len(set(want)) == 4
-    assert worlds.run(2, draws_of_script, form=form) == [want, want]
+STRATEGIES = ["mirrored", "sharded", "central_storage", "local_sgd", "pipeline", "tensor", "parameter_server"]
+
+
+@pytest.mark.parametrize(
+    ("form", "strategy", "ranks"), [*table(["step", "loop"], STRATEGIES, [2]), ("step", "mirrored", 1)]
+)
+def test_what_the_script_draws_after_a_step_is_what_it_draws_without_training(
+    form: str, strategy: str, ranks: int
+) -> None:
+    want = worlds.alone(draws_of_script, form=form)
+    assert len(set(want)) == 4
+    for got in worlds.run(ranks, draws_of_script, form=form, strategy=strategy):
+        assert got == want

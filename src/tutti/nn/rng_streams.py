@@ -1,8 +1,8 @@
 """RNG streams inside a model, keyed so that draws do not depend on the rank that computes them.
 
-Each micro-batch has an RNG stream of its own, keyed by (seed, step, logical worker, micro-batch), and so has the script
-after each step. A module that draws (dropout and its like) uses a stream keyed by the micro-batch *and its name*, so
-that a pipeline stage or a tensor rank, which hold only a part of the model, draw the same numbers as one device.
+Each micro-batch has an RNG stream of its own, keyed by (seed, step, logical worker, micro-batch). A module that draws
+(dropout and its like) uses a stream keyed by the micro-batch *and its name*, so that a pipeline stage or a tensor rank,
+which hold only a part of the model, draw the same numbers as one device. After a step the script's own stream goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tutti.nn.ac_policy import is_sequence
 from tutti.torch_compat import DropoutBase, draws_samples, in_backward
 
 _MASK = (1 << 63) - 1
-_AFTER_STEP = name_key("after a step")
 
 
 class RngSnapshot(NamedTuple):
@@ -162,19 +161,6 @@ class RngStreams:
 
     def _ended(self) -> bool:
         return self._owner is not None and self._owner() is None
-
-
-def seed_after_step(device: torch.device, seed: int, step: int) -> None:
-    """Seed a device's default generator for what the script draws after a step, such as weights of its next model.
-
-    Each rank's last micro-batch has left another state there, which would depend on the number of ranks.
-
-    Args:
-        device: the device that computes the run's model.
-        seed: seed of the run.
-        step: number of steps that the run has made.
-    """
-    default_generator(device).manual_seed(mix(seed, step, _AFTER_STEP) & _MASK)
 
 
 def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:

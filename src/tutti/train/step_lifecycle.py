@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from tutti.comm.random_keys import mix
 from tutti.data.batches import CollatedBatch
 from tutti.data.reader import RankBatch
+from tutti.device import default_generator
 from tutti.errors import NonFiniteError, UsageError, counted, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.nn.rng_streams import seed_after_step
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates, set_learning_rates
 from tutti.train.script_checks.carried_state import CarriedValues
 from tutti.train.script_checks.kept_values import KeptValues
@@ -81,6 +81,9 @@ class StepLifecycle:
         # A step that an exception has left with parts that would count in the next one; and that exception.
         self._left: tuple[int, str] | None = None
         self._nonfinite, self._max_nonfinite = 0, max_nonfinite
+        # The script's own stream of random numbers, which goes on after the step.
+        self._generator = default_generator(run.context.comms.world.device)
+        self._script_draws = self._generator.get_state()
 
     def enter(self, phase: int) -> None:
         """Report the step's phase to the watchdog; the first step may compile and is reported as start-up.
@@ -116,6 +119,7 @@ class StepLifecycle:
         """
         run = self._run
         self.check_left()
+        self._script_draws = self._generator.get_state()
         self.windows.begin_step(None if self.drawn is None else self.drawn.after)
         self.context = self._make_context()
         if run.trainability.follow(late=False):
@@ -380,8 +384,9 @@ class StepLifecycle:
     def count_batch(self, stats: StepStats | None, global_step: int | None) -> None:
         """Count a global batch as consumed: the run's steps, samples and position in the data. Not collective.
 
-        The device's default generator is seeded by the step, so that what the script draws next is equal on all ranks.
-        In a run that continues without killed ranks, rank 0 then looks for such ranks (``LostRanks.look``).
+        The device's default generator gets back its state of before the batch: what the script draws next, such as
+        weights of its next model, depends on no micro-batch. In a run that continues without killed ranks, rank 0 then
+        looks for such ranks (``LostRanks.look``).
 
         Args:
             stats: reduced results of the step; None for a global batch without an update.
@@ -400,7 +405,7 @@ class StepLifecycle:
             run.at = drawn.after
         elif stats is not None:
             run.samples += round(stats.count)
-        seed_after_step(run.context.comms.world.device, run.feed.seed, run.local_step)
+        self._generator.set_state(self._script_draws)
         if run.lost_ranks is not None:
             run.lost_ranks.look()
 
