@@ -176,6 +176,24 @@ class Bucket:
                     view.copy_(parameter.grad)
         return used
 
+    def add(self, parameter: nn.Parameter) -> int:
+        """Add the ``.grad`` of a parameter to the flat vector of this bucket of gradients, after ``pack``.
+
+        Args:
+            parameter: a parameter of the bucket, into whose gradient backward has accumulated once more.
+
+        Returns:
+            The index of the parameter in ``parameters``.
+
+        Raises:
+            UsageError: the gradient is sparse.
+        """
+        index = next(i for i, own in enumerate(self.parameters) if own is parameter)
+        if parameter.grad is not None:
+            _check_dense([parameter.grad])
+            self._views[index].add_(parameter.grad.to(self.flat.device))
+        return index
+
     def expose(self, used: Sequence[bool]) -> None:
         """Set the ``.grad`` of the bucket's parameters to views of its flat vector, which holds the summed gradients.
 
@@ -210,7 +228,15 @@ class Tail:
         self._key = layout_key
         self._own: Tensor | None = None
 
-    def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
+    def fill(
+        self,
+        tail: Tensor,
+        step_context: StepContext,
+        loss_sums: Tensor | None,
+        used: Sequence[bool],
+        *,
+        late: bool = False,
+    ) -> None:
         """Write this rank's numbers that are summed behind the gradients: loss sums, flags and digests of the step.
 
         In order: four digests (small hashes by which ranks find that they are in different steps), loss, count, six
@@ -224,9 +250,12 @@ class Tail:
                 ``stop`` is the stop flag.
             loss_sums: ``[loss, count, *metrics]``; None for no samples.
             used: for each parameter whether it had a gradient.
+            late: whether a gradient has come after this rank had sent it. The digests are then wrong on purpose, so
+                that every rank finds that the sums do not agree.
         """
-        # During backward: a copy that waits for the device would hold back its next kernels.
-        own = numbers_for(tail.device, digests(step_context, self._key), tail.dtype)
+        # A copy that waits for the device would hold back its next kernels.
+        mine = [number + late for number in digests(step_context, self._key)]
+        own = numbers_for(tail.device, mine, tail.dtype)
         tail[:DIGESTS].copy_(own, non_blocking=True)
         self._own = own
         totals = tail[DIGESTS : DIGESTS + _TOTALS]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.tree_sum import TreeSum
+from tutti.errors import UsageError, script_line
 from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets
 from tutti.parallel.ddp.gradient_arithmetic import own_part, read_with_squares, scale_all, squares_by, squares_of
 from tutti.parallel.ddp.step_agreement import DIGESTS, contributions_agree, layout_key, refuse_mismatch
@@ -19,6 +20,9 @@ from tutti.parallel.ddp.update_first import PendingSums
 from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext
+
+_HELD = 1 << 40
+"""Count of gradients for which a bucket waits that is sent by ``finish`` alone."""
 
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -154,8 +158,12 @@ class OverlappedReducer:
     """Sums gradients over the data ranks by one all-reduce for each bucket, overlapped with backward, as DDP does.
 
     The all-reduce of a bucket (a flat vector of several parameters' gradients) starts as soon as backward has filled
-    the bucket, in the same order on every rank. With a single data rank nothing is sent, and every ``.grad`` stays the
-    tensor of autograd.
+    the bucket, in the same order on every rank; that of the last bucket in ``finish``. With a single data rank nothing
+    is sent, and every ``.grad`` stays the tensor of autograd.
+
+    A backward that calls backward itself (a reversible block, a re-entrant checkpoint) accumulates into one ``.grad``
+    several times. Where a gradient arrives after its bucket was sent, ``finish`` sums all buckets again, and sends that
+    bucket no earlier in later steps.
 
     Args:
         parameters: (name, parameter) pairs; those with ``requires_grad`` are reduced.
@@ -197,6 +205,7 @@ class OverlappedReducer:
         self._sizes = [len(bucket.parameters) for bucket in self._buckets]
         self._armed = False
         self._missing: list[int] = []
+        self._late = False
         self._under_way: list[StartedSum] = []
         self._used: list[bool] = []
         self._loss_sums: Tensor | None = None
@@ -237,12 +246,11 @@ class OverlappedReducer:
         Args:
             step_context: the step under way: small hashes of its number, batch size and settings are summed with the
                 gradients, so that ranks in different steps are found.
-            loss_sums: this rank's ``[loss, count, *metrics]``, sent with the last bucket; None holds that bucket back
-                until ``finish``.
+            loss_sums: unused; ``finish`` sends the loss sums with the last bucket.
         """
         self._armed = self._comm.size > 1
         self._missing = list(self._sizes)
-        self._loss_sums, self._step_context = loss_sums, step_context
+        self._step_context = step_context
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Count ``parameter.grad`` as complete, and start the all-reduce of gradient buckets that are now complete.
@@ -259,12 +267,14 @@ class OverlappedReducer:
         """
         if not self._armed:
             return
-        missing = self._missing
-        missing[self._of[parameter]] -= 1  # type: ignore[index]
+        missing, index = self._missing, self._of[parameter]  # type: ignore[index]
         launched = len(self._under_way)
-        # The last bucket carries the loss sums, which only the last stage knows before backward.
-        last = len(missing) - (self._loss_sums is None)
-        while launched < last and missing[launched] == 0:
+        if index < launched:
+            self._late, self._sizes[index] = True, _HELD
+            return
+        missing[index] -= 1
+        # The last bucket carries the loss sums, and whether a gradient came late.
+        while launched < len(missing) - 1 and missing[launched] == 0:
             self._launch()
             launched += 1
 
@@ -274,7 +284,7 @@ class OverlappedReducer:
         bucket, wire = self._buckets[index], self._wires[index]
         self._used += bucket.pack()
         if bucket.tail.numel():
-            self._tail.fill(bucket.tail, self._step_context, self._loss_sums, self._used)
+            self._tail.fill(bucket.tail, self._step_context, self._loss_sums, self._used, late=self._late)
         if wire is not None:
             wire.copy_(bucket.flat)
         text = f"all_reduce of gradient bucket {index} in step {self._step_context.local_step + 1}"
@@ -334,7 +344,7 @@ class OverlappedReducer:
             (the count of the global batch is not its samples), or to raise an error. None where the host must read the
             sums to know which parameters have a gradient: then call ``finish``.
         """
-        if self._lends or any(p.grad is None for p in self._order):
+        if self._lends or self._late or any(p.grad is None for p in self._order):
             return None
         numbers = self._sum(step_context, loss_sums)
         assert numbers is not None
@@ -353,6 +363,10 @@ class OverlappedReducer:
         if self._comm.size == 1:
             return loss_sums
         self._step_context, self._loss_sums = step_context, loss_sums
+        return self._complete()
+
+    def _complete(self) -> Tensor:
+        """Start the all-reduces that are not under way, and wait for all. Returns the numbers behind the gradients."""
         while len(self._under_way) < len(self._buckets):
             self._launch()
         for pending, bucket, wire in zip(self._under_way, self._buckets, self._wires, strict=True):
@@ -363,12 +377,29 @@ class OverlappedReducer:
         tail: Tensor = self._buckets[-1].tail
         return tail
 
+    def _sum_again(self, read: list[float], step_context: StepContext, shown: bool) -> list[float]:
+        """Sum all gradients again where one came after its bucket was sent; raise MismatchError where ranks differ.
+
+        Collective over the data ranks: an all-gather, and the all-reduces. Returns the numbers that were read. Raises
+        UsageError where a rank's ``.grad`` are the sums already (``shown``), so that its own gradients are gone.
+        """
+        mine = torch.tensor([self._late, shown])
+        flags = [each.tolist() for each in self._comm.all_gather(mine, "gradients that came late")]
+        if any(late for late, _ in flags):
+            if any(gone for _, gone in flags):
+                raise _late_gradients(step_context)
+            self._late, self._early = False, None
+            read = self._complete().tolist()
+        if not self._tail.same(read, step_context, self._comm.size):
+            refuse_mismatch(self._comm, step_context)
+        return read
+
     def _parsed(self, read: list[float], step_context: StepContext, shown: bool = False) -> ReducedSums:
         """Return the sums from the numbers that were read. ``shown``: whether every ``.grad`` is set already."""
         if self._comm.size == 1:
             return ReducedSums(read[0], read[1], read[2:], step_context.stop, [p.grad is not None for p in self._order])
-        if not self._tail.same(read, step_context, self._comm.size):
-            refuse_mismatch(self._comm, step_context)
+        if self._late or not self._tail.same(read, step_context, self._comm.size):
+            read = self._sum_again(read, step_context, shown)
         sums = self._tail.read(read)
         if not shown:
             expose(self._buckets, sums.used)
@@ -581,6 +612,16 @@ class TreeReducer:
             factor: the number that each element is multiplied by.
         """
         scale_all([bucket.gradients for bucket in self._buckets], factor)
+
+
+def _late_gradients(step_context: StepContext) -> UsageError:
+    return UsageError(
+        "on some ranks backward adds to a gradient again after the gradient was sent",
+        where=f"step {step_context.local_step + 1}, {script_line()}",
+        why="a backward that calls backward (a reversible block, a re-entrant checkpoint) may complete a gradient"
+        " late, and the ranks that ran no such backward have put the sums in place of their gradients",
+        remedy="take reproducible=True, which sends gradients after backward",
+    )
 
 
 def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:

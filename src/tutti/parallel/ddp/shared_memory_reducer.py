@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tutti.comm.partition import even_share
 from tutti.comm.random_keys import name_key
@@ -120,6 +120,9 @@ class SharedReducer:
         post-accumulate-grad hook. Does not wait for other ranks. Where each parameter has an owner rank, ``.grad`` of
         the bucket's parameters then becomes None. Before ``prepare_for_backward`` nothing happens.
 
+        A backward that calls backward itself (a reversible block) accumulates into one ``.grad`` several times. A
+        gradient that arrives after its bucket was copied is added to the copy, or ``finish`` copies the bucket again.
+
         Args:
             parameter: the parameter whose gradient backward has just completed.
 
@@ -129,8 +132,10 @@ class SharedReducer:
         if self._armed:
             index = self._of[parameter]  # type: ignore[index]
             self._missing[index] -= 1
-            if not self._missing[index]:
+            if self._missing[index] == 0:
                 self._packed[index] = self._pack(self._buckets[index])
+            elif self._missing[index] < 0:
+                self._take_late(index, parameter)  # type: ignore[arg-type]
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Do nothing: ``finish`` sums what autograd has accumulated in ``.grad`` over all logical workers of this rank.
@@ -199,6 +204,15 @@ class SharedReducer:
             for parameter in bucket.parameters:
                 parameter.grad = None
         return used
+
+    def _take_late(self, index: int, parameter: nn.Parameter) -> None:
+        """Take a gradient that has changed after its bucket was copied to shared memory."""
+        flags = self._packed[index]
+        if not self._owned:
+            self._packed[index] = None
+        elif flags is not None and parameter.grad is not None:
+            flags[self._buckets[index].add(parameter)] = True
+            parameter.grad = None
 
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         now = step_context
