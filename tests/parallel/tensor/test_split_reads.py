@@ -453,3 +453,42 @@ def test_a_split_table_is_no_input_of_a_split_layer(scale: float | None) -> None
     wanted = worlds.alone(table_as_input, strategy="single", scale=scale)
     for found in worlds.run(2, table_as_input, strategy="tensor:least=1,whole=table", scale=scale):
         assert largest_difference(found, wanted) <= TOLERANCE
+
+
+class ScaledByRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(8, 8), nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found = self.table(rows) * self.table.weight.shape[0] ** 0.5
+        return self.second(torch.tanh(self.first(found)))  # type: ignore[no-any-return]
+
+
+def scaled_by_rows(strategy: str, loop: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = ScaledByRows().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.arange(24) % 8)
+    loss = None if loop else lambda called, batch: called(batch[0]).square().mean()
+    run = tutti.prepare(model, optimizer, data, loss, strategy=strategy, batch_size=8)
+    losses = []
+    for batch in run.microbatches(0) if loop else run.epoch(0):
+        if loop:
+            optimizer.zero_grad()
+            run.backward(model(batch[0]).square().mean())
+            optimizer.step()
+        else:
+            run.step(batch)
+        losses.append(run.stats.loss)
+    with torch.no_grad():
+        outputs = model(torch.arange(8))
+    found = {"outputs": outputs, "losses": torch.tensor(losses, dtype=torch.float64), **run.state()}
+    return {name: tensor.numpy().copy() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_each_forward_gets_the_size_of_the_whole_parameter(loop: bool) -> None:
+    wanted = worlds.alone(scaled_by_rows, strategy="single", loop=loop)
+    for found in worlds.run(2, scaled_by_rows, strategy="tensor:least=1", loop=loop):
+        assert largest_difference(found, wanted) <= TOLERANCE

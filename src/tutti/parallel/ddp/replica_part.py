@@ -52,6 +52,8 @@ class ReplicaPart:
             has made the tensor, or None.
         also_seen: ``also_seen(objects)`` makes further tensors known to ``slice_name``; ``objects`` maps each to the
             parameter for which it stands.
+        asks_sizes: called without arguments; returns whether a forward has asked for the size of a parameter of which
+            this rank has a slice.
         adapt_hooks: called without arguments; makes hooks on the gradients of parameters of which this rank has a part
             receive whole gradients, and returns the names of the parameters whose hooks received partial gradients
             before the call.
@@ -118,6 +120,7 @@ class ReplicaPart:
         self.replaced_name: Callable[[], str | None] = lambda: None
         self.slice_name: Callable[[Tensor], str | None] = lambda tensor: None
         self.also_seen: Callable[[Mapping[nn.Parameter, nn.Parameter]], None] = lambda objects: None
+        self.asks_sizes: Callable[[], bool] = lambda: False
         self.adapt_hooks: Callable[[], Sequence[str]] = lambda: ()
         self.passes: Sequence[Any] = ()
         self.split_backwards: Sequence[Any] = ()

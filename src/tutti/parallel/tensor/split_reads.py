@@ -85,6 +85,7 @@ class SplitReads(EditWatch):
     Attributes:
         edits: records of the script's edits of the parameters that ``edits.cover`` is given, for ranks to compare.
         gathers: whether reads get gathered tensors; False where further ranks have other rows, or other stages.
+        sizes_in_forward: whether a forward of the model has asked for the size of a split parameter.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class SplitReads(EditWatch):
     ) -> None:
         super().__init__()
         self._comm, self._holders, self.gathers = comm, holders, True
+        self.sizes_in_forward = False
         regions = {name: SliceRegions.of(specs[name], p.shape) for name, p in split.items()}
         self._regions = {name: each for name, each in regions.items() if each is not None}
         self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
@@ -143,6 +145,7 @@ class SplitReads(EditWatch):
     def _checked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a call that gives what it gives with whole parameters; see ``see``."""
         if func in SIZES and (whole := self._whole_for_script(args, kwargs)) is not None:
+            self.sizes_in_forward = self.sizes_in_forward or self._in_forward()
             return size_of_whole(func, whole, args, kwargs)
         if func == _GRADIENT:
             gradient = func(*args)

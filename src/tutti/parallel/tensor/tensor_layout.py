@@ -74,7 +74,8 @@ class TensorRunner(WholeRunner):
 
     Within ``run`` the loss function receives a split output as a ``SplitTensor``; every other caller of the model
     receives the whole output, which the tensor-parallel ranks all-gather. The first forward in training mode and the
-    first in evaluation check what the model's code reads of split parameters, unless the model is compiled.
+    first in evaluation check what the model's code reads of split parameters, unless the model is compiled. If it asks
+    for their sizes, all later forwards are checked as well, so that it always gets those of the whole parameters.
 
     Args:
         module: the model, with layers converted to tensor-parallel ones.
@@ -131,7 +132,7 @@ class TensorRunner(WholeRunner):
     def _begin_forward(self, module: nn.Module, *_: Any) -> None:
         # The first forward is checked as the script's other code is: custom loops have no trial when the plan is made.
         self._forward.close()
-        if self._checked[module.training]:
+        if self._checked[module.training] and not self.asks_sizes():
             self._forward.enter_context(self.model_code())
         self._checked[module.training] = True
 

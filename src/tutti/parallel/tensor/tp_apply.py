@@ -182,6 +182,7 @@ class TensorParallelizer:
             replica.edits = mode.edits
         replica.around_fsdp_hooks, replica.slice_name = seen_as_shares, mode.name_of
         replica.also_seen = mode.also_seen
+        replica.asks_sizes = lambda: mode.sizes_in_forward
         whole = dict(parameters([self._plain]))
         replica.adapt_hooks = SliceHooks(whole, mode, reads.script_code, sequence=self._config.sequence)
         replica.script_code, replica.model_code = reads.script_code, reads.model_code
