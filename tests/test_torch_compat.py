@@ -128,6 +128,7 @@ from tutti.torch_compat import (
     reduce_scatter_single,
     reduce_unused_parameters,
     reduces_first_dimension,
+    reduces_losses,
     replace_call,
     saved_tensor_hooks,
     set_elastic_restarts,
@@ -419,6 +420,8 @@ def losses_say_what_they_are_means_over() -> None:
     assert factor_of_node((scores * scores).grad_fn) is factor_of_node((scores.detach() / scores).grad_fn) is None
     assert factor_of_node(total.grad_fn) is count_of_nansum(total.grad_fn) is None
     assert count_of_nansum(torch.tensor([1.0, math.nan], requires_grad=True).nansum().grad_fn) == 1
+    assert reduces_losses(total.grad_fn) and reduces_losses(mean.grad_fn)
+    assert not reduces_losses(nn.functional.cross_entropy(scores, targets, reduction="none").grad_fn)
     assert sums_losses(total.grad_fn) and not sums_losses(mean.grad_fn) and not sums_losses(fifth.grad_fn)
     assert [reduces_first_dimension(scores.mean(dim).grad_fn) for dim in (0, -2, (0, 1), 1, -1)] == [True] * 3 + [
         False
@@ -919,6 +922,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     losses_say_what_they_are_means_over: """
         CrossEntropyNode cross_entropy_of divisor_of_cross_entropy divisor_of_node is_scalar_node label_smoothing_of
         shape_of_node factor_of_node count_of_nansum sums_losses reduces_first_dimension
+        reduces_losses
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode

@@ -153,6 +153,7 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_unused_parameters",
     "reduces_first_dimension",
+    "reduces_losses",
     "replace_call",
     "saved_tensor_hooks",
     "set_elastic_restarts",

@@ -162,10 +162,10 @@ def test_every_strategy_has_a_bound() -> None:
 @pytest.mark.parametrize("strategy", BOUNDS)
 def test_waits_of_the_host_are_bounded_in_each_step(strategy: str) -> None:
     for found in worlds.run_on(DEVICE, 2, steps, strategy=strategy):
-        # They are steps 7 to 12. The first step of an epoch, and steps at powers of two (the 8th of servers and central
-        # storage, the 9th of others), also read digests of the copies of parameters.
-        assert max(found[3:]) <= BOUNDS[strategy], found
-        assert max(found[:3]) <= BOUNDS[strategy] + 2, found
+        # They are steps 7 to 12. The first steps and the last one of an epoch (``WatchWindows``), and steps at powers
+        # of two (the 8th of servers and central storage, the 9th of others), also read digests.
+        assert max(found[3:5]) <= BOUNDS[strategy], found
+        assert max(found[:3] + found[5:]) <= BOUNDS[strategy] + 2, found
 
 
 def waits_of_edits(edit: bool) -> list[int]:
@@ -194,7 +194,8 @@ def test_the_comparison_of_edited_gradients_waits_twice_for_all_of_them() -> Non
 
 def test_one_device_alone_waits_once_in_each_step() -> None:
     [found] = worlds.run_on(DEVICE, 1, steps, strategy="mirrored")
-    assert max(found) == 1, found
+    # The first steps and the last one of an epoch are checked again (``WatchWindows``).
+    assert found[2:5] == [1, 1, 1] and max(found) <= 3, found
 
 
 def test_a_wait_more_is_counted() -> None:

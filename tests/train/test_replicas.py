@@ -197,7 +197,7 @@ def loss(model, batch):
 """
 
 
-@pytest.mark.parametrize(("every", "step", "kept"), [("10st", 18, ["step-00000010"]), ("none", 18, [])])
+@pytest.mark.parametrize(("every", "step", "kept"), [("10st", 19, ["step-00000010"]), ("none", 19, [])])
 def test_the_command_line_ends_with_5(every: str, step: int, kept: list[str], tmp_path: Path) -> None:
     write_task(tmp_path, PLANT.format(step=step))
     options = ("--devices", "3", "--batch-size", "12", "--steps", "20", "--eval-every", "none", "--timeout", "60")

@@ -46,9 +46,10 @@ def trained(strategy: str, loop: bool, change: str) -> Any:
                     with torch.no_grad():
                         net[0].weight.clamp_(-0.3, 0.3)
                 if change == "noise" and run.updates == 2:
+                    torch.manual_seed(tutti.rank())
                     net[1].weight.data.normal_()
-            if change == "seeded":
-                torch.manual_seed(7)
+            # Where every rank's draws are alike, so are the parameters.
+            torch.manual_seed(7 if change == "seeded" else tutti.rank())
             if change in ("drawn", "seeded"):
                 net[1].reset_parameters()
             if change == "data":

@@ -77,8 +77,9 @@ def test_what_mixes_heads_is_not_split() -> None:
     assert find_block_split(leaking, 2, None, call()) is None
 
 
-def test_a_bias_for_each_head_is_not_split() -> None:
-    assert find_block_split(Grouped(), 2, None, call(torch.randn(1, 6, 5, 5))) is None
+def test_a_bias_for_each_head_is_sliced_where_it_meets_the_heads() -> None:
+    found = find_block_split(Grouped(), 2, None, call(torch.randn(1, 6, 5, 5)))
+    assert found is not None and (found.units, found.local.takes) == (3, 1)
 
 
 def test_calls_of_a_model_are_recorded_and_its_blocks_are_split() -> None:

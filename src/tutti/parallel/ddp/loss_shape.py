@@ -303,15 +303,18 @@ def is_zero(node: Any) -> bool:
         node: an autograd node, not None.
     """
     factor = factor_of_node(node) if _function(node) == "Mul" else None
-    return factor is not None and factor.is_cpu and factor.numel() == 1 and not float(factor)
+    return factor is not None and factor.is_cpu and factor.numel() == 1 and not factor.any()
 
 
 def _divisor_in(node: Any) -> float | None:
     """Return the number by which a node divides, or by the inverse of which it multiplies; None for any other node."""
     factor = factor_of_node(node)
-    if factor is None or factor.numel() > 1 or not float(factor):
+    if factor is None or factor.numel() > 1 or factor.is_complex():
         return None
-    return float(factor) if _function(node) == "Div" else 1 / float(factor)
+    number = float(factor)
+    if not number or not math.isfinite(number):
+        return None
+    return number if _function(node) == "Div" else 1 / number
 
 
 def host_divisor(node: Any) -> float | None:

@@ -142,10 +142,9 @@ class WrittenParameters:
 
         Returns:
             The wrapped function in the first three steps, and at the turn of an epoch (``WatchWindows``). ``loss``
-            itself in all other ones, and also in
-            each of these cases: no parameter of this rank is used by several micro-batches of the step; parameters are
-            sharded; the model is cut into pipeline stages (``unmoved`` checks these); or other ranks write into the
-            same memory, so that a change during a forward may be theirs.
+            itself in all other ones, and also in each of these cases: no parameter of this rank is used by several
+            micro-batches of the step; parameters are sharded; the model is cut into pipeline stages (``unmoved`` checks
+            these); or other ranks write into the same memory, so that a change during a forward may be theirs.
         """
         run = self._run
         self._steps += 1
