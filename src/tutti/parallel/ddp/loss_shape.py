@@ -312,7 +312,7 @@ def _divisor_in(node: Any) -> float | None:
     if factor is None or factor.numel() > 1 or factor.is_complex():
         return None
     number = float(factor)
-    if not number or not math.isfinite(number):
+    if not 0 < abs(number) < math.inf:
         return None
     return number if _function(node) == "Div" else 1 / number
 
