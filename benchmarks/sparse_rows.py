@@ -8,8 +8,7 @@ A table of 10⁶ × 64 with sparse gradients, 256 MB in float32, and a linear la
 drawn evenly or by Zipf's law. Both exchange indices and values by all-gather. Processes, rounds and ratios are those of
 ``step_tax.py``. Exit codes: 0, 2 usage, 9 where tutti's 95 % interval lies wholly above ``--limit``, or weights differ.
 
-There is no result yet: on 2026-11-27 the memory of the two processes grew with each round to 24 GB, and they were
-killed. DDP's contestants alone did not grow, and neither did ``run.step`` or a custom loop in a script of its own.
+There is no result yet.
 """
 
 from __future__ import annotations

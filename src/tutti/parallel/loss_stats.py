@@ -36,7 +36,7 @@ class LossCounter:
         """
         if part is not None:
             self.note(part)
-            self._totals = self.together(part)
+            self._totals = part if self._totals is None else self._totals + part
 
     def note(self, part: LossSums) -> None:
         """Record the names of the loss function's metrics from one logical worker's loss sums; nothing is added up.
@@ -53,22 +53,6 @@ class LossCounter:
         if len(part.names) > METRICS:
             raise UsageError(f"the loss function reports {len(part.names)} metrics", remedy=f"return at most {METRICS}")
         self._names = part.names
-
-    def together(self, part: LossSums | None) -> LossSums | None:
-        """Return this rank's loss sums of the step plus those of the current worker, without adding them up in place.
-
-        A logical worker is one of N fixed shares of the global batch. To be called before the current worker's last
-        backward, when the sums are sent along with the gradients, and before ``add`` is called for this worker.
-
-        Args:
-            part: sums of loss, count and metrics of the current logical worker, not added yet; None if they are not
-                known.
-
-        Returns:
-            The sum, a ``LossSums``: its tensor ``sums`` is ``[loss_sum, count, *metric_sums]``. ``part`` itself before
-            the first ``add`` of the step; None where ``part`` is None.
-        """
-        return part if self._totals is None or part is None else self._totals + part
 
     def take(self) -> Tensor | None:
         """Return this rank's loss sums of the step, added up over its logical workers, and reset them. Not collective.

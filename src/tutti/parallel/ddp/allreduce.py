@@ -189,8 +189,7 @@ class AllReduceSync(UnshardedGradients):
         if self._worker == self._last_worker:
             self._may_have_sent = True
             self._buffers.pass_on()
-            together = self._counting.together(part)
-            self._reducer.prepare_for_backward(self._step_context, None if together is None else together.sums)
+            self._reducer.prepare_for_backward(self._step_context)
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Put a logical worker's buffers (batch-norm statistics) into the model, before the worker's first micro-batch.

@@ -43,7 +43,7 @@ class Reducer(Protocol):
         nothing is sent during backward.
         """
 
-    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext) -> None:
         """Let the reducer send gradients during the coming backward, this rank's last of the step.
 
         A reducer sums gradients over the data ranks; from now on it may send each gradient as soon as the gradient is
@@ -52,8 +52,6 @@ class Reducer(Protocol):
         Args:
             step_context: the step under way: small hashes of its number, batch size and settings are summed with the
                 gradients, so that ranks in different steps are found.
-            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if these sums are not known yet, as on
-                all pipeline stages but the last.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -237,7 +235,7 @@ class OverlappedReducer:
             self._buckets.append(Bucket([], torch.float64, device, self._tail.size))
             self._wires.append(None)
 
-    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext) -> None:
         """Let the all-reduce of each gradient bucket start during the coming backward, this rank's last of the step.
 
         A bucket (flat vector of several parameters' gradients) is sent once backward has completed all gradients in it.
@@ -246,7 +244,6 @@ class OverlappedReducer:
         Args:
             step_context: the step under way: small hashes of its number, batch size and settings are summed with the
                 gradients, so that ranks in different steps are found.
-            loss_sums: unused; ``finish`` sends the loss sums with the last bucket.
         """
         self._armed = self._comm.size > 1
         self._missing = list(self._sizes)
@@ -496,14 +493,14 @@ class TreeReducer:
         self._begins = run_context.begins_worker
         self._added = False
 
-    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext) -> None:
         """Do nothing: this reducer, a fixed summation tree over the logical workers, sends no gradient during backward.
 
         ``collect`` and ``finish`` sum the gradients after a logical worker's backwards. A logical worker is one of N
         fixed shares of the global batch.
 
         Args:
-            step_context, loss_sums: unused.
+            step_context: unused.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:

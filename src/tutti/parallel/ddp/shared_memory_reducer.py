@@ -101,13 +101,13 @@ class SharedReducer:
         self._armed = False
         self._square = 0.0
 
-    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext) -> None:
         """Let the coming backward, this rank's last of the step, copy complete gradients to shared memory.
 
         The data ranks of one node share this memory; ``finish`` sums the gradients in it. Sends nothing.
 
         Args:
-            step_context, loss_sums: unused.
+            step_context: unused.
         """
         self._armed = True
         self._missing = list(self._sizes)

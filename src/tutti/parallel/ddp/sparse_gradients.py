@@ -158,14 +158,13 @@ class SparseReducer:
         """
         return self._reducer.listens
 
-    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext) -> None:
         """Tell the reducer of the other parameters that this rank's last backward of the step follows.
 
         Args:
             step_context: the step under way, which the ranks compare.
-            loss_sums: this rank's ``[loss, count, *metrics]`` in the step; None if these sums are not known yet.
         """
-        self._reducer.prepare_for_backward(step_context, loss_sums)
+        self._reducer.prepare_for_backward(step_context)
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Report a complete gradient to the reducer of the other parameters; a sparse one waits for ``finish``.

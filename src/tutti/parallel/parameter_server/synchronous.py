@@ -85,13 +85,13 @@ class ServerReducer:
         self.number = 0
         self._under_way = False
 
-    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext) -> None:
         """Do nothing: gradients are pushed to the parameter servers after backward, by ``collect`` or ``finish``.
 
         Called before this rank's last backward of a step.
 
         Args:
-            step_context, loss_sums: unused.
+            step_context: unused.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tutti.parallel.ddp.loss_shape import Scaled
+from tutti.train.script_checks.storage_records import MemoryRecords, memory_of
 
 _REDUCTIONS = frozenset(("sum", "mean", "nansum", "nanmean", "count_nonzero"))
 """Names of functions that add up elements."""
@@ -34,7 +34,7 @@ class BatchStatistics:
     def __init__(self, samples: int = 0) -> None:
         self._samples = samples
         # The value that each has where all elements are one, and the memory of what it was computed from.
-        self._found: dict[StorageWeakRef | None, tuple[float, StorageWeakRef | None]] = {}
+        self._found = MemoryRecords[tuple[float, StorageWeakRef | None]]()
         self._numbers: dict[float, float] = {}
         self._normalised = set[StorageWeakRef | None]()
 
@@ -49,28 +49,35 @@ class BatchStatistics:
             result: what it has returned.
         """
         given = args[0] if args and isinstance(args[0], Tensor) else None
-        if given is None or not self._samples or _memory(given) is None:
+        source = None if given is None or not self._samples else memory_of(given)
+        if given is None or source is None:
             return
         if name in _READS:
-            if (found := self._found.get(_memory(given))) is not None:
+            if (found := self._found.get(source)) is not None:
                 self._numbers[float(result)] = found[0]
-        elif not isinstance(result, Tensor) or result.requires_grad or _memory(result) is None:
             return
-        elif name in _REDUCTIONS:
+        made = memory_of(result) if isinstance(result, Tensor) and not result.requires_grad else None
+        if made is None:
+            return
+        if name in _REDUCTIONS:
             if result.dim() == 0 and given.dim() and not len(given) % self._samples:
-                ones = 1.0 if "mean" in name else float(given.numel())
-                self._found[_memory(result)] = ones, _memory(given)
+                self._found[made] = (1.0 if "mean" in name else float(given.numel())), source
         elif result.dim() == 0:
-            known = (self._found.get(_memory(each)) for each in args if isinstance(each, Tensor))
+            known = (self._statistic(each) for each in args if isinstance(each, Tensor))
             if (found := next(filter(None, known), None)) is not None:
-                self._found.setdefault(_memory(result), (found[0], None))
-        elif name in _DIVISIONS and (source := self._source_of(args[1:])) is not None and source == _memory(given):
-            self._normalised.add(_memory(result))
+                self._found.setdefault(made, (found[0], None))
+        elif name in _DIVISIONS and self._is_of(source, args[1:2]):
+            self._normalised.add(made)
+        self._found.drop_freed()
 
-    def _source_of(self, others: Sequence[Any]) -> StorageWeakRef | None:
-        """Return the memory of what the first of some arguments was computed from, if it is a statistic."""
-        first = others[0] if others and isinstance(others[0], Tensor) else None
-        return None if first is None else self._found.get(_memory(first), (0.0, None))[1]
+    def _is_of(self, source: StorageWeakRef, divisors: Sequence[Any]) -> bool:
+        """Return whether a divisor is a statistic that was computed from the tensor with this memory."""
+        return any(found is not None and found[1] == source for found in map(self._statistic, divisors))
+
+    def _statistic(self, value: Any) -> tuple[float, StorageWeakRef | None] | None:
+        """Return the record of a value that is a statistic in a tensor; None for any other value."""
+        memory = memory_of(value) if isinstance(value, Tensor) else None
+        return None if memory is None else self._found.get(memory)
 
     def divisor_of(self, scaled: Scaled) -> float | None:
         """Return the statistic by which a mean or a sum over samples is divided within a loss; None for no statistic.
@@ -79,7 +86,7 @@ class BatchStatistics:
             scaled: the mean or sum, with its divisors.
         """
         for tensor in scaled.tensors:
-            found = self._found.get(_memory(tensor))
+            found = self._statistic(tensor)
             if found is not None and not math.isclose(float(tensor), found[0], rel_tol=1e-5):
                 return float(tensor)
         for number in scaled.divisors if scaled.is_sum else ():
@@ -87,12 +94,6 @@ class BatchStatistics:
             if not math.isclose(ones, number, rel_tol=1e-5):
                 return number
         for weights in scaled.weights:
-            if _memory(weights) in self._normalised and float(weights.max() - weights.min()) > 0:
+            if memory_of(weights) in self._normalised and float(weights.max() - weights.min()) > 0:
                 return float(1 / weights.max())
         return None
-
-
-def _memory(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a weak reference to a dense tensor's storage; None for a tensor of another layout or class."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return StorageWeakRef(tensor.untyped_storage()) if plain else None

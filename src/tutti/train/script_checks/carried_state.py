@@ -36,18 +36,15 @@ from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedIn
 from tutti.train.script_checks.loss_watch import (
     WITH_INTS,
     LossWatch,
-    MemoryRecords,
     WatchHook,
     batch_tensors,
-    fills_memory,
     leaves_of_call,
-    memories_of,
-    memory_of,
     tensor_of_loss,
 )
 from tutti.train.script_checks.module_trials import ModuleTrials
 from tutti.train.script_checks.moved_values import MovedValues, Place
 from tutti.train.script_checks.python_state import numbers, numbers_of
+from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:

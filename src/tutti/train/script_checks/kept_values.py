@@ -35,18 +35,15 @@ from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedIn
 from tutti.train.script_checks.loss_watch import (
     WITH_INTS,
     LossWatch,
-    MemoryRecords,
     WatchHook,
     batch_tensors,
-    fills_memory,
     leaves_of_call,
-    memories_of,
-    memory_of,
     tensor_of_loss,
 )
 from tutti.train.script_checks.moved_values import REPLACING, fills_tensor
 from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
 from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_number_key
+from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:

@@ -6,13 +6,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, counted, script_line
@@ -20,7 +19,6 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions
-from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.torch_compat import FunctionModesDisabled, functorch_level, leave_function_mode, tree_leaves
 from tutti.train.script_checks.batch_statistics import BatchStatistics
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
@@ -52,9 +50,6 @@ _SCALING = frozenset(
 """Names of functions that multiply or divide."""
 _READS = 8
 """Most reads of sizes in a body that are recorded (a guess)."""
-_RECORDS = 256
-"""Fewest records of memory among which those of freed memory are looked for (a guess)."""
-_R = TypeVar("_R")
 
 
 class LossWatch(TorchFunctionMode):
@@ -401,56 +396,3 @@ def batch_tensors(batch: Any) -> Iterator[Tensor]:
         for each in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
             if isinstance(each, Tensor):
                 yield each
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return this rank's slice of a tensor that is split over tensor ranks; any other tensor as it is."""
-    return tensor.part if isinstance(tensor, SplitTensor) else tensor
-
-
-class MemoryRecords(dict[StorageWeakRef, _R]):
-    """Records of tensors by their memory, of which ``drop_freed`` removes those of freed memory.
-
-    A weak reference keeps the storage's header. Before its version 2.38 glibc's malloc uses a freed block between two
-    such headers for no new tensor of the same size: with a header kept of each intermediate result of a forward, the
-    process would take new memory for each one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._most = _RECORDS
-
-    def drop_freed(self) -> None:
-        """Remove the records of freed memory, once the number of records has doubled since the last removal."""
-        if len(self) >= self._most:
-            for memory in [each for each in self if each.expired()]:
-                del self[memory]
-            self._most = max(_RECORDS, 2 * len(self))
-
-
-def memory_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a weak reference to a tensor's storage; if the tensor is split over ranks, to that of this rank's slice.
-
-    None for a tensor that is not strided (sparse), or of another subclass of ``Tensor`` than ``nn.Parameter``.
-    """
-    own = _own(tensor)
-    if type(own) not in (Tensor, nn.Parameter):
-        return None
-    # A mode of the script's reads would handle each of these reads of tutti's own.
-    with FunctionModesDisabled():
-        return StorageWeakRef(own.untyped_storage()) if own.layout == torch.strided else None
-
-
-def memories_of(values: Iterable[Any]) -> set[StorageWeakRef]:
-    """Return weak references to the storages of those values that are tensors, as a set; other values are ignored.
-
-    Tensors for which ``memory_of`` returns None, such as sparse ones, are left out.
-    """
-    found = (memory_of(each) for each in values if isinstance(each, Tensor))
-    return {memory for memory in found if memory is not None}
-
-
-def fills_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has all bytes of its storage; of one split over tensor ranks this rank's slice counts."""
-    own = _own(tensor)
-    return own.nbytes == own.untyped_storage().nbytes()

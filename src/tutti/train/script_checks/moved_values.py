@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tutti.errors import script_line
 from tutti.nn.script_mode import DRAWS, acts_by_element
 from tutti.nn.written_tensors import ASSIGN_DATA, DATA, METADATA, may_write
-from tutti.train.script_checks.loss_watch import MemoryRecords
+from tutti.train.script_checks.storage_records import MemoryRecords
 
 REPLACING = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "__setitem__")) | {
     name for name in DRAWS if name.endswith("_")
