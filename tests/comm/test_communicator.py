@@ -149,6 +149,24 @@ def rows_and_neighbours() -> list[Any]:
     return [receive.flatten().tolist(), passed]
 
 
+def left_with_a_message_on_the_way() -> list[int]:
+    rank, mesh = tutti.rank(), RankMesh(stage=2, rank=tutti.rank())
+    line = Communicators(context.current(), mesh).p2p_channels({"left": 1}, "stage")
+    if rank == 0:
+        line.start_send(torch.zeros(9, dtype=torch.int64), 1, "left")  # of a run that an error ends before the receive
+    line = Communicators(context.current(), mesh).p2p_channels({"left": 1}, "stage")
+    value = torch.tensor([rank - 7])
+    if rank == 0:
+        line.start_send(value, 1, "left").wait()
+    else:
+        line.receive(value, 0, "left")
+    return value.tolist()
+
+
+def test_a_message_of_a_run_that_was_stopped_is_not_received_by_the_next() -> None:
+    assert worlds.run(2, left_with_a_message_on_the_way) == [[-7]] * 2
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_rows_to_each_and_from_neighbour_to_neighbour(size: int) -> None:
     for rank, (rows, passed) in enumerate(worlds.run(size, rows_and_neighbours)):

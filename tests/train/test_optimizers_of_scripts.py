@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tutti.errors import UsageError
+from tutti.parallel.parameter_server.client import Client
 
 DATA = torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -103,9 +106,21 @@ def test_a_function_that_is_set_after_the_preparation_is_called_once_an_update(c
     assert sorted(got[0]) == ["step", "zero_grad"] and got[1:] == (0.1, 1, None)
 
 
+def refused_while_a_rank_is_late(strategy: str) -> Any:
+    connect = Client.__init__
+
+    def late(*arguments: Any) -> None:
+        if tutti.rank() == 1:
+            time.sleep(0.5)  # the other rank has met the servers, which end with its refusal
+        connect(*arguments)
+
+    with patch.object(Client, "__init__", late):
+        return trained(strategy, micro=None, bound=False, closure=False)
+
+
 @pytest.mark.parametrize("strategy", ["sharded", "parameter_server"])
 def test_a_function_in_place_of_step_is_refused_where_ranks_update_parts(strategy: str) -> None:
-    for said in worlds.run(2, trained, strategy=strategy, micro=None, bound=False, closure=False):
+    for said in worlds.run(2, refused_while_a_rank_is_late, strategy=strategy):
         assert "SGD.step is a function of the script" in said and "strategy='mirrored'" in said, said
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tutti.comm.collective_schedules import LinkTraffic
 from tutti.comm.file_all_gather import FileAllGather
-from tutti.comm.process_groups import channel_purpose, process_groups
+from tutti.comm.process_groups import channel_purpose, count_message, process_groups
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import CONTROL_BYTES, SmallMessages, attach_small
 from tutti.comm.stall import Call, StallInspector
@@ -109,7 +109,6 @@ class Communicator:
         self._small: SmallMessages | None = None
         self._control: SmallMessages | None = None
         self._sequence = 0
-        self._transfers: dict[tuple[str, int, int], int] = {}
         self._counted: dict[tuple[int, int], LinkTraffic] = {}
         self._collectives: dict[str, LinkTraffic] = {}
 
@@ -420,10 +419,9 @@ class Communicator:
         # the wait for a broadcast may be split into short ones.
         sender, receiver = self.ranks[source], self.ranks[to]
         pair = min(sender, receiver), max(sender, receiver)
-        number = self._transfers[kind, source, to] = self._transfers.get((kind, source, to), 0) + 1
-        work = dist.broadcast(
-            tensor, sender, group=process_groups(pair, channel_purpose(kind, sender))[1], async_op=True
-        )
+        channel = pair, channel_purpose(kind, sender)
+        work = dist.broadcast(tensor, sender, group=process_groups(*channel)[1], async_op=True)
+        number = count_message(*channel)
         call = Call(f"{kind} {number} from rank {sender} to rank {receiver}", pair)
         if sending:
             self.count(source, to, tensor.nbytes)

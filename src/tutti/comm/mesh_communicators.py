@@ -10,7 +10,7 @@ import torch
 from tutti.comm.collective_schedules import Algorithm, Schedule, schedule_of
 from tutti.comm.communicator import Communicator, everybody
 from tutti.comm.file_all_gather import FileAllGather
-from tutti.comm.process_groups import channel_purpose, process_groups
+from tutti.comm.process_groups import channel_purpose, messages_on, process_groups, replace_channel
 from tutti.comm.rank_mesh import RankMesh
 from tutti.launcher import lost_rank_notes
 from tutti.launcher.context import World
@@ -113,12 +113,32 @@ class Communicators:
             PeerError: in the first call for these axes, a rank has ended, or did not make the call in time.
             MismatchError: in the first call for these axes, ranks are in different calls.
         """
-        for line in self._lines(*names):
-            for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):
-                neighbour = line[(index + direction) % len(line)]
-                if neighbour != rank:
-                    process_groups((min(rank, neighbour), max(rank, neighbour)), channel_purpose(kind, rank))
+        channels = [
+            _channel(rank, line[(index + direction) % len(line)], kind)
+            for line in self._lines(*names)
+            for (index, rank), (kind, direction) in product(enumerate(line), kinds.items())
+        ]
+        self._make_channels(channels)
         return self.axis(*names)
+
+    def _make_channels(self, channels: Sequence[_Channel]) -> None:
+        """Make the process groups of point-to-point channels. Collective over all ranks of the job; blocks.
+
+        A channel that exists already is used again if its two ranks have started equally many messages. Otherwise a run
+        was stopped, such as by an error, between a send and its receive: the next receive would get that message, which
+        ends the process where the sizes differ. A new channel replaces it.
+        """
+        made = {channel: messages_on(*channel) for channel in channels if channel[0][0] != channel[0][1]}
+        if any(count is not None for count in made.values()):
+            counts = self.world.all_gather(
+                torch.tensor([-1 if count is None else count for count in made.values()]), "messages on the channels"
+            )
+            for place, channel in enumerate(made):
+                first, second = (int(counts[rank][place]) for rank in channel[0])
+                if first != second:
+                    replace_channel(*channel)
+        for channel in made:
+            process_groups(*channel)
 
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
         """Make the point-to-point channels of an all-reduce by an explicit schedule, and return the schedule.
@@ -145,16 +165,16 @@ class Communicators:
         node_of = [int(node) for node in self.world.all_gather(own_node, "nodes of the ranks")]
         channel, node = f"{algorithm} all-reduce", None
         members: Sequence[int] = ()
+        channels: list[_Channel] = []
         for line in self._lines("replica", "shard"):
             schedule, nodes = _schedule_over(line, node_of, algorithm)
-            for source, to in schedule.links():
-                sender, receiver = line[source], line[to]
-                process_groups((min(sender, receiver), max(sender, receiver)), channel_purpose(channel, sender))
+            channels += [_channel(line[source], line[to], channel) for source, to in schedule.links()]
             for places in nodes if algorithm == "hierarchical" else []:
                 ranks = tuple(line[place] for place in places)
                 groups = process_groups(ranks, "within a node")
                 if self._mesh.rank in ranks and len(ranks) > 1:
                     members, node = places, Communicator("ranks of a node", ranks, self._job, *groups)
+        self._make_channels(channels)
         return _schedule_over(self.replica.ranks, node_of, algorithm)[0], members, node
 
     def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
@@ -212,6 +232,14 @@ class Communicators:
     def _lines(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all lines of ranks along ``axes``, each once, in the same order on all ranks."""
         return sorted({RankMesh(*self._mesh.shape, rank).along(*axes) for rank in range(self._mesh.size)})
+
+
+_Channel = tuple[tuple[int, int], str]
+"""The two global ranks of a channel of point-to-point messages, in increasing order, and its ``channel_purpose``."""
+
+
+def _channel(sender: int, receiver: int, kind: str) -> _Channel:
+    return (min(sender, receiver), max(sender, receiver)), channel_purpose(kind, sender)
 
 
 def _schedule_over(

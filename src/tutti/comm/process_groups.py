@@ -15,7 +15,16 @@ from tutti.torch_compat import set_group_timeout
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_cache: dict[tuple[Any, tuple[int, ...], str], tuple[ProcessGroup | None, ProcessGroup | None]] = {}
+_Key = tuple[Any, tuple[int, ...], str]
+
+_cache: dict[_Key, tuple[ProcessGroup | None, ProcessGroup | None]] = {}
+
+_messages: dict[_Key, int] = {}
+"""For each channel of point-to-point messages, how many this process has started to send or to receive."""
+
+
+def _key(ranks: tuple[int, ...], purpose: str) -> _Key:
+    return dist.group.WORLD, ranks, purpose
 
 
 def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGroup | None, ProcessGroup | None]:
@@ -39,7 +48,7 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
     """
     if len(ranks) == 1:
         return None, None
-    key = (dist.group.WORLD, ranks, purpose)
+    key = _key(ranks, purpose)
     if key not in _cache:
         # PyTorch's default is 30 minutes. 60 s more than tutti's own timeout, so that tutti's error comes first.
         limit, device = timedelta(seconds=context.current().timeout + 60), context.current().device
@@ -66,3 +75,31 @@ def channel_purpose(kind: str, sender: int) -> str:
         sender: global rank of the sender.
     """
     return f"{kind} from rank {sender}"
+
+
+def count_message(ranks: tuple[int, ...], purpose: str) -> int:
+    """Count one more message that this process starts to send or to receive on a channel, and return how many it is.
+
+    Args:
+        ranks: the channel's two global ranks, in increasing order.
+        purpose: the channel's ``channel_purpose``.
+    """
+    key = _key(ranks, purpose)
+    _messages[key] = _messages.get(key, 0) + 1
+    return _messages[key]
+
+
+def messages_on(ranks: tuple[int, ...], purpose: str) -> int | None:
+    """Return how many messages this process has started on a channel; None if it has not made the channel yet."""
+    key = _key(ranks, purpose)
+    return _messages.get(key, 0) if key in _cache else None
+
+
+def replace_channel(ranks: tuple[int, ...], purpose: str) -> None:
+    """Leave a channel to the messages that are still on it: ``process_groups`` makes new groups next. Sends nothing.
+
+    All ranks of the job must make the same call, because ``process_groups`` is then collective again.
+    """
+    key = _key(ranks, purpose)
+    del _cache[key]
+    _messages.pop(key, None)

@@ -131,6 +131,8 @@ class ServerSession:
             *(self._segment is not None, self.comm.stall, context.current().timeout, self._look),
         )
         self.ask(server_wire.HELLO, "meeting the parameter servers")
+        # Servers end once no rank is connected: an error on this rank must not take them from ranks yet to connect.
+        self.comm.all_reduce(torch.zeros(1), "all ranks have met the parameter servers")
 
     def _keeps_whole(self, handle: Optimizer) -> bool:
         """Return whether each tensor is to stay whole on one server. Collective; refuses optimizers without servers."""
