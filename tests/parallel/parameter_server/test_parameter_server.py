@@ -90,7 +90,7 @@ def counted(total: int, every: int) -> dict[str, Any]:
         for batch in run.epoch(epoch):
             before = run.global_step
             if tutti.rank() == 1:
-                time.sleep(0.04)
+                time.sleep(0.15)
             run.step(batch)
             if run.global_step // every > before // every:
                 values.append(
