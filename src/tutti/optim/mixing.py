@@ -1,9 +1,9 @@
 """Find out by trial which elements an optimizer's update mixes, and so whether it can step on tensor slices.
 
 AdamW updates each element by itself: a step on a slice of a tensor is that slice of the step on the whole tensor. Muon
-and Adafactor need whole tensors, D-Adaptation all tensors. There is no list of classes: a copy of the optimizer, with
-the same class and settings, steps in float64 on small whole tensors, on their rows, on slices of their columns, on flat
-pieces, and on half of the tensors, and the results are compared.
+and Adafactor need whole tensors, D-Adaptation all tensors. A copy of the optimizer, with the same class and settings, steps
+in float64 on small whole tensors, on their rows, on slices of their columns, on flat pieces, and on half of the tensors,
+and the results are compared. PyTorch's element-wise classes alone are listed: tests try each of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -39,6 +40,16 @@ _TOLERANCE = 1e-11
 _LARGEST, _LARGE = 160, 8
 IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable")
 """Options of PyTorch's optimizers that choose a kernel and not the update."""
+
+
+_ELEMENT_WISE = frozenset(
+    {
+        *(torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop, torch.optim.RMSprop, torch.optim.Adagrad),
+        *(torch.optim.Adadelta, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+        torch.optim.RAdam,
+    }
+)
+"""Classes of PyTorch of which a trial finds ``Mixing()`` with any settings; each rank would try each choice of them."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,8 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
     generators stay as they are. Not collective.
 
     tutti's own optimizers LARS, LARC, LAMB and NovoGrad (which complete the norms of sliced tensors over ranks) and
-    ``Muon`` (which gathers sliced matrices) support slices along a dimension themselves and are not tried; neither is
-    ``SparseAdam``.
+    ``Muon`` (which gathers sliced matrices) support slices along a dimension themselves and are not tried; neither are
+    ``SparseAdam`` and PyTorch's element-wise classes.
 
     Args:
         optimizer: the optimizer, which is not changed.
@@ -96,6 +107,8 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
     if type(optimizer) is torch.optim.SparseAdam:
         # It refuses the dense gradients of a trial. It updates each row of a sparse gradient by itself, and strategies
         # that slice tensors take no sparse gradients.
+        return Mixing()
+    if _is_element_wise(optimizer):
         return Mixing()
     groups = _groups(optimizer)
     shapes = repr([(sorted(group.settings.items()), group.shapes) for group in groups])
@@ -114,6 +127,22 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
 
 
 _found: dict[Any, Mixing] = {}
+
+
+def _is_element_wise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is of an element-wise class of PyTorch, whose ``step`` a script has not replaced."""
+    kind = type(optimizer)
+    if kind not in _ELEMENT_WISE or any(group.get("differentiable") for group in optimizer.param_groups):
+        return False
+    step: Any = kind.step
+    while step is not None:
+        if not step.__code__.co_filename.startswith(_TORCH):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
+
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def _attributes(optimizer: Optimizer) -> tuple[tuple[str, type[Optimizer], str, Any], ...]:
