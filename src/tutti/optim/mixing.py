@@ -1,9 +1,9 @@
 """Find out by trial which elements an optimizer's update mixes, and so whether it can step on tensor slices.
 
 AdamW updates each element by itself: a step on a slice of a tensor is that slice of the step on the whole tensor. Muon
-and Adafactor need whole tensors, D-Adaptation all tensors. A copy of the optimizer, with the same class and settings, steps
-in float64 on small whole tensors, on their rows, on slices of their columns, on flat pieces, and on half of the tensors,
-and the results are compared. PyTorch's element-wise classes alone are listed: tests try each of them.
+and Adafactor need whole tensors, D-Adaptation all tensors. A copy of the optimizer, with the same class and settings,
+steps in float64 on small whole tensors, on their rows, on slices of their columns, on flat pieces, and on half of the
+tensors, and the results are compared. PyTorch's element-wise classes alone are listed: tests try each of them.
 """
 
 from __future__ import annotations
