@@ -8,9 +8,12 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.covering import every_value
 
 # Threads of OpenMP that wait for work spin, and with several pytest workers they take the cores from all that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -21,6 +24,8 @@ settings.load_profile("untimed")
 
 # Until all is collected, a garbage collection frees nothing, and a second of them would be made.
 gc.disable()
+_OTHER_TABLES = ("full", "contract", "scripts", "fuzz", "gpu", "engines", "models")
+
 # Of processes that fork for tests, and to be imported there alone.
 collect_ignore = ["forkserver_main.py", "rank_server.py"]
 
@@ -31,6 +36,21 @@ def pytest_runtestloop() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases of a test as ``full`` without which each of its parameters still has every value."""
+    tests: dict[str, list[tuple[pytest.Item, tuple[str, ...]]]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not any(item.get_closest_marker(name) for name in _OTHER_TABLES):
+            case = tuple(map(repr, item.callspec.params.values()))
+            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, case))
+    for cases in tests.values():
+        chosen = every_value([case for _, case in cases])
+        for number, (item, _) in enumerate(cases):
+            if number not in chosen:
+                item.add_marker(pytest.mark.full)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,10 +1,12 @@
 """Which cases of a table ``make test`` runs: few that hold every pair of values; ``make full`` runs the others.
 
-The equivalence table has a choice of its own, which knows what its cases cost (``tests/contract/table.py``).
+Of each test with several parameters it runs few cases that hold every value of each (``conftest.py``). The equivalence
+table has a choice of its own, which knows what its cases cost (``tests/contract/table.py``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -51,6 +53,24 @@ def fewest(held: Sequence[AbstractSet[Hashable]]) -> set[int]:
         best = max(range(len(held)), key=lambda number: len(held[number] & missing))
         chosen.add(best)
         missing -= held[best]
+    return chosen
+
+
+def every_value(cases: Sequence[Row]) -> set[int]:
+    """Numbers of few cases that together hold every value of each column, each beside many values of the others.
+
+    >>> sorted(every_value(list(product("abcd", "xyz"))))
+    [0, 4, 8, 9]
+    >>> sorted(every_value(list(product("ab", "x"))))
+    [0, 1]
+    """
+    held = [set(enumerate(case)) for case in cases]
+    missing, used, chosen = set[Any]().union(*held), Counter[Any](), set[int]()
+    while missing:
+        best = max(range(len(held)), key=lambda n: (len(held[n] & missing), -sum(used[value] for value in held[n])))
+        chosen.add(best)
+        missing -= held[best]
+        used.update(held[best])
     return chosen
 
 
