@@ -8,7 +8,6 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
