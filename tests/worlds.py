@@ -1,10 +1,12 @@
 """Worlds of several real processes for tests: started once from a fork server that has torch loaded, used many times.
 
 ``run(size, function, **arguments)`` calls ``function`` on every rank of a world of ``size`` and returns the results in
-rank order; an exception on any rank is raised here as ``RankError`` with every rank's. ``run_on(device, …)`` does so
-on a device, such as the simulated accelerator; ``TEST_DEVICE=simgpu`` lets all other tests run on it, too, and
-``TEST_DEVICE=cuda`` on this machine's GPUs. A world of more ranks than there are devices is skipped, unless
-``TEST_SHARE_GPU=1`` lets all ranks share the first GPU (``tests/gpu/sharing.py``).
+rank order; an exception on any rank is raised here as ``RankError`` with every rank's, and a rank that dies as one with
+its exit code or signal. What the ranks of a run that failed wrote to standard error is written to this process's.
+
+``run_on(device, …)`` does so on a device, such as the simulated accelerator; ``TEST_DEVICE=simgpu`` lets all other
+tests run on it, too, and ``TEST_DEVICE=cuda`` on this machine's GPUs. A world of more ranks than there are devices is
+skipped, unless ``TEST_SHARE_GPU=1`` lets all ranks share the first GPU (``tests/gpu/sharing.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +36,7 @@ from tests.gpu import sharing
 from tests.simulated_accelerator import build
 from tutti.device import accelerator_type, count_by_driver
 from tutti.launcher.orphans import die_with_parent
+from tutti.launcher.script_rank import show_crashes
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 ACCELERATOR = build.DEVICE if DEVICE == "cpu" else DEVICE
@@ -70,7 +75,7 @@ class Pool:
         for rank in range(size):
             here, there = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(there, rank, size, f"{self._directory}/store", timeout, device), daemon=True
+                target=_serve, args=(there, rank, size, self._directory, timeout, device), daemon=True
             )
             process.start()
             there.close()
@@ -82,6 +87,7 @@ class Pool:
         try:
             return self._run(function, limit, arguments)
         except BaseException:
+            self._show_errors()
             # Whatever interrupted it, ranks that are still busy must not answer the next call.
             self.close()
             raise
@@ -89,7 +95,9 @@ class Pool:
     def _run(self, function: Callable[..., Any], limit: float, arguments: dict[str, Any]) -> list[Any]:
         self.runs += 1
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            # A rank that has died since the last call gives no answer either.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                pipe.send((function, arguments))
         answers: dict[int, tuple[str, Any]] = {}
         while len(answers) < self.size:
             pending = [p for r, p in enumerate(self._pipes) if r not in answers]
@@ -100,12 +108,30 @@ class Pool:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    answers[rank] = ("error", Failure("Died", "the process ended", 1, "the process ended"))
+                except (EOFError, ConnectionResetError):
+                    how = self._death(rank)
+                    answers[rank] = ("error", Failure("Died", how, 1, how))
         failures = [answers[r][1] if answers[r][0] == "error" else None for r in range(self.size)]
         if any(failures):
             raise RankError(failures)
         return [answers[r][1] for r in range(self.size)]
+
+    def _death(self, rank: int) -> str:
+        """How the process of a rank ended, which has closed its pipe."""
+        self.processes[rank].join(_REAPED_WITHIN)
+        code = self.processes[rank].exitcode
+        if code is None:
+            return "the process closed its pipe and lives on"
+        if code < 0:
+            return f"the process was ended by {signal.Signals(-code).name}"
+        return f"the process ended with exit code {code}"
+
+    def _show_errors(self) -> None:
+        """Write to standard error what the ranks have written there during the last run."""
+        for rank in range(self.size):
+            path = _errors_of(self._directory, rank)
+            if path.is_file() and (said := path.read_text(errors="replace")[-_MOST_SHOWN:]):
+                print(f"standard error of rank {rank}:\n{said}", file=sys.stderr)
 
     @property
     def closed(self) -> bool:
@@ -136,6 +162,15 @@ class Pool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
+def _errors_of(directory: str, rank: int) -> Path:
+    """The file that is the standard error of a rank."""
+    return Path(directory, f"stderr-{rank}")
+
+
+# Seconds from the end of a rank's pipe to that of its process.
+_REAPED_WITHIN = 10.0
+# Characters of a rank's standard error.
+_MOST_SHOWN = 4000
 _pools: dict[tuple[int, float, str], Pool] = {}
 # Every process group that a run has made keeps its connections and threads.
 _MOST_RUNS = 30
@@ -256,7 +291,11 @@ def _share_event_loop() -> None:
     distributed_c10d.ProcessGroupGloo = SharedLoop  # type: ignore[misc]
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, device: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, directory: str, timeout: float, device: str) -> None:
+    with _errors_of(directory, rank).open("ab") as errors:
+        os.dup2(errors.fileno(), 2)
+    show_crashes()
+
     import torch
 
     import tutti
@@ -271,9 +310,8 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, d
     # Ranks that wait for others leave the cores to all tests that compute.
     shared_memory._YIELDS = 20
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), TUTTI_STORE=store
-    )
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, TUTTI_STORE=f"{directory}/store")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _share_event_loop()
     if device == build.DEVICE:
@@ -286,6 +324,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, d
             function, arguments = pipe.recv()
         except EOFError:
             return
+        os.ftruncate(2, 0)
         try:
             answer = ("ok", function(**arguments))
         except BaseException as error:

@@ -59,6 +59,7 @@ def one_dies(victim: int) -> str:
     assert segment is not None
     segment.barrier("everybody is here")
     if comm.rank == victim:
+        os.write(2, b"last words\n")
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         segment.barrier("the next step")
@@ -68,12 +69,13 @@ def one_dies(victim: int) -> str:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_a_killed_rank_is_named_long_before_the_timeout(size: int) -> None:
+def test_a_killed_rank_is_named_long_before_the_timeout(size: int, capsys: pytest.CaptureFixture[str]) -> None:
     pool = worlds.Pool(size, timeout=600)
     with pytest.raises(worlds.RankError) as raised:
         pool.run(one_dies, victim=1, limit=30)
     failures = raised.value.failures
-    assert failures[1] is not None and failures[1].kind == "Died"
+    assert failures[1] is not None and failures[1].text == "the process was ended by SIGKILL"
+    assert capsys.readouterr().err == "standard error of rank 1:\nlast words\n\n"
 
 
 def survivors(victim: int) -> str:
