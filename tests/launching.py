@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 import signal
+import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +20,9 @@ from tests.forkserver import Process
 
 SOURCE = Path(__file__).parents[1] / "src"
 SAFETY_NET = 200
+# The kernel gives ports from 32768 on to the connections of any process, and tutti chooses ports below 30000.
+_FIRST_PORT, _PORTS, _SHARES = 30_000, 2768, 16
+_port_numbers = itertools.count(secrets.randbelow(_PORTS // _SHARES))
 
 _MAIN = """
 import os, signal, sys, time
@@ -106,6 +112,17 @@ def launched(folder: Path, body: str, **options: object) -> Result:
     """Launch and wait for the end."""
     with launching(folder, body, **options) as running:  # type: ignore[arg-type]
         return running.finish()
+
+
+def free_port() -> int:
+    """A free TCP port of the loopback address, which no other test of this run is given."""
+    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _SHARES
+    for number in itertools.islice(_port_numbers, _PORTS):
+        port = _FIRST_PORT + share * (_PORTS // _SHARES) + number % (_PORTS // _SHARES)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port from {_FIRST_PORT} on is free")
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.launching import until
+from tests.launching import free_port, until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo", "srun")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -51,12 +51,6 @@ SlurmdParameters=config_overrides
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class SlurmCluster:
     """Nodes ``n1`` and ``n2``, whose names do not resolve; its commands obey ``environment``."""
 
@@ -72,11 +66,11 @@ class SlurmCluster:
         key.chmod(0o400)
         nodes = ["n1", "n2"]
         text = _CONFIGURATION.format(
-            host=host, port=_free_port(), user=user, folder=self.folder, credential=CREDENTIAL_SECONDS
+            host=host, port=free_port(), user=user, folder=self.folder, credential=CREDENTIAL_SECONDS
         )
         for name in nodes:
             (self.folder / name).mkdir()
-            text += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs=1 RealMemory=512 "
+            text += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=1 RealMemory=512 "
             text += "Feature=fast State=UNKNOWN\n"
         text += "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
         (self.folder / "state").mkdir()

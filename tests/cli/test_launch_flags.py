@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.forkserver import Process
-from tests.launching import SAFETY_NET, SOURCE
+from tests.launching import SAFETY_NET, SOURCE, free_port
 from tutti.cli.launch_flags import hosts_as_engine, node_of_job
 from tutti.cli.run_command import end_options
 from tutti.cli.submit_command import submitted
@@ -91,9 +90,7 @@ def test_refused_nodes(words: list[str], message: str) -> None:
 
 
 def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
 
     def started(*words: str, **more: str) -> Process:
         own = {"PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

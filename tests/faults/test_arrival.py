@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.commands import complaint, starting, write_task
-from tests.launching import Result
+from tests.launching import Result, free_port
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(22)]
 
@@ -24,12 +24,6 @@ def listening() -> Iterator[int]:
         other.bind(("127.0.0.1", 0))
         other.listen()
         yield other.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        return int(other.getsockname()[1])
 
 
 def start(

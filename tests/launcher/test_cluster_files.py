@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import SAFETY_NET, SOURCE
+from tests.launching import SAFETY_NET, SOURCE, free_port
 from tutti.cli.app import main
 from tutti.config.cluster_config import KubeflowConfig
 
@@ -71,9 +70,7 @@ def test_skypilot_reads_the_task(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_the_command_of_a_task_trains_on_two_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = printed(capsys, "skypilot:nodes=2", "--", *TRAIN, "--out", "two words")
     line = next(line for line in text.splitlines() if line.startswith("run: "))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        command = json.loads(line.removeprefix("run: ")).replace("29500", str(free.getsockname()[1]))
+    command = json.loads(line.removeprefix("run: ")).replace("29500", str(free_port()))
     own = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(SOURCE),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.forkserver import Process, run
-from tests.launching import SAFETY_NET, SOURCE
+from tests.launching import SAFETY_NET, SOURCE, free_port
 
 TRAIN = ["train", "linear", "--workers", "2", "--steps", "4", "--batch-size", "32", "--reproducible", "--json"]
 TUTTI = [sys.executable, "-m", "tutti", *TRAIN, "--device", "cpu"]
@@ -101,11 +101,8 @@ def test_slurm(launched: dict[str, Any], tmp_path: Path) -> None:
 
 def test_parameter_servers_of_two_nodes_on_one_machine(launched: dict[str, Any], tmp_path: Path) -> None:
     """Nodes of a test cluster share the loopback address, at which their servers are reached too."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     nodes = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
-    nodes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     told = [nodes | {"RANK": str(rank), "GROUP_RANK": str(rank)} for rank in range(2)]
     first, _ = played(told, tmp_path, "--strategy", "parameter_server")
     check(summary(first), launched, tmp_path)

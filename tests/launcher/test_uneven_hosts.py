@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.forkserver import Process
-from tests.launching import SAFETY_NET
+from tests.launching import SAFETY_NET, free_port
 from tutti.errors import UsageError
 from tutti.process_context import read_identity
 
@@ -43,9 +42,7 @@ HOSTS = (1, 1, 2)
 
 def environments(hosts: tuple[int, ...]) -> list[dict[str, str]]:
     """What torchrun tells each rank of hosts with these numbers of ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return [
         {
             **{"RANK": str(sum(hosts[:host]) + local), "WORLD_SIZE": str(sum(hosts)), "LOCAL_RANK": str(local)},
