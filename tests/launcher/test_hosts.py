@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +37,7 @@ if "fail" in sys.argv and tutti.rank() == 2:
     raise SystemExit(7)
 if "wait" in sys.argv:
     with run.stopping() as reason:
+        open(f"waits-{tutti.rank()}", "w").close()
         while not run.lifecycle.stop_asked:
             time.sleep(0.05)
         raise SystemExit(reason.exit_code)
@@ -153,12 +153,6 @@ class Launched:
         shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
         return [line for line in shown.splitlines() if str(self.folder) in line]
 
-    def until(self, rank: int, text: str) -> None:
-        end = time.monotonic() + 120
-        while text not in self.log(rank) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert text in self.log(rank)
-
 
 @pytest.mark.full
 def test_three_processes_on_two_hosts(tmp_path: Path) -> None:
@@ -207,9 +201,7 @@ def test_a_lost_host_counts_again_when_ssh_reaches_it(tmp_path: Path, monkeypatc
 
 def test_a_signal_reaches_every_host_once(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "wait", "a b")
-    launched.until(1, "rank 1 3 0 1 ['wait', 'a b']")
-    launched.until(2, "rank 2 3 1 1 ['wait', 'a b']")
-    time.sleep(0.5)
+    until(lambda: len(list(tmp_path.glob("waits-*"))) == 3 or launched.process.poll() is not None)
     launched.process.send_signal(signal.SIGTERM)
     out, err = launched.process.communicate(timeout=120)
     assert (launched.process.returncode, out) == (75, "rank 0 3 0 0 ['wait', 'a b']\n"), err
@@ -219,14 +211,10 @@ def test_a_signal_reaches_every_host_once(tmp_path: Path) -> None:
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "127.0.0.2:1,127.0.0.3:1", script=SLEEPS)
-    launched.until(1, "rank 1")
-    time.sleep(0.5)
+    until(lambda: "rank 1" in launched.log(1) or launched.process.poll() is not None)
     launched.process.kill()
     launched.process.wait()
-    end = time.monotonic() + 60
-    while launched.running() and time.monotonic() < end:
-        time.sleep(0.2)
-    assert launched.running() == []
+    until(lambda: launched.running() == [])
 
 
 @pytest.mark.parametrize("option", ["--on=local", "--show-all"])
