@@ -17,6 +17,7 @@ import pytest
 import torch
 import zmq
 
+from tests.launching import until
 from tests.parallel.parameter_server.test_server_wire import fuzz
 from tests.servers import RUN, served
 from tutti.errors import AuthenticationError
@@ -146,8 +147,10 @@ def test_a_client_killed_in_a_push_leaves_all_of_it_or_nothing(
 
         half = 0
         for rank in range(1, 6):
+            before = at.read(honest)[0]
             victim = in_a_process(lambda rank=rank: push_for_ever(rank))  # type: ignore[misc]
-            time.sleep(rng.uniform(0.1, 0.6))
+            until(lambda before=before: at.read(honest)[0] > before)  # type: ignore[misc]
+            time.sleep(rng.uniform(0, 0.3))
             os.kill(victim, signal.SIGKILL)
             os.waitpid(victim, 0)
             version, value = at.read(honest)
