@@ -13,7 +13,7 @@ import pytest
 from tests.forkserver import run
 
 ROOT = Path(__file__).parents[2]
-SAFETY_NET = 100
+SAFETY_NET = 200
 
 TRAINS = """
 import torch
