@@ -250,7 +250,11 @@ class StallInspector:
             notes = self._notes()
             if notes is not None:
                 seen.look(notes)
-                self._check_failed(call, seen.failed())
+                failed = seen.failed()
+                # A rank may have arrived after the wait above, have left the call, and have failed since.
+                if failed and self._done(done, _POLL, call):
+                    break
+                self._check_failed(call, failed)
                 self._check_broken(call, seen.broken(call))
                 self._check_deadlock(call, seen.together(), beat)
             if time.monotonic() - start > self._timeout:
