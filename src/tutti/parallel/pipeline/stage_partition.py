@@ -16,8 +16,9 @@ from tutti.nn.absent_tensor import put_attributes_away
 from tutti.nn.swap import parameters
 from tutti.nn.untraced import Untraced
 from tutti.parallel.pipeline.balance import balance
+from tutti.parallel.pipeline.block_dispatch import ReadsValuesError
 from tutti.parallel.pipeline.graph_trace import UntraceableError, openable, trace
-from tutti.parallel.pipeline.recorded_forward import ForwardRecord, ReadOutsideError, ReadsValuesError
+from tutti.parallel.pipeline.recorded_forward import ForwardRecord, ReadOutsideError
 from tutti.parallel.pipeline.virtual_stage import body, check_buffers, modules_of, tensors_of, writes
 from tutti.parallel.pipeline.whole_forward import WholeForward
 

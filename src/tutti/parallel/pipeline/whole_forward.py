@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from tutti.parallel.pipeline.recorded_forward import hold_tensors
+from tutti.parallel.pipeline.recorded_stage import hold_tensors
 from tutti.torch_compat import uncompiled_call
 
 
