@@ -30,32 +30,42 @@ _HOME = {
     **dict.fromkeys(
         (
             "allreduce",
-            "allreduce_async",
             "grouped_allreduce",
-            "grouped_allreduce_async",
-            "sparse_allreduce_async",
             "allgather",
-            "allgather_async",
             "grouped_allgather",
-            "grouped_allgather_async",
             "broadcast",
-            "broadcast_async",
-            "grouped_broadcast_async",
             "reducescatter",
-            "reducescatter_async",
             "grouped_reducescatter",
-            "grouped_reducescatter_async",
             "alltoall",
-            "alltoall_async",
             "barrier",
             "join",
             "broadcast_object",
             "allgather_object",
+        ),
+        "tutti.comm.collectives",
+    ),
+    **dict.fromkeys(
+        (
+            "allreduce_async",
+            "grouped_allreduce_async",
+            "sparse_allreduce_async",
+            "allgather_async",
+            "grouped_allgather_async",
+            "broadcast_async",
+            "grouped_broadcast_async",
+            "reducescatter_async",
+            "grouped_reducescatter_async",
+            "alltoall_async",
+        ),
+        "tutti.comm.async_collectives",
+    ),
+    **dict.fromkeys(
+        (
             "ProcessSet",
             "add_process_set",
             "remove_process_set",
         ),
-        "tutti.comm.collectives",
+        "tutti.comm.process_set",
     ),
     "launch": "tutti.launcher.function_ranks",
     "prepare": "tutti.train.prepare",
@@ -76,31 +86,31 @@ _HOME = {
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
-    from tutti.comm.collectives import ProcessSet as ProcessSet
-    from tutti.comm.collectives import add_process_set as add_process_set
+    from tutti.comm.async_collectives import allgather_async as allgather_async
+    from tutti.comm.async_collectives import allreduce_async as allreduce_async
+    from tutti.comm.async_collectives import alltoall_async as alltoall_async
+    from tutti.comm.async_collectives import broadcast_async as broadcast_async
+    from tutti.comm.async_collectives import grouped_allgather_async as grouped_allgather_async
+    from tutti.comm.async_collectives import grouped_allreduce_async as grouped_allreduce_async
+    from tutti.comm.async_collectives import grouped_broadcast_async as grouped_broadcast_async
+    from tutti.comm.async_collectives import grouped_reducescatter_async as grouped_reducescatter_async
+    from tutti.comm.async_collectives import reducescatter_async as reducescatter_async
+    from tutti.comm.async_collectives import sparse_allreduce_async as sparse_allreduce_async
     from tutti.comm.collectives import allgather as allgather
-    from tutti.comm.collectives import allgather_async as allgather_async
     from tutti.comm.collectives import allgather_object as allgather_object
     from tutti.comm.collectives import allreduce as allreduce
-    from tutti.comm.collectives import allreduce_async as allreduce_async
     from tutti.comm.collectives import alltoall as alltoall
-    from tutti.comm.collectives import alltoall_async as alltoall_async
     from tutti.comm.collectives import barrier as barrier
     from tutti.comm.collectives import broadcast as broadcast
-    from tutti.comm.collectives import broadcast_async as broadcast_async
     from tutti.comm.collectives import broadcast_object as broadcast_object
     from tutti.comm.collectives import grouped_allgather as grouped_allgather
-    from tutti.comm.collectives import grouped_allgather_async as grouped_allgather_async
     from tutti.comm.collectives import grouped_allreduce as grouped_allreduce
-    from tutti.comm.collectives import grouped_allreduce_async as grouped_allreduce_async
-    from tutti.comm.collectives import grouped_broadcast_async as grouped_broadcast_async
     from tutti.comm.collectives import grouped_reducescatter as grouped_reducescatter
-    from tutti.comm.collectives import grouped_reducescatter_async as grouped_reducescatter_async
     from tutti.comm.collectives import join as join
     from tutti.comm.collectives import reducescatter as reducescatter
-    from tutti.comm.collectives import reducescatter_async as reducescatter_async
-    from tutti.comm.collectives import remove_process_set as remove_process_set
-    from tutti.comm.collectives import sparse_allreduce_async as sparse_allreduce_async
+    from tutti.comm.process_set import ProcessSet as ProcessSet
+    from tutti.comm.process_set import add_process_set as add_process_set
+    from tutti.comm.process_set import remove_process_set as remove_process_set
     from tutti.launcher.context import cross_rank as cross_rank
     from tutti.launcher.context import cross_size as cross_size
     from tutti.launcher.context import init as init

@@ -51,7 +51,7 @@ LISTED = {
     "tutti.launcher.watchdog": ("a forked watchdog process with an exit handler",),
     "tutti.launcher.dumps": ("`faulthandler`",),
     "tutti.comm.collective_engine": ("an exit handler of the collectives",),
-    "tutti.horovod.torch.mpi_ops": ("`import tutti.horovod.torch`",),
+    "tutti.horovod.torch.job": ("`import tutti.horovod.torch`",),
     "tutti.horovod.installing": ("`tutti.horovod.install()`",),
     "tutti.metrics.profile": ("`KINETO_LOG_LEVEL=6`",),
     "tutti.nn.script_mode": ("a torch function mode stays on the calling thread's stack",),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tutti
 from tests import worlds
-from tutti.comm.collectives import collectives_refused
+from tutti.comm.current_session import collectives_refused
 from tutti.errors import UsageError
 
 CALLS: list[Callable[[], Any]] = [

@@ -19,7 +19,7 @@ from tests.horovod.test_horovod_torch import with_horovod
 from tests.worlds import Pool, RankError, run
 from tutti.errors import PeerError
 from tutti.horovod.common.elastic import HostUpdateResult
-from tutti.horovod.torch import mpi_ops
+from tutti.horovod.torch import job
 from tutti.launcher import membership
 
 SAMPLES, BATCH = 36, 2
@@ -351,7 +351,7 @@ def test_ranks_that_cannot_join_again_raise_horovod_s_error(monkeypatch: pytest.
 
     member = SimpleNamespace(join=lambda failed, leave: leave(), check=absent)
     monkeypatch.setattr(membership, "_membership", member)
-    monkeypatch.setattr(mpi_ops, "_join", absent)
+    monkeypatch.setattr(job, "_join", absent)
     nothing = dict.fromkeys(("sync", "restore", "on_hosts_updated"), lambda: None)
     with pytest.raises(hvd.HorovodInternalError, match="rank 1 did not arrive"):
         fails(SimpleNamespace(**nothing))

@@ -1,6 +1,14 @@
-"""Exceptions with Horovod's names."""
+"""Exceptions with Horovod's names, and the translation of tutti's exceptions to them."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tutti.errors import PeerError, UsageError
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class HorovodInternalError(RuntimeError):
@@ -17,3 +25,27 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()
         self.skip_sync = skip_sync
+
+
+def translated(function: T) -> T:
+    """Decorate a function so that it raises Horovod's exceptions instead of tutti's.
+
+    ``PeerError`` (a failed collective, mismatched calls included) becomes HorovodInternalError, ``UsageError`` becomes
+    ValueError; the cause is kept.
+
+    Returns:
+        A function with the arguments and result of ``function``.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except PeerError as error:
+            raise HorovodInternalError(str(error)) from error
+        except UsageError as error:
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(str(error)) from error
+
+    return call  # type: ignore[return-value]

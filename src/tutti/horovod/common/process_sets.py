@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tutti.comm.collectives import ProcessSet, all_ranks
+from tutti.comm.process_set import ProcessSet, all_ranks
 from tutti.horovod.torch.mpi_ops import add_process_set, remove_process_set
 
 global_process_set = all_ranks

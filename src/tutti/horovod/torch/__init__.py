@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tutti.comm.collectives import ProcessSet
-from tutti.comm.collectives import all_ranks as global_process_set
+from tutti.comm.process_set import ProcessSet
+from tutti.comm.process_set import all_ranks as global_process_set
 from tutti.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from tutti.horovod.torch import elastic, mpi_ops
 from tutti.horovod.torch.compression import Compression
@@ -12,6 +12,34 @@ from tutti.horovod.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+)
+from tutti.horovod.torch.handles import (
+    poll,
+    synchronize,
+)
+from tutti.horovod.torch.job import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
 )
 from tutti.horovod.torch.loop_callbacks import average_metrics, learning_rate_schedule
 from tutti.horovod.torch.mpi_ops import (
@@ -35,13 +63,6 @@ from tutti.horovod.torch.mpi_ops import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
@@ -50,28 +71,11 @@ from tutti.horovod.torch.mpi_ops import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    init,
-    is_homogeneous,
-    is_initialized,
     join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    poll,
-    rank,
     reducescatter,
     reducescatter_async,
     remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
     sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
-    synchronize,
 )
 from tutti.horovod.torch.optimizer import DistributedOptimizer
 from tutti.horovod.torch.sync_batch_norm import SyncBatchNorm

@@ -11,8 +11,9 @@ import torch
 
 from tutti.comm import collectives
 from tutti.comm.collective_call import ReduceOperation
-from tutti.comm.collectives import ProcessSet
-from tutti.horovod.torch import mpi_ops
+from tutti.comm.process_set import ProcessSet
+from tutti.horovod.common.exceptions import translated
+from tutti.horovod.torch import job
 from tutti.launcher.membership import current_membership
 
 log = logging.getLogger("tutti.collectives")
@@ -40,7 +41,7 @@ class BucketAutotune:
     def __init__(self, name: str, process_set: ProcessSet, steps: int, warmup: int, path: Path | None) -> None:
         self._name, self._process_set = f"autotune.{name}", process_set
         self._steps, self._warmup = max(2, steps), warmup
-        self._path = path if mpi_ops.rank() == 0 else None
+        self._path = path if job.rank() == 0 else None
         self._seconds: list[float] = []
         self._count, self._began = 0, 0.0
         if self._path is not None:
@@ -72,9 +73,7 @@ class BucketAutotune:
             self._warmup -= 1
             return None
         taken = torch.tensor([time.perf_counter() - self._began], dtype=torch.float64)
-        total = mpi_ops.translated(collectives.allreduce)(
-            taken, ReduceOperation.SUM, self._name, process_set=self._process_set
-        )
+        total = translated(collectives.allreduce)(taken, ReduceOperation.SUM, self._name, process_set=self._process_set)
         self._seconds.append(total.item() / (self._steps - 1) / self._process_set.size())
         if self._path is not None:
             with self._path.open("a") as file:

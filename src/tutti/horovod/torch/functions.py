@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from tutti.comm import collectives
-from tutti.comm.collectives import ProcessSet
-from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.comm.object_codec import decode_object, encode_or_error, tensors_described
+from tutti.comm.process_set import ProcessSet
+from tutti.comm.process_set import all_ranks as global_process_set
 from tutti.comm.random_keys import name_key
-from tutti.horovod.torch import mpi_ops
+from tutti.horovod.common.exceptions import translated
+from tutti.horovod.torch import job, mpi_ops
+from tutti.horovod.torch.handles import synchronize
 
 
 def broadcast_parameters(
@@ -75,10 +77,10 @@ def _broadcast_in_place(
         name = None if names is None else group_name("parameters", [names[index] for index in indices])
         handles.append(mpi_ops.start_broadcasts([tensors[i] for i in indices], root_rank, name, process_set))
     for handle in handles:
-        mpi_ops.synchronize(handle)
+        synchronize(handle)
 
 
-@mpi_ops.translated
+@translated
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
@@ -105,7 +107,7 @@ def broadcast_optimizer_state(
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state:
         _make_gradients(optimizer, model)
-    root = mpi_ops.rank() == root_rank
+    root = job.rank() == root_rank
     tensors: list[Tensor] = []
     state = optimizer.state_dict()
     where = f"rank {root_rank}, state of {type(optimizer).__name__}"
@@ -132,7 +134,7 @@ def _make_gradients(optimizer: torch.optim.Optimizer, model: Any) -> None:
                 parameter.grad = zeros.to_sparse() if lists else zeros
 
 
-@mpi_ops.translated
+@translated
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -157,11 +159,11 @@ def broadcast_object(
             still pending on this rank.
         HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
-    mpi_ops.check_initialized()
+    job.check_initialized()
     return collectives.broadcast_object(obj, root_rank, name, process_set=process_set)
 
 
-@mpi_ops.translated
+@translated
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """All-gather a Python object from each rank, without pickle, and return the list of objects in rank order.
 
@@ -179,5 +181,5 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
             ``init`` was not called, or an all-gather named ``name`` is still pending on this rank.
         HorovodInternalError: the ranks' calls differ, or a rank is lost.
     """
-    mpi_ops.check_initialized()
+    job.check_initialized()
     return collectives.allgather_object(obj, name, process_set=process_set)

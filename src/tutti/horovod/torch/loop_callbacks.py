@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from tutti.comm.collectives import ProcessSet
-from tutti.comm.collectives import all_ranks as global_process_set
-from tutti.horovod.torch import mpi_ops
+from tutti.comm.process_set import ProcessSet
+from tutti.comm.process_set import all_ranks as global_process_set
+from tutti.horovod.torch import job, mpi_ops
 
 
 def average_metrics(
@@ -83,7 +83,7 @@ def learning_rate_schedule(
     def factor(step: int) -> float:
         epoch = step / steps_per_epoch
         if epoch < warmup_epochs:
-            size = mpi_ops.size()
+            size = job.size()
             return (1 + (size - 1) * epoch / warmup_epochs) / size
         return multiplier(math.floor(epoch) if staircase else epoch)
 

@@ -1,324 +1,53 @@
-"""Queries and collectives of ``horovod.torch``, with integer handles, on ``tutti.comm.collectives``."""
+"""Collectives of ``horovod.torch``, with integer handles, on ``tutti.comm.collectives``."""
 
 from __future__ import annotations
 
-import atexit
-import functools
-import itertools
-import logging
-import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from tutti.comm import collectives
+from tutti.comm import async_collectives, collectives
+from tutti.comm import process_set as process_sets
 from tutti.comm.collective_call import ReduceOperation
-from tutti.comm.collective_engine import abandon_engine, engine, interrupt_engine
-from tutti.comm.collective_session import CollectiveHandle, CollectiveSession
-from tutti.comm.collectives import ProcessSet
-from tutti.comm.collectives import all_ranks as global_process_set
-from tutti.comm.negotiation import SessionOptions
-from tutti.device import collective_library_version, has_toolkit
-from tutti.errors import PeerError, UsageError
-from tutti.horovod.common.exceptions import HorovodInternalError
-from tutti.horovod.installing import export_rank
-from tutti.horovod.torch.collective_timeline import CollectiveTimeline
+from tutti.comm.process_set import ProcessSet
+from tutti.comm.process_set import all_ranks as global_process_set
+from tutti.horovod.common.exceptions import HorovodInternalError, translated
 from tutti.horovod.torch.compression import Compression
-from tutti.launcher import context
-from tutti.launcher.membership import current_membership
-
-log = logging.getLogger("tutti.elastic")
-
-T = TypeVar("T", bound=Callable[..., Any])
+from tutti.horovod.torch.handles import new_handle, poll, synchronize  # noqa: F401 (poll: as in Horovod)
+from tutti.horovod.torch.job import (  # noqa: F401 (Horovod has these names here, too)
+    ccl_built,
+    check_initialized,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 
 Average, Sum, Adasum = ReduceOperation.AVERAGE, ReduceOperation.SUM, ReduceOperation.ADASUM
+
 Min, Max, Product = ReduceOperation.MIN, ReduceOperation.MAX, ReduceOperation.PRODUCT
 
-_ATTEMPTS = 20
-NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
-_session: CollectiveSession | None = None
-_homogeneous = True
-_timeline: CollectiveTimeline | None = None
-_handles: dict[int, CollectiveHandle] = {}
-_numbers = itertools.count()
-
-
-def translated(function: T) -> T:
-    """Decorate a function so that it raises Horovod's exceptions instead of tutti's.
-
-    ``PeerError`` (a failed collective, mismatched calls included) becomes HorovodInternalError, ``UsageError`` becomes
-    ValueError; the cause is kept.
-
-    Returns:
-        A function with the arguments and result of ``function``.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except PeerError as error:
-            raise HorovodInternalError(str(error)) from error
-        except UsageError as error:
-            if isinstance(error, ValueError):
-                raise
-            raise ValueError(str(error)) from error
-
-    return call  # type: ignore[return-value]
-
-
-def check_initialized() -> None:
-    """Raise ValueError, with Horovod's message, if this process has not called ``init`` or has called ``shutdown``."""
-    if _session is None:
-        raise ValueError(NOT_INITIALIZED)
-
-
-# --- the job -------------------------------------------------------------------------------------------------------
-
-
-def _options() -> SessionOptions:
-    def number(name: str, default: float) -> float:
-        text = os.environ.get(f"HOROVOD_{name}", "")
-        try:
-            return float(text) if text else default
-        except ValueError:
-            raise ValueError(f"HOROVOD_{name} is '{text}'; it must be a number") from None
-
-    off = os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
-    return SessionOptions(
-        warn=0.0 if off else number("STALL_CHECK_TIME_SECONDS", 60.0),
-        limit=0.0 if off else number("STALL_SHUTDOWN_TIME_SECONDS", 0.0),
-        fusion=int(number("FUSION_THRESHOLD", 64 << 20)),
-        capacity=int(number("CACHE_CAPACITY", 1024)),
-    )
-
-
-@translated
-def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Join the job that the environment describes and start the thread that runs collectives, as ``hvd.init``.
-
-    Collective over all ranks; blocks until all have called it. A second call does nothing. In an elastic job, whose set
-    of ranks changes while it runs, this function calls ``rejoin``, which joins the next set, and passes on its errors.
-
-    Args:
-        comm: None, an empty list, or the list of all ranks. Lists of some ranks and MPI communicators are refused.
-        process_sets: process sets that this call registers, as objects or lists of global ranks, equal on all ranks;
-            the text ``"dynamic"`` has no effect, because sets can always be added later; None: no sets.
-
-    Raises:
-        ValueError: two process sets have the same ranks, a set is empty or names a rank that does not exist, ``comm``
-            is refused, a variable such as ``HOROVOD_FUSION_THRESHOLD`` is not a number, or ``tutti.init`` refuses the
-            environment, such as variables of the launcher that contradict each other.
-        HorovodInternalError: the other ranks did not arrive in time, or the ranks' process sets differ.
-        OSError: on rank 0, the file that ``HOROVOD_TIMELINE`` names cannot be written.
-    """
-    if _session is not None:
-        return
-    if current_membership() is not None:
-        rejoin(failed=False, process_sets=process_sets)
-        return
-    _join(comm, process_sets)
-
-
-@translated
-def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Leave the present set of ranks of an elastic job, and join the set that replaces it.
-
-    Collective over the ranks of the next set; blocks until it is complete. Tries again if ranks are lost meanwhile. To
-    be called in elastic jobs only, where the launcher's elastic driver decides which ranks the next set has.
-
-    Args:
-        failed: whether a collective of the present set failed, so that its other ranks must be interrupted.
-        process_sets: process sets that this call registers, as objects or lists of global ranks, equal on all ranks;
-            texts and None add none.
-
-    Raises:
-        ValueError: two process sets have the same ranks, or a set is empty or names a rank that does not exist.
-        HorovodInternalError: the ranks could not join each other in 21 attempts, or the launcher has ended.
-        SystemExit: there is no place for this rank, because its slot was removed, or because other ranks have finished
-            training before this rank became a member; the code is 0.
-    """
-    member = current_membership()
-    assert member is not None
-    member.on_lost = interrupt_engine
-    for attempt in itertools.count():
-        member.join(failed, _abandon)
-        try:
-            _join(None, process_sets)
-            member.check()
-            export_rank(os.environ)
-            return
-        except (PeerError, RuntimeError, TimeoutError) as error:
-            if attempt == _ATTEMPTS:
-                raise HorovodInternalError(str(error)) from error
-            log.warning("the ranks could not join each other, and try again: %s", error)
-            failed = True
-
-
-def _abandon() -> None:
-    """Give up the connections of a generation."""
-    global _session
-    _session = None
-    collectives.use_session(None)
-    _handles.clear()
-    abandon_engine()
-    context.abandon_world()
-
-
-def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None) -> None:
-    global _session, _homogeneous
-    sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
-    made = [given if isinstance(given, ProcessSet) else ProcessSet(given) for given in sets]
-    context.init()
-    whole = list(range(context.size()))
-    if comm is not None and not (isinstance(comm, list) and (not comm or sorted(comm) == whole)):
-        raise ValueError("init(comm=) serves the list of all ranks only; use process_sets for a part of the ranks")
-    known = [whole]
-    for given in made:
-        if given.ranks in known:
-            raise ValueError(f"Attempted to add a duplicate process set: {given}")
-        known.append(given.ranks)
-    running = engine()
-    if (member := current_membership()) is not None:
-        # A loss before now found no engine to interrupt.
-        member.check()
-    _session = running.open_session(_options())
-    _session.translated = translated
-    collectives.use_session(_session)
-    collectives.barrier()
-    running.make_group()
-    sizes = collectives.allgather_object(context.local_size(), "processes of the node")
-    _homogeneous = len({*sizes}) == 1
-    for given in made:
-        collectives.add_process_set(given)
-    path = os.environ.get("HOROVOD_TIMELINE", "")
-    if path and path != "DYNAMIC":
-        start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
-
-
-def shutdown() -> None:
-    """Leave the job; pending collectives that not all ranks have called then fail on all ranks.
-
-    Waits until rank 0, which coordinates the collectives, has taken note, but not for other ranks to leave. ``init``
-    can join again afterwards. Does nothing before ``init``. Also called at the exit of the process.
-    """
-    global _session
-    stop_timeline()
-    leaving, _session = _session, None
-    if leaving is None:
-        return
-    collectives.use_session(None)
-    leaving.close()
-    _handles.clear()
-
-
-atexit.register(shutdown)
-
-
-def is_initialized() -> bool:
-    """Return whether this process has called ``init`` and not ``shutdown`` since."""
-    return _session is not None
-
-
-def rank() -> int:
-    """Return this process's rank in the job, from 0. Raises ValueError before ``init``."""
-    check_initialized()
-    return context.rank()
-
-
-def size() -> int:
-    """Return the number of processes in the job. Raises ValueError before ``init``."""
-    check_initialized()
-    return context.size()
-
-
-def local_rank() -> int:
-    """Return this process's rank on its node, from 0. Raises ValueError before ``init``."""
-    check_initialized()
-    return context.local_rank()
-
-
-def local_size() -> int:
-    """Return the number of the job's processes on this node. Raises ValueError before ``init``."""
-    check_initialized()
-    return context.local_size()
-
-
-def cross_rank() -> int:
-    """Return the index of this process's node, from 0. Raises ValueError before ``init``."""
-    check_initialized()
-    return context.cross_rank()
-
-
-def cross_size() -> int:
-    """Return the number of nodes in the job. Raises ValueError before ``init``."""
-    check_initialized()
-    return context.cross_size()
-
-
-def is_homogeneous() -> bool:
-    """Return whether all nodes of the job have the same number of processes; the same answer on all ranks.
-
-    No communication: ``init`` has gathered the numbers. Raises ValueError before ``init``.
-    """
-    check_initialized()
-    return _homogeneous
-
-
-def mpi_threads_supported() -> bool:
-    """Return False, as Horovod's query whether MPI supports threads: tutti's collectives use no MPI."""
-    return False
-
-
-def mpi_enabled() -> bool:
-    """Return False, as Horovod's query whether MPI is in use: tutti's collectives use no MPI."""
-    return False
-
-
-def mpi_built() -> bool:
-    """Return False, as Horovod's query whether it was built with MPI: tutti's collectives use no MPI."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Return True, as Horovod's query whether Gloo is in use: it carries the collectives of CPU tensors."""
-    return True
-
-
-def gloo_built() -> bool:
-    """Return True, as Horovod's query whether it was built with Gloo, which carries the collectives of CPU tensors."""
-    return True
-
-
-def nccl_built() -> int:
-    """Return the version of the NCCL that PyTorch was built with as a number, such as 22705; 0 without NCCL."""
-    return collective_library_version()
-
-
-def ddl_built() -> bool:
-    """Return False, as Horovod's query whether it was built with IBM DDL, which tutti does not use."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False, as Horovod's query whether it was built with Intel oneCCL, which tutti does not use."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return whether PyTorch was built with CUDA; no GPU need be present."""
-    return has_toolkit("cuda")
-
-
-def rocm_built() -> bool:
-    """Return whether PyTorch was built with ROCm; no GPU need be present."""
-    return has_toolkit("rocm")
-
-
-# --- process sets and control ----------------------------------------------------------------------------------------
+# --- process sets and control -----------------------------------------------------------------------------------------
 
 
 @translated
@@ -339,7 +68,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
-    return collectives.add_process_set(process_set)
+    return process_sets.add_process_set(process_set)
 
 
 @translated
@@ -360,7 +89,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
     check_initialized()
-    return collectives.remove_process_set(process_set)
+    return process_sets.remove_process_set(process_set)
 
 
 @translated
@@ -404,85 +133,7 @@ def join(device: int = -1) -> int:
     return collectives.join()
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Start to write a trace of rank 0's collectives in the format of Chrome's trace viewer, until ``stop_timeline``.
-
-    Not collective: does nothing on ranks other than 0. Ends a timeline that is being written.
-
-    Args:
-        file_path: JSON file to write; overwritten.
-        mark_cycles: whether to add an event at the start of each collective, ``CYCLE_START``.
-
-    Raises:
-        ValueError: ``init`` was not called.
-        OSError: on rank 0, the file cannot be written.
-    """
-    global _timeline
-    check_initialized()
-    stop_timeline()
-    if context.rank() == 0:
-        _timeline = CollectiveTimeline(file_path, mark_cycles)
-        engine().sink = _timeline.record
-
-
-def stop_timeline() -> None:
-    """End the trace that ``start_timeline`` began and close its file; do nothing if there is none."""
-    global _timeline
-    ending, _timeline = _timeline, None
-    if ending is not None:
-        if _session is not None:
-            _session.engine.sink = None
-        ending.close()
-
-
-# --- handles -------------------------------------------------------------------------------------------------------
-
-
-def _handle(handle: CollectiveHandle) -> int:
-    number = next(_numbers)
-    _handles[number] = handle
-    return number
-
-
-def poll(handle: int) -> bool:
-    """Return whether a collective has ended or failed, so that ``synchronize`` would not block. Does not block.
-
-    Args:
-        handle: number that an asynchronous collective has returned, and for which ``synchronize`` was not called yet;
-            not the function that ``sparse_allreduce_async`` returns.
-
-    Raises:
-        ValueError: the handle is unknown.
-    """
-    if handle not in _handles:
-        raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    return _handles[handle].done
-
-
-@translated
-def synchronize(handle: Any) -> Any:
-    """Block until an asynchronous collective is complete and return its result; the handle is invalid from then on.
-
-    Args:
-        handle: result of an asynchronous collective: a number, or the function of ``sparse_allreduce_async``.
-
-    Returns:
-        The result; None, as in Horovod, for a number that was synchronised before or that no collective returned.
-
-    Raises:
-        HorovodInternalError: ranks' calls differ, or a rank is lost.
-    """
-    if callable(handle):
-        return handle()
-    if (found := _handles.get(handle)) is None:
-        return None
-    try:
-        return found.wait()
-    finally:
-        _handles.pop(handle, None)
-
-
-# --- all-reduce ----------------------------------------------------------------------------------------------------
+# --- all-reduce -------------------------------------------------------------------------------------------------------
 
 
 def _operation(op: Any, average: bool | None) -> ReduceOperation:
@@ -589,7 +240,9 @@ def allreduce_async(
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
-    return _handle(collectives.allreduce_async(tensor, _operation(op, average), _named("allreduce", name), **given))
+    return new_handle(
+        async_collectives.allreduce_async(tensor, _operation(op, average), _named("allreduce", name), **given)
+    )
 
 
 @translated
@@ -668,7 +321,9 @@ def allreduce_async_(
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
-    return _handle(collectives.allreduce_async(tensor, operation, _named("allreduce", name), in_place=True, **given))
+    return new_handle(
+        async_collectives.allreduce_async(tensor, operation, _named("allreduce", name), in_place=True, **given)
+    )
 
 
 @translated
@@ -753,7 +408,7 @@ def grouped_allreduce_async(
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
-    return _handle(collectives.grouped_allreduce_async(tensors, operation, _named("allreduce", name), **given))
+    return new_handle(async_collectives.grouped_allreduce_async(tensors, operation, _named("allreduce", name), **given))
 
 
 @translated
@@ -837,8 +492,8 @@ def grouped_allreduce_async_(
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
-    return _handle(
-        collectives.grouped_allreduce_async(tensors, operation, _named("allreduce", name), in_place=True, **given)
+    return new_handle(
+        async_collectives.grouped_allreduce_async(tensors, operation, _named("allreduce", name), in_place=True, **given)
     )
 
 
@@ -870,13 +525,13 @@ def sparse_allreduce_async(
         HorovodInternalError: a rank is lost already.
     """
     check_initialized()
-    wait = collectives.sparse_allreduce_async(
+    wait = async_collectives.sparse_allreduce_async(
         tensor, _operation(op, None), _named("allreduce", name), process_set=process_set
     )
     return translated(wait)
 
 
-# --- other collectives -----------------------------------------------------------------------------------------------
+# --- other collectives ------------------------------------------------------------------------------------------------
 
 
 @translated
@@ -926,7 +581,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
         HorovodInternalError: a rank is lost already.
     """
     check_initialized()
-    return _handle(collectives.allgather_async(tensor, _named("allgather", name), process_set=process_set))
+    return new_handle(async_collectives.allgather_async(tensor, _named("allgather", name), process_set=process_set))
 
 
 @translated
@@ -983,7 +638,9 @@ def grouped_allgather_async(
         HorovodInternalError: a rank is lost already.
     """
     check_initialized()
-    return _handle(collectives.grouped_allgather_async(tensors, _named("allgather", name), process_set=process_set))
+    return new_handle(
+        async_collectives.grouped_allgather_async(tensors, _named("allgather", name), process_set=process_set)
+    )
 
 
 @translated
@@ -1037,7 +694,9 @@ def broadcast_async(
         HorovodInternalError: a rank is lost already.
     """
     check_initialized()
-    return _handle(collectives.broadcast_async(tensor, root_rank, _named("broadcast", name), process_set=process_set))
+    return new_handle(
+        async_collectives.broadcast_async(tensor, root_rank, _named("broadcast", name), process_set=process_set)
+    )
 
 
 @translated
@@ -1092,7 +751,9 @@ def broadcast_async_(
     """
     check_initialized()
     named = _named("broadcast", name)
-    return _handle(collectives.broadcast_async(tensor, root_rank, named, process_set=process_set, in_place=True))
+    return new_handle(
+        async_collectives.broadcast_async(tensor, root_rank, named, process_set=process_set, in_place=True)
+    )
 
 
 def start_broadcasts(
@@ -1120,8 +781,8 @@ def start_broadcasts(
         HorovodInternalError: a rank is lost already.
     """
     check_initialized()
-    start = translated(collectives.grouped_broadcast_async)
-    return _handle(start(tensors, root_rank, _named("broadcast", name), process_set=process_set, in_place=True))
+    start = translated(async_collectives.grouped_broadcast_async)
+    return new_handle(start(tensors, root_rank, _named("broadcast", name), process_set=process_set, in_place=True))
 
 
 @translated
@@ -1191,7 +852,9 @@ def alltoall_async(
         HorovodInternalError: a rank is lost already.
     """
     check_initialized()
-    return _handle(collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set))
+    return new_handle(
+        async_collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set)
+    )
 
 
 def _scatters(op: Any) -> ReduceOperation:
@@ -1277,7 +940,9 @@ def reducescatter_async(
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
-    return _handle(collectives.reducescatter_async(tensor, _scatters(op), _named("reducescatter", name), **given))
+    return new_handle(
+        async_collectives.reducescatter_async(tensor, _scatters(op), _named("reducescatter", name), **given)
+    )
 
 
 @translated
@@ -1357,6 +1022,6 @@ def grouped_reducescatter_async(
     """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
-    return _handle(
-        collectives.grouped_reducescatter_async(tensors, _scatters(op), _named("reducescatter", name), **given)
+    return new_handle(
+        async_collectives.grouped_reducescatter_async(tensors, _scatters(op), _named("reducescatter", name), **given)
     )

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm import collectives
+from tutti.comm import async_collectives
 from tutti.comm.collective_session import CollectiveHandle
-from tutti.comm.collectives import ProcessSet
-from tutti.comm.collectives import all_ranks as global_process_set
-from tutti.horovod.torch import mpi_ops
+from tutti.comm.process_set import ProcessSet
+from tutti.comm.process_set import all_ranks as global_process_set
+from tutti.horovod.common.exceptions import translated
+from tutti.horovod.torch import job, mpi_ops
 from tutti.horovod.torch.bucket_autotune import BUCKET_BYTES, make_autotune
 from tutti.horovod.torch.compression import Compression
 from tutti.horovod.torch.functions import group_name
@@ -194,7 +195,7 @@ class _Distributed:
             raise AssertionError(self._too_many(parameter))
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
-            raise AssertionError(f"{_GRAPH} (rank {mpi_ops.rank()}, parameter '{self._parameter_names[parameter]}')")
+            raise AssertionError(f"{_GRAPH} (rank {job.rank()}, parameter '{self._parameter_names[parameter]}')")
         backward.delay -= 1
         if backward.delay > 0:
             return
@@ -205,7 +206,7 @@ class _Distributed:
             self._start(bucket)
 
     def _too_many(self, parameter: Tensor) -> str:
-        return f"{_TOO_MANY} (rank {mpi_ops.rank()}, parameter '{self._parameter_names[parameter]}')"
+        return f"{_TOO_MANY} (rank {job.rank()}, parameter '{self._parameter_names[parameter]}')"
 
     def _start_sparse(self, parameter: Tensor, gradient: Tensor) -> None:
         self._had_sparse.add(parameter)
@@ -237,7 +238,7 @@ class _Distributed:
                 bucket.sent.append(_Sent(parameter, gradient, compressed, context, found is not None))
         if not tensors:
             return
-        bucket.handle = mpi_ops.translated(collectives.grouped_allreduce_async)(
+        bucket.handle = translated(async_collectives.grouped_allreduce_async)(
             tensors,
             self.op,
             bucket.name if len(tensors) == len(bucket.parameters) else f"{bucket.name}.{len(tensors)}",
@@ -288,11 +289,9 @@ class _Distributed:
             return
         for parameter, gradient, writes in bucket.gradients:
             if parameter.grad is not gradient or tensor_version(gradient) != writes:
-                raise AssertionError(
-                    f"{_CHANGED} (rank {mpi_ops.rank()}, parameter '{self._parameter_names[parameter]}')"
-                )
+                raise AssertionError(f"{_CHANGED} (rank {job.rank()}, parameter '{self._parameter_names[parameter]}')")
         # In place: what was handed over is reduced.
-        mpi_ops.translated(bucket.handle.wait)()
+        translated(bucket.handle.wait)()
         for sent in bucket.sent:
             parameter, gradient = sent.parameter, sent.gradient
             if sent.compressed is not gradient:
@@ -367,7 +366,7 @@ class _Distributed:
         """
         if computed := self._computed():
             name = self._parameter_names[computed[0]]
-            raise AssertionError(f"{_CHANGED} (rank {mpi_ops.rank()}, parameter '{name}', GradScaler.step)")
+            raise AssertionError(f"{_CHANGED} (rank {job.rank()}, parameter '{name}', GradScaler.step)")
         if self._fused:
             return True
         if found_inf.item():
@@ -407,7 +406,7 @@ class _Distributed:
         if computed := self._computed():
             names = ", ".join(f"'{self._parameter_names[parameter]}'" for parameter in computed[:3])
             more = f" and {len(computed) - 3} more" if len(computed) > 3 else ""
-            raise AssertionError(f"{_RACE} (rank {mpi_ops.rank()}, parameters {names}{more})")
+            raise AssertionError(f"{_RACE} (rank {job.rank()}, parameters {names}{more})")
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def _computed(self) -> list[Tensor]:
@@ -495,10 +494,10 @@ class _DistributedDelta(_Distributed):
         if self._buckets:
             changes = [p.detach() - start for p, start in zip(parameters, before, strict=True)]
             compressed = [self._compression.compress(change) for change in changes]
-            reduced = mpi_ops.translated(collectives.grouped_allreduce_async)(
+            reduced = translated(async_collectives.grouped_allreduce_async)(
                 [tensor for tensor, _ in compressed], Adasum, "adasum.changes", process_set=self.process_set
             )
-            combined = mpi_ops.translated(reduced.wait)()
+            combined = translated(reduced.wait)()
             with torch.no_grad():
                 for parameter, start, change, (_, ctx) in zip(parameters, before, combined, compressed, strict=True):
                     parameter.copy_(start + self._compression.decompress(change, ctx))
@@ -579,7 +578,7 @@ def DistributedOptimizer(
             reduced, or backward had ``create_graph=True``.
         HorovodInternalError: from backward, ``step`` or ``synchronize``: the ranks' calls differ, or a rank is lost.
     """
-    mpi_ops.check_initialized()
+    job.check_initialized()
     if isinstance(optimizer, _Distributed):
         raise ValueError("optimizer is wrapped by DistributedOptimizer already; give it the optimizer of PyTorch")
     if not hasattr(compression, "compress"):

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tutti.comm import collectives
-from tutti.horovod.torch import mpi_ops
+from tutti.comm.collective_call import ReduceOperation
+from tutti.horovod.common.exceptions import translated
+from tutti.horovod.torch import job
 from tutti.torch_compat import BatchNormBase
 
 
@@ -64,7 +66,7 @@ class SyncBatchNorm(BatchNormBase):
         """
         self._check_input_dim(input)
         whole = self.training or self.running_mean is None
-        if not whole or mpi_ops.size() == 1:
+        if not whole or job.size() == 1:
             return super().forward(input)
         axes = [0, *range(2, input.dim())]
         view = [1, -1] + [1] * (input.dim() - 2)
@@ -82,7 +84,7 @@ class SyncBatchNorm(BatchNormBase):
         return result.to(input.dtype)
 
     def _summed(self, tensor: Tensor, what: str) -> Tensor:
-        summed: Tensor = mpi_ops.translated(collectives.allreduce)(tensor, collectives.SUM, f"sync_batch_norm.{what}")
+        summed: Tensor = translated(collectives.allreduce)(tensor, ReduceOperation.SUM, f"sync_batch_norm.{what}")
         return summed
 
     def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tutti.comm.collectives import collectives_refused
+from tutti.comm.current_session import collectives_refused
 from tutti.data.global_generators import own_generators
 from tutti.nn.ac_and_compile import plain_forward
 from tutti.nn.swap import buffers, copied_buffers

@@ -9,7 +9,7 @@ from tutti.horovod.common.elastic import ObjectState, State, run_fn
 from tutti.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from tutti.horovod.torch.elastic.sampler import ElasticSampler
 from tutti.horovod.torch.elastic.state import TorchState
-from tutti.horovod.torch.mpi_ops import init, rejoin, shutdown
+from tutti.horovod.torch.job import init, rejoin, shutdown
 from tutti.launcher.membership import current_membership
 
 T = TypeVar("T")

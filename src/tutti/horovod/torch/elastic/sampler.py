@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from tutti.horovod.torch.mpi_ops import rank, size
+from tutti.horovod.torch.job import rank, size
 
 
 class ElasticSampler(Sampler[int]):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tutti.horovod.common.elastic import ObjectState
-from tutti.horovod.torch import mpi_ops
+from tutti.horovod.torch import job, mpi_ops
 from tutti.horovod.torch.elastic.sampler import ElasticSampler
 from tutti.horovod.torch.functions import (
     allgather_object,
@@ -166,7 +166,7 @@ class SamplerStateHandler(StateHandler):
         sampler: ElasticSampler = self.value
         found = allgather_object([sampler.epoch, self._restored and self._whole])
         epoch, alone = found[0]
-        counts = sampler.epoch == epoch and (not alone or mpi_ops.rank() == 0)
+        counts = sampler.epoch == epoch and (not alone or job.rank() == 0)
         mine = list(sampler.processed_indices) if counts else []
         done = mpi_ops.allgather(torch.tensor(mine, dtype=torch.int64))
         sampler.load_state_dict({"epoch": epoch, "processed_indices": done.tolist()})
@@ -227,7 +227,7 @@ class TorchState(ObjectState):
         self._handlers = handlers
         for name, handler in handlers.items():
             super().__setattr__(name, handler.value)
-        super().__init__(broadcast_object, mpi_ops.rank, **plain)
+        super().__init__(broadcast_object, job.rank, **plain)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "_handlers" and (handler := self._handlers.get(name)) is not None and handler.value is not value:
