@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
@@ -202,3 +202,16 @@ def check_apart(optimizers: Sequence[Optimizer]) -> None:
                 remedy="give each parameter to one optimizer",
             )
         seen |= own
+
+
+def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return a list of the members of ``parameters`` that are in the optimizer's ``param_groups``, in the given order.
+
+    Frozen parameters (``requires_grad`` False) are included.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: any parameters; they are compared by identity.
+    """
+    members = {p for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in parameters if p in members]

@@ -11,7 +11,7 @@ rank owns all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -22,19 +22,16 @@ from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import owners
 from tutti.errors import UsageError
-from tutti.optim.mixing import Mixing, mixing_of
+from tutti.optim.mixing_rules import optimizer_class_name
 from tutti.optim.optimizer_copy import NestedState
-from tutti.optim.several import slots
+from tutti.optim.several import slots, trained_by
 from tutti.parallel.split_optimizer import SliceRegions
 from tutti.types.optimizer_protocols import NamedParameters
-from tutti.types.run_context import RunContext
 from tutti.types.saved_state import SavedState
 from tutti.types.shard_spec import ShardSpec
 
 Region = tuple[slice, ...]
 """Index of a region in a whole tensor, one slice a dimension; empty for a 0-d tensor."""
-
-_WITH_CLOSURE = "take strategy='mirrored', or an optimizer whose step needs no closure"
 
 
 class GatheredTensor(NamedTuple):
@@ -345,7 +342,8 @@ def refuse_growth(optimizer: Optimizer | None, name: str) -> NoReturn:
     """
     raise UsageError(
         f"the script trains {name} from here on, which was frozen or not in the optimizer in tutti.prepare",
-        why=f"{_named(optimizer)} needs whole tensors, and which rank keeps the state of each was decided then",
+        why=f"{optimizer_class_name(optimizer)} needs whole tensors, and which rank keeps the state of each was decided"
+        " then",
         remedy="give it to the optimizer and freeze it after tutti.prepare, or take strategy='mirrored'",
     )
 
@@ -556,128 +554,6 @@ def axis(
     """
     chosen = [math.prod(part.shape) for part in parts] if sizes is None else sizes
     return _Axis(comm, parts, [0] * len(parts) if together else owners(chosen, comm.size))
-
-
-def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return a list of the members of ``parameters`` that are in the optimizer's ``param_groups``, in the given order.
-
-    Frozen parameters (``requires_grad`` False) are included.
-
-    Args:
-        optimizer: the optimizer.
-        parameters: any parameters; they are compared by identity.
-    """
-    members = {p for group in optimizer.param_groups for p in group["params"]}
-    return [p for p in parameters if p in members]
-
-
-def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewhere: bool = False) -> Mixing:
-    """Find out by trial steps whether an optimizer can step on slices of tensors, and combine all ranks' results.
-
-    An update of an element may depend on other rows, columns or elements of the tensor, or on other tensors; a step on
-    slices is then wrong. The trial steps a copy of the optimizer on small tensors of its own. Collective: an all-gather
-    over all ranks of the run. In a run of one rank there is no trial, and the result is that of an element-wise
-    optimizer.
-
-    Args:
-        optimizer: this rank's optimizer; None if this rank has no parameters.
-        run_context: the run, with its communicators.
-        elsewhere: whether other processes make the updates, so that a run of one rank needs the trial too.
-
-    Returns:
-        A ``Mixing`` with four flags, True where on all ranks a step on parts gives the result of the step on whole
-        tensors: ``rows`` (on blocks of the first dimension), ``columns`` (on slices along other dimensions), ``flat``
-        (on pieces of the flattened tensor) and ``tensors`` (on some of the tensors alone). Further ``closure``: whether
-        any rank's ``step`` needs a closure; ``untried``: this rank's reason why the trial failed, or None; and
-        ``writes``: names of the entries of parameter groups that this rank's optimizer changes in its steps. Where a
-        rank's trial failed, the four flags are False.
-
-    Raises:
-        UsageError: on all ranks, where a step draws from PyTorch's global random generator.
-        PeerError: a rank is lost, or does not take part within the timeout.
-    """
-    comm = run_context.comms.world
-    if comm.size == 1 and not elsewhere:
-        return Mixing()
-    found = Mixing() if optimizer is None else mixing_of(optimizer)
-    flags = torch.tensor([found.rows, found.columns, found.flat, found.tensors, not found.draws, not found.closure])
-    worst = torch.stack(comm.all_gather(flags.int(), "what the optimizer mixes")).amin(0).bool().tolist()
-    rows, columns, flat, tensors, fixed, closed = worst
-    if not fixed:
-        raise UsageError(
-            f"{_named(optimizer)} draws random numbers in its step",
-            why="every process would draw different numbers, and the parameters would diverge",
-            remedy="let it draw from a torch.Generator of its own, with the same seed on every rank, or take"
-            " strategy='single'",
-        )
-    return Mixing(rows, columns, flat, tensors, False, not closed, found.untried, found.writes)
-
-
-def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: str) -> None:
-    """Raise UsageError where an update depends on several tensors together and no rank has all of them.
-
-    Args:
-        optimizer: this rank's optimizer, named in the error.
-        mixing: result of the optimizer's trial steps (``agreed_mixing``), equal on all ranks.
-        parts: number of stages or ranks among which the tensors are divided; 1 is never refused.
-        what: name of the stages or ranks in the error, such as "stages of the model".
-
-    Raises:
-        UsageError: ``parts`` is above 1 and ``mixing.tensors`` is False: in the trial, a step on some of the tensors
-            alone gave another result than a step on all, or the trial failed; or steps change parameter groups.
-    """
-    if parts > 1 and not mixing.tensors:
-        raise UsageError(
-            f"{_named(optimizer)} needs all tensors together, and {parts} {what} have some each",
-            why=mixing.untried or "in a trial a step on half of the tensors was another than among all of them",
-            remedy=_WITH_CLOSURE if mixing.closure else "take mirrored or sharded",
-        )
-    if parts > 1:
-        refuse_changed_settings(optimizer, mixing)
-
-
-def refuse_changed_settings(optimizer: Optimizer | None, mixing: Mixing) -> None:
-    """Raise UsageError for an optimizer whose steps change its parameter groups, if another optimizer object steps.
-
-    Args:
-        optimizer: this rank's optimizer, named in the error.
-        mixing: result of the optimizer's trial, whose ``writes`` are the names of entries of parameter groups that
-            steps change.
-
-    Raises:
-        UsageError: ``mixing.writes`` is not empty. The optimizer that steps (on a server, a stage or an owner of
-            tensors) takes its settings from the script's optimizer before each step, so that what its last step has
-            written into its groups, such as a count or an estimated learning rate, would be lost.
-    """
-    if mixing.writes:
-        raise UsageError(
-            f"{_named(optimizer)} changes {', '.join(sorted(mixing.writes))} of its parameter groups in its steps",
-            why="optimizers of servers, stages or owners of tensors make the steps, with the settings of the script's"
-            " own optimizer, which stay as they are",
-            remedy="keep such numbers in optimizer.state, or take mirrored or sharded",
-        )
-
-
-def refuse_closure(optimizer: Optimizer | None, mixing: Mixing) -> None:
-    """Raise UsageError for an optimizer whose step needs a closure, which cannot run on gathered tensors.
-
-    Args:
-        optimizer: this rank's optimizer, named in the error; None if this rank has no parameters.
-        mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``), of which ``closure`` is read.
-
-    Raises:
-        UsageError: ``mixing.closure`` is True; while tensors are gathered the closure would run on this rank alone.
-    """
-    if mixing.closure:
-        raise UsageError(
-            f"{_named(optimizer)} needs whole tensors and a closure",
-            why="the closure would compute the loss on this rank alone, while the tensors are gathered",
-            remedy=_WITH_CLOSURE,
-        )
-
-
-def _named(optimizer: Optimizer | None) -> str:
-    return "the optimizer" if optimizer is None else type(optimizer).__name__
 
 
 def _is(part: GatheredTensor, dtype: torch.dtype) -> bool:

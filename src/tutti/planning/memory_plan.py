@@ -241,7 +241,7 @@ def reduction_buffer_bytes(trained: float, shards: int, ranks: int) -> float:
 
 def _optimizer_options(task: Task, model: nn.Module, config: PlannedRun) -> options.OptimizerConfig:
     """Return the options of the optimizer that the task makes of ``model``, or else of the configuration."""
-    made = None if task.optimizer is None else optimizer_text(task.optimizer(model), task.name)
+    made = None if task.optimizer is None else optimizer_text(task.optimizer(model))
     return config.optimizer_choice.options if made is None else options.check_optimizer(made)
 
 

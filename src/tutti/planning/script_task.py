@@ -112,7 +112,7 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
         "micro_batch": options.micro_batch,
         "precision": options.precision or _dtype_precision(model),
         "activation_checkpointing": _checkpointing_text(options, script),
-        "optimizer": optimizer_text(optimizer, script),
+        "optimizer": optimizer_text(optimizer),
     }
     return ScriptTask(task, {name: value for name, value in stated.items() if value is not None}, loss is None)
 
@@ -155,12 +155,11 @@ def copy_model(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, made)
 
 
-def optimizer_text(optimizer: Any, script: str) -> str | None:
+def optimizer_text(optimizer: Any) -> str | None:
     """Describe an optimizer as text of ``--optimizer``, with its learning rate, and for SGD also with its momentum.
 
     Args:
         optimizer: text, which is returned as it is, or an instance of an optimizer.
-        script: path of the script; not read.
 
     Returns:
         ``NAME:lr=RATE``, for SGD with momentum ``sgd:lr=RATE,momentum=VALUE``, and for an optimizer that
@@ -168,7 +167,7 @@ def optimizer_text(optimizer: Any, script: str) -> str | None:
         those of its parameter groups. None where ``optimizer`` is neither text nor one PyTorch optimizer, such as a
         list of several.
 
-    >>> optimizer_text(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5, momentum=0.9), "train.py")
+    >>> optimizer_text(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5, momentum=0.9))
     'sgd:lr=0.5,momentum=0.9'
     """
     if isinstance(optimizer, str):

@@ -35,6 +35,7 @@ from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import ScriptMode
 from tutti.nn.swap import buffers, parameters
 from tutti.optim.mixing import needs_closure
+from tutti.optim.mixing_rules import agreed_mixing, refuse_parts
 from tutti.parallel.ddp.allreduce import AllReduceSync
 from tutti.parallel.ddp.host_parameters import HostParameters
 from tutti.parallel.ddp.optimizer_step import culprits
@@ -43,7 +44,7 @@ from tutti.parallel.ddp.shared_memory_reducer import SharedReducer, attach_share
 from tutti.parallel.ddp.sync_module_states import agree_on_state
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.parameter_average import ParameterAverage, wide_type
-from tutti.parallel.whole_tensors import WholeTensors, agreed_mixing, refuse_parts
+from tutti.parallel.whole_tensors import WholeTensors
 from tutti.types.gradient_sync import OwnGradients, UpdatedPiece
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner

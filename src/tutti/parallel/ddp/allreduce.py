@@ -22,7 +22,8 @@ from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
 from tutti.optim.factory import is_known
-from tutti.optim.several import acting, members_of, slots
+from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_parts
+from tutti.optim.several import acting, members_of, slots, trained_by
 from tutti.parallel.ddp.buckets import FIRST_BYTES, ReducedSums, largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
@@ -48,14 +49,10 @@ from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
     WholeTensors,
     WholeTensorsOf,
-    agreed_mixing,
     along_slices,
     axis,
     gatherers_of_optimizers,
-    refuse_closure,
     refuse_growth,
-    refuse_parts,
-    trained_by,
 )
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.gradient_sync import OwnGradients

@@ -37,8 +37,9 @@ from tutti.nn.gradient_hooks import ScriptHook, wrap_hooks
 from tutti.nn.swap import parameters
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.mixing import needs_closure
+from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_parts
 from tutti.optim.muon import Muon
-from tutti.optim.several import acting, members_of, stepping
+from tutti.optim.several import acting, members_of, stepping, trained_by
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.gradient_arithmetic import scale_all, squares_of
@@ -56,17 +57,7 @@ from tutti.parallel.grad_norm import norm_across_model
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, divisor_of_backward, finite_by_norm, is_finite, mean_factor
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
-from tutti.parallel.whole_tensors import (
-    WholeTensors,
-    agreed_mixing,
-    along_slices,
-    axis,
-    gatherers_of_optimizers,
-    refuse_closure,
-    refuse_growth,
-    refuse_parts,
-    trained_by,
-)
+from tutti.parallel.whole_tensors import WholeTensors, along_slices, axis, gatherers_of_optimizers, refuse_growth
 from tutti.torch_compat import foreach_copy_
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.gradient_sync import OwnGradients, UpdatedPiece

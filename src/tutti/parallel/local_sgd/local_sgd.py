@@ -23,6 +23,7 @@ from tutti.comm.tree_sum import TreeSum
 from tutti.config.sync_config import LocalSGDConfig
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
+from tutti.optim.mixing_rules import agreed_mixing
 from tutti.optim.several import slots
 from tutti.parallel.ddp.buckets import METRICS
 from tutti.parallel.ddp.gradient_arithmetic import scale_all
@@ -36,7 +37,6 @@ from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.local_sgd.local_gradients import LocalGradients
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, finite_by_norm, is_finite, nonfinite_names, own_mean, own_sum
-from tutti.parallel.whole_tensors import agreed_mixing
 from tutti.torch_compat import foreach_copy_, tensor_version
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossSums

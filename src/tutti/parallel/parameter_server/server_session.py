@@ -22,6 +22,7 @@ from tutti.errors import PeerError, UsageError, counted, script_line
 from tutti.launcher import context
 from tutti.launcher.interface import address_of
 from tutti.optim.learning_rate import set_learning_rates
+from tutti.optim.mixing_rules import agreed_mixing, refuse_changed_settings, refuse_parts
 from tutti.optim.several import SeveralOptimizers, slots
 from tutti.parallel.ddp.step_agreement import layout_key
 from tutti.parallel.parameter_server import curve_keys, flat_views, hyperparameters, server_wire
@@ -33,7 +34,6 @@ from tutti.parallel.parameter_server.server_partition import ServerPlan, plan_se
 from tutti.parallel.parameter_server.server_snapshot import Snapshots
 from tutti.parallel.parameter_server.server_supervisor import ServerSupervisor
 from tutti.parallel.parameter_server.server_wire import Terms
-from tutti.parallel.whole_tensors import agreed_mixing, refuse_changed_settings, refuse_parts
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 from tutti.types.run_context import RunContext
 from tutti.types.saved_state import SavedState
