@@ -88,10 +88,10 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         loss: float | None = None
         with _stepping_by(self, step), run.model_code():
             if closure is not None:
-                loss = run.custom.step_with(index, closure, partial(call, self, "step"), replaced)
+                loss = run.custom.closures.step(index, closure, partial(call, self, "step"), replaced)
             else:
                 with run.lifecycle.values.updating():
-                    run.custom.step(index)
+                    run.custom.update.step(index)
         return loss
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:

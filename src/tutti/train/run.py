@@ -442,7 +442,7 @@ class Run:
             if self.feed.together and not work[0][1]:
                 work = [(work[0][0], [self.lifecycle.dummy_micro_batch(work[0][0])])]
             work = self.lifecycle.padded(work)
-            step_context = self.lifecycle.context
+            step_context = self.lifecycle.step_context
             if self.context.compile is not None and self.context.compile.records_graphs:
                 release_graph_results()
             try:
@@ -568,7 +568,7 @@ class Run:
                 the servers do not wait for all workers.
             MismatchError, PeerError: ranks are in different steps or make different calls, or a rank has died.
         """
-        self.custom.backward(loss, retain_graph)
+        self.custom.gradients.backward(loss, retain_graph)
 
     @ends_graph
     @TellFailures()
@@ -586,7 +586,7 @@ class Run:
                 from that of the rank's first micro-batch of this global batch.
             MismatchError, PeerError: ranks are in different steps or make different calls, or a rank has died.
         """
-        self.custom.reduce_gradients()
+        self.custom.gradients.reduce_gradients()
 
     @property
     def stepped(self) -> bool:
@@ -595,7 +595,7 @@ class Run:
         False before the first call. ``step`` makes an update in the rank's last micro-batch of a global batch, and does
         nothing in earlier ones. A step that was skipped because a gradient is not finite counts as an update here.
         """
-        return self.custom.stepped
+        return self.custom.update.stepped
 
     def gated_step(self) -> bool:
         """Update the parameters in a custom loop, for an optimizer that ``tutti.prepare`` was given as options.
@@ -616,9 +616,9 @@ class Run:
                 rank's first micro-batch.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
-        return self.custom.step(None)
+        return self.custom.update.step(None)
 
-    # ---------------------------------------------------------------------------------------------------------------
+    # --- the length of a run -----------------------------------------------------------------------------------------
 
     def stopping(self) -> AbstractContextManager[StopReason]:
         """Return a context within which SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C call ``ask_to_stop``.

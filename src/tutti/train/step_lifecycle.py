@@ -50,7 +50,7 @@ class StepLifecycle:
         max_nonfinite: number of skipped steps in a row that raises NonFiniteError.
 
     Attributes:
-        context: facts of the step under way that all workers share.
+        step_context: facts of the step under way that all workers share.
         drawn: this rank's part of the global batch under way; None for a batch that the caller made.
         rate: factor on the learning rates in the present epoch, from the batch-size schedule: below 1 where the batch
             size could not grow as much as the schedule asks, else 1.
@@ -74,7 +74,7 @@ class StepLifecycle:
         self.windows = WatchWindows()
         self._trials, self.loaders = WorkerTrials(run, self._kept), LoaderWatch(run)
         run.replica.around_stage = self._around_stage
-        self.context = StepContext(run.local_step, run.feed.contract.batch)
+        self.step_context = StepContext(run.local_step, run.feed.contract.batch)
         self.drawn: RankBatch | None = None
         self.rate = 1.0
         self.in_update = self.stop_asked = self._warm = False
@@ -96,7 +96,7 @@ class StepLifecycle:
     # --- before the forwards ---------------------------------------------------------------------------------------
 
     def begin(self, batch: Batch, loss: LossFn | None) -> WorkerBatches:
-        """Begin a step: set ``context``, and return this rank's micro-batches of the global batch.
+        """Begin a step: set ``step_context``, and return this rank's micro-batches of the global batch.
 
         Collective over the data ranks if the script has thawed parameters, that is set their ``requires_grad`` to True
         (an all-gather of digests of ``requires_grad``), and in the first steps of several workers, whose samples are
@@ -121,21 +121,26 @@ class StepLifecycle:
         self.check_left()
         self._script_draws = self._generator.get_state()
         self.windows.begin_step(None if self.drawn is None else self.drawn.after)
-        self.context = self._make_context()
+        self.step_context = self._make_step_context()
         if run.trainability.follow(late=False):
             run.hooks.watch(run.replica)
             self._written.watch()
-        noise = 0.0 if run.noise is None else run.noise.sigma(self.context.samples)
+        noise = 0.0 if run.noise is None else run.noise.sigma(self.step_context.samples)
         normalisation = run.gradient_sync.loss_normalisation
         batch = self._collated(batch)
         work = run.feed.micro_batches(
-            batch, self.context.local_step, self.context.samples, normalisation, self.context.loss_scale, noise
+            batch,
+            self.step_context.local_step,
+            self.step_context.samples,
+            normalisation,
+            self.step_context.loss_scale,
+            noise,
         )
         micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         single = self._are_single(micro_batches)
         run.hooks.check_hooks(single)
         if single and (run.feed.contract.shared or micro_batches) and normalisation == "step":
-            self.context = replace(self.context, whole=True)
+            self.step_context = replace(self.step_context, whole=True)
         if run.checks.looking:
             run.checks.look(batch, work, loss, given=self.drawn is None)
         return work
@@ -145,10 +150,10 @@ class StepLifecycle:
         feed = self._run.feed
         if feed.contract.shared:
             # Other ranks may have further micro-batches of this rank's worker.
-            return feed.is_single(self.context.samples)
+            return feed.is_single(self.step_context.samples)
         return all(micro_batch.whole for micro_batch in micro_batches)
 
-    def _make_context(self) -> StepContext:
+    def _make_step_context(self) -> StepContext:
         """Return the facts of the coming step, which all workers share, after checks of what the script has done."""
         run, drawn = self._run, self.drawn
         if drawn is None and run.feed.epochs.growth is not None:
@@ -237,7 +242,7 @@ class StepLifecycle:
                 why="batch_norm='sync' and sharded weights need every device to take part",
                 remedy="bring at least one sample on every rank",
             )
-        return self._run.feed.dummy_micro_batch(self.drawn.dummy, self.context.local_step, worker)
+        return self._run.feed.dummy_micro_batch(self.drawn.dummy, self.step_context.local_step, worker)
 
     def padded(self, work: WorkerBatches) -> WorkerBatches:
         """Return ``work`` padded with leading dummy micro-batches to equally many on every rank.
@@ -257,7 +262,7 @@ class StepLifecycle:
             return work
         present = sum(len(micro_batches) for _, micro_batches in work)
         if self.drawn is not None:
-            most = run.feed.most_micro_batches(self.context.samples)
+            most = run.feed.most_micro_batches(self.step_context.samples)
         else:
             comm = run.context.comms.replica
             counts = comm.gather_slices(torch.tensor([present], device=comm.device), "micro-batches of a batch")
@@ -269,7 +274,7 @@ class StepLifecycle:
         micro_batches_here = micro_batches_here or [self.dummy_micro_batch(worker)]
         missing = most - max(present, 1)
         dummies = [
-            run.feed.dummy_micro_batch(micro_batches_here[0].batch, self.context.local_step, worker, last=False)
+            run.feed.dummy_micro_batch(micro_batches_here[0].batch, self.step_context.local_step, worker, last=False)
             for _ in range(missing)
         ]
         return [*work[:index], (worker, [*dummies, *micro_batches_here]), *work[index + 1 :]]
@@ -332,7 +337,7 @@ class StepLifecycle:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         if run.optimizer is not None:
             # Rebuilt copies of the script's optimizers take its settings before each step.
-            set_learning_rates(groups, self.context.lr_factor)
+            set_learning_rates(groups, self.step_context.lr_factor)
         rates = multiply_learning_rates(groups, self.rate if run.lr_schedule is None else 1)
         try:
             yield
@@ -362,7 +367,7 @@ class StepLifecycle:
         Args:
             error: the exception, whose class the UsageError names.
         """
-        self._left = self.context.local_step + 1, type(error).__name__
+        self._left = self.step_context.local_step + 1, type(error).__name__
 
     def check_left(self) -> None:
         """Raise UsageError if an exception has ended an earlier step that cannot be skipped. Not collective.

@@ -43,7 +43,7 @@ class SkippedBodies:
                 ``lines``; the micro-batch is a part of the global batch; and the body would have trained on the whole,
                 as that is complete, or at least as large as a micro-batch on which it has trained.
         """
-        own, whole = micro_batch.samples, self._run.lifecycle.context.samples
+        own, whole = micro_batch.samples, self._run.lifecycle.step_context.samples
         if trained:
             self._smallest = own if self._smallest is None else min(own, self._smallest)
             return
