@@ -86,7 +86,7 @@ def train_loop(
         Preempted: a rank was asked to stop; a checkpoint is written if there is a saver.
     """
     listener.started(header)
-    loop = _LoopState(
+    loop = _TrainLoop(
         run,
         plan,
         held_out,
@@ -116,7 +116,7 @@ def train_loop(
     return loop.summary()
 
 
-class _LoopState:
+class _TrainLoop:
     """Reports each step of ``train_loop``, evaluates and saves where that is due, and ends training.
 
     The arguments are those of ``train_loop``.
@@ -188,7 +188,7 @@ class _LoopState:
             if self._watch is not None:
                 self._judge(self._watch, fresh)
             if self._plateau is not None:
-                self._lower(self._plateau, fresh)
+                self._lower_rate(self._plateau, fresh)
         due = self._save_due() or self._is_stopped()
         self._save(due and self._plan.save is not None, fresh)
 
@@ -302,7 +302,7 @@ class _LoopState:
             )
         )
 
-    def _lower(self, plateau: Plateau, record: EvalRecord) -> None:
+    def _lower_rate(self, plateau: Plateau, record: EvalRecord) -> None:
         """Lower the learning rate on every rank if the evaluation is due for it. Collective: a broadcast."""
         name = plateau.metric.name
         check_metric(name, "--schedule plateau, metric", ["loss", *record.metrics], record.raw is not None)

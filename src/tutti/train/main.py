@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tutti.checkpoint.folder import FOLDER
@@ -48,7 +49,7 @@ from tutti.train.run_state import restore_optimizers
 from tutti.train.step_windows import Window, planned_windows
 from tutti.train.target_watch import TargetWatch
 from tutti.train.task_run import build_task_model, prepare_process, prepare_task
-from tutti.train.train_plan import check_evaluations, followed_by, make_lr_schedule, make_train_plan
+from tutti.train.train_plan import TrainPlan, check_evaluations, followed_by, make_lr_schedule, make_train_plan
 from tutti.train.utilisation import measured_throughput
 from tutti.train.warm_start import load_warm_start
 
@@ -78,64 +79,55 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     _check_own(chosen, task, config)
     model = build_task_model(chosen, config, world)
     size = sum(p.numel() for p in model.parameters())
-    warnings = EarlyWarnings()
-    plateau = _make_plateau(config, chosen)
+    warnings, plateau = EarlyWarnings(), _make_plateau(config, chosen)
     callbacks = [*chosen.callbacks, *make_loggers(config.loggers)]
     run = prepare_task(chosen, model, config, warnings, callbacks=callbacks, plateau=plateau)
     plan, total = make_train_plan(config, run.feed.epochs)
     held_out = _held_out(chosen, task, config)
-    facts = run_identity(task, config, run, world, size, threads)
+    job = _Job(
+        task, chosen, config, world, run, run_identity(task, config, run, world, size, threads), plateau, warnings
+    )
     # A restart by the launcher continues like --resume.
     resumes = config.resume is not None or world.identity.attempt > 0
     directory = _agree_on_directory(run, directory)
     listeners = Listeners(())
-    for text in (
-        *model_warnings(run.feed.epochs, model, config.batch_norm_options),
-        *plan_warnings(run.feed.epochs, config, total),
-        *filter(None, [check_evaluations(chosen, config, plan, run.feed.epochs)]),
-    ):
-        warnings(text)
+    _warn_early(job, model, plan, total)
     try:
         with stop_on_signals(run) as reason:
-            saver = _saver(run, directory, world, config, facts, warnings)
-            restored = _restore(run, saver, config, plateau, warnings) if saver is not None and resumes else None
+            saver = _saver(job, directory)
+            restored = _restore(job, saver) if saver is not None and resumes else None
             if run.feed.epochs.earlier:
                 # The epochs until now had other batches: the plan and the schedule count them as they were.
                 plan, total = make_train_plan(config, run.feed.epochs)
                 if run.lr_schedule is not None:
                     run.lr_schedule = make_lr_schedule(config, run.feed.epochs, plateau)
-            initial_weights = _warm_start(run, config, restored, facts)
+            initial_weights = _warm_start(job, restored)
             clock = Clock.saved(restored or {}) if resumes else Clock(time.time())
             if world.identity.rank == 0:
-                listeners, clock = _listeners(directory, config, task, run.global_step if resumes else None, clock)
+                listeners, clock = _listeners(job, directory, run.global_step if resumes else None, clock)
             warnings.pass_to(listeners.warned)
             steps = total if run.adascale is None else None
             if steps is not None and not config.regime_batch:
                 run.checks.planned(steps)
             windows = planned_windows(config, run, steps, directory, resumes, listeners)
-            lines = {**derived(chosen, config, run, world, total, facts), **initial_weights}
-            header = RunHeader(title(task, config, run), lines, steps, _steps_per_epoch(run.feed.epochs))
-            means = Means.saved(restored) if restored else None
-            watch = _watch(config, chosen, restored, warnings)
-            throughput = partial(measured_throughput, chosen, config, world, run, listeners.warned)
             with _marking_failure(run):
                 result = train_loop(
                     run,
                     plan,
                     held_out,
-                    header,
+                    _header(job, total, steps, initial_weights),
                     listeners,
                     saver=saver,
-                    means=means,
+                    means=Means.saved(restored) if restored else None,
                     windows=windows,
                     clock=clock,
-                    throughput=throughput if world.identity.rank == 0 else None,
-                    watch=watch,
+                    throughput=_throughput(job, listeners),
+                    watch=_watch(job, restored),
                     plateau=plateau,
                     collate=_eval_collate(chosen),
                 )
             peaks = _peak_memory(run, world)
-        listeners.finished(_summary(chosen, run, facts, clock, {**result, "peak_memory": peaks}))
+        listeners.finished(_summary(job, clock, {**result, "peak_memory": peaks}))
     except Preempted as stop:
         listeners.warned(str(stop))
         raise reason.error(stop) from None
@@ -145,6 +137,62 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
         _show(window, world)
     context.shutdown()
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A run of a task on this rank, with what its parts share.
+
+    Attributes:
+        name: name of the built-in task, or ``file.py:function``.
+        task: the task.
+        config: the resolved configuration.
+        world: this rank and the job.
+        run: the prepared run.
+        facts: the run's identity, for checkpoints and ``summary.json``; ``_warm_start`` adds an entry.
+        plateau: the schedule that evaluations move; None for another one.
+        warnings: receives warnings before there are listeners.
+    """
+
+    name: str
+    task: Task
+    config: TrainConfig
+    world: World
+    run: Run
+    facts: dict[str, Any]
+    plateau: Plateau | None
+    warnings: EarlyWarnings
+
+
+def _warn_early(job: _Job, model: nn.Module, plan: TrainPlan, total: int | None) -> None:
+    """Warn of what model, plan and configuration together lead one to expect, before the run begins."""
+    epochs, config = job.run.feed.epochs, job.config
+    for text in (
+        *model_warnings(epochs, model, config.batch_norm_options),
+        *plan_warnings(epochs, config, total),
+        *filter(None, [check_evaluations(job.task, config, plan, epochs)]),
+    ):
+        job.warnings(text)
+
+
+def _header(job: _Job, total: int | None, steps: int | None, initial_weights: Mapping[str, str]) -> RunHeader:
+    """Return the header that listeners show before the first step.
+
+    Args:
+        job: the run.
+        total: steps of the whole run as the schedule counts them; None where that is unknown.
+        steps: steps of the whole run; None where that is unknown, as with AdaScale.
+        initial_weights: the line about a warm start, if any.
+    """
+    lines = {**derived(job.task, job.config, job.run, job.world, total, job.facts), **initial_weights}
+    return RunHeader(title(job.name, job.config, job.run), lines, steps, _steps_per_epoch(job.run.feed.epochs))
+
+
+def _throughput(job: _Job, listeners: Listeners) -> Callable[..., Any] | None:
+    """Return the function that measures the use of the devices at the end, on rank 0; None on other ranks."""
+    if job.world.identity.rank:
+        return None
+    return partial(measured_throughput, job.task, job.config, job.world, job.run, listeners.warned)
 
 
 @contextmanager
@@ -177,12 +225,12 @@ def _peak_memory(run: Run, world: World) -> list[dict[str, int | None]]:
     ]
 
 
-def _summary(task: Task, run: Run, facts: Mapping[str, Any], clock: Clock, result: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(job: _Job, clock: Clock, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of ``summary.json``: the run's identity, results of ``train_loop``, times and exit code."""
-    declared = {"directions": dict(task.directions)} if task.directions else {}
-    changes = {"changes": run.changes} if run.changes else {}
+    declared = {"directions": dict(job.task.directions)} if job.task.directions else {}
+    changes = {"changes": job.run.changes} if job.run.changes else {}
     times = {"started": clock.started, "ended": round(time.time(), 6)}
-    return {**facts, **result, **declared, **changes, **times, "exit_code": _exit_code(result)}
+    return {**job.facts, **result, **declared, **changes, **times, "exit_code": _exit_code(result)}
 
 
 def _show(window: Window, world: World) -> None:
@@ -206,25 +254,22 @@ def _steps_per_epoch(epochs: Epochs) -> int | None:
     return epochs.first.steps_per_epoch if alike else None
 
 
-def _listeners(
-    directory: str | None, config: TrainConfig, task: str, resumed_at: int | None, clock: Clock
-) -> tuple[Listeners, Clock]:
+def _listeners(job: _Job, directory: str | None, resumed_at: int | None, clock: Clock) -> tuple[Listeners, Clock]:
     """Return the listeners of rank 0, and the clock that includes the time of earlier starts.
 
     Args:
+        job: the run.
         directory: the run directory, in which records and TensorBoard's events are continued; None for the terminal
             alone.
-        config: the configuration.
-        task: name of the task.
         resumed_at: step from which the run continues; None for a new run.
         clock: first start and seconds of training, as the checkpoint has them.
     """
-    found: list[Listener] = [terminal_listener(sys.stderr, config)]
+    found: list[Listener] = [terminal_listener(sys.stderr, job.config)]
     if directory:
-        records = RunDirectory(directory, config, task, resumed_at, clock, launch_time(os.environ))
+        records = RunDirectory(directory, job.config, job.name, resumed_at, clock, launch_time(os.environ))
         clock = records.clock
         found.append(records)
-        if config.tensorboard:
+        if job.config.tensorboard:
             found.append(TensorBoard(Path(directory) / "tensorboard", resumed_at or 0))
     return Listeners(found), clock
 
@@ -278,28 +323,26 @@ def _eval_collate(chosen: Task) -> Collate | None:
     return None if isinstance(chosen.eval, DataLoader) else chosen.collate
 
 
-def _watch(
-    config: TrainConfig, chosen: Task, restored: Mapping[str, Any] | None, warn: Callable[[str], None]
-) -> TargetWatch | None:
+def _watch(job: _Job, restored: Mapping[str, Any] | None) -> TargetWatch | None:
     """Return the watch of ``--until`` and ``--patience``, continued from the checkpoint; None without the options.
 
     Args:
-        config: the configuration.
-        chosen: the task, which may declare the metric's direction.
+        job: the run; it is warned if the checkpoint has watched another metric.
         restored: facts of the run's own checkpoint; None without a checkpoint.
-        warn: is told if the checkpoint has watched another metric.
 
     Raises:
         UsageError: the metric's direction is unknown.
         CheckpointError: the saved state is invalid.
     """
-    metric = config.watched_metric(chosen.directions)
+    metric = job.config.watched_metric(job.task.directions)
     if metric is None:
         return None
-    watch = TargetWatch(metric, config.target(chosen.directions), config.patience)
+    watch = TargetWatch(metric, job.config.target(job.task.directions), job.config.patience)
     saved = (restored or {}).get("target")
     if saved is not None and not watch.load(saved):
-        warn(f"evaluations before the checkpoint are not counted: the run did not watch {metric.name} until now")
+        job.warnings(
+            f"evaluations before the checkpoint are not counted: the run did not watch {metric.name} until now"
+        )
     return watch
 
 
@@ -309,21 +352,17 @@ def _make_plateau(config: TrainConfig, chosen: Task) -> Plateau | None:
     return Plateau(schedule, schedule.measured(chosen.directions)) if isinstance(schedule, PlateauSchedule) else None
 
 
-def _restore(
-    run: Run, saver: Checkpoints, config: TrainConfig, plateau: Plateau | None, warn: Callable[[str], None]
-) -> Mapping[str, Any] | None:
+def _restore(job: _Job, saver: Checkpoints) -> Mapping[str, Any] | None:
     """Continue from the run's newest checkpoint: model, task's own optimizers, schedulers, callbacks. Collective.
 
     Args:
-        run: the run.
+        job: the run; it is warned if the checkpoint's schedule has followed another metric.
         saver: the run's checkpoints.
-        config: the configuration, with the settings in which the run may differ from its checkpoint.
-        plateau: the schedule that evaluations move, if any.
-        warn: is told if the checkpoint's schedule has followed another metric.
 
     Returns:
         Facts of the checkpoint; None if there is none.
     """
+    run, config, plateau = job.run, job.config, job.plateau
     restored = saver.restore(config.changes)
     if restored is None:
         return None
@@ -335,7 +374,7 @@ def _restore(
         run.schedulers.after_epoch()
     run.callbacks.load_run(restored)
     if plateau is not None:
-        _load_plateau(plateau, restored.get("plateau"), warn)
+        _load_plateau(plateau, restored.get("plateau"), job.warnings)
     return restored
 
 
@@ -359,40 +398,33 @@ def _exit_code(result: Mapping[str, Any]) -> ExitCode:
     return ExitCode.DONE if result.get("target", {"reached": True})["reached"] else ExitCode.THRESHOLD
 
 
-def _warm_start(
-    run: Run, config: TrainConfig, restored: Mapping[str, Any] | None, facts: dict[str, Any]
-) -> dict[str, str]:
+def _warm_start(job: _Job, restored: Mapping[str, Any] | None) -> dict[str, str]:
     """Warm-start the run if ``init_from`` is set and no checkpoint was restored. Collective.
 
     Args:
-        run: the run.
-        config: the configuration.
+        job: the run, whose facts get an entry ``init_from``.
         restored: facts of the run's own checkpoint, whose weights take precedence; None without a checkpoint.
-        facts: gets an entry ``init_from``.
 
     Returns:
         The header's line about the initial weights, if any.
     """
+    run, config = job.run, job.config
     if config.init_from is None:
         return {}
     if restored is not None:
         return {"initial weights": f"this run's at step {run.global_step}; {config.init_from} is not read again"}
     begun = load_warm_start(run, config.init_from, config.initial_map)
-    facts["init_from"] = begun.path
+    job.facts["init_from"] = begun.path
     return {"initial weights": str(begun)}
 
 
-def _saver(
-    run: Run,
-    directory: str | None,
-    world: World,
-    config: TrainConfig,
-    facts: Mapping[str, Any],
-    warn: Callable[[str], None],
-) -> Checkpoints | None:
+def _saver(job: _Job, directory: str | None) -> Checkpoints | None:
+    """Return the run's checkpoints in the run directory; None without a directory. Collective over all ranks."""
     if directory is None:
         return None
-    kept = {**facts, "training_samples": run.feed.contract.dataset, "config_sha256": config_sha256(config)}
-    saver = Checkpoints(run, Path(directory) / FOLDER, world, kept, config.keep, warn, best=config.best())
+    run, config = job.run, job.config
+    kept = {**job.facts, "training_samples": run.feed.contract.dataset, "config_sha256": config_sha256(config)}
+    path, best = Path(directory) / FOLDER, config.best()
+    saver = Checkpoints(run, path, job.world, kept, config.keep, job.warnings, best=best)
     saver.open()
     return saver

@@ -312,10 +312,7 @@ def prepare_run(
 
     # The run, and the script's objects, which act on it from now on.
     average = make_average(replica, sync, run_context)
-    noise_probe = None
-    if o.noise_every is not None:
-        basis = parallel.noise_basis(choice, contract)
-        noise_probe = NoiseProbe(sync, run_context, choice, basis, o.noise_every)
+    noise_probe = _noise_probe(checked, sync, run_context, o.noise_every)
     rates = None if lr_schedule is None else lr_schedule(checked.epochs)
     settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, uncached, warn)
     conversions = ModelConversions(checked.model, replica, run_context)
@@ -364,6 +361,16 @@ def _with_trials(
     trial = first(loss, seed, run_context.mesh.data_rank)
     forward = trial or first(call_model, seed, run_context.mesh.data_rank)
     return replace(run_context, synchronous=checked.choice.row.synchronous, trial=trial, forward_trial=forward)
+
+
+def _noise_probe(
+    checked: CheckedRun, sync: GradientSync, run_context: RunContext, every: int | None
+) -> NoiseProbe | None:
+    """Return the object that measures the gradient noise scale every so many steps; None for never."""
+    if every is None:
+        return None
+    basis = parallel.noise_basis(checked.choice, checked.contract)
+    return NoiseProbe(sync, run_context, checked.choice, basis, every)
 
 
 def _wrap_script_objects(run: Run, checked: CheckedRun) -> StateLoads:
