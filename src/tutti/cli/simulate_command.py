@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -169,25 +169,24 @@ def simulate_step(
         **{name: value for name, value in given.items() if value is not None},
     }
     whole = chosen.pop("batch_size")
+    runs = (
+        PlannedRun(
+            devices=str(count),
+            batch_size=batch_size or (device_batch or 0) * count or whole,
+            data=data,
+            model=model,
+            augment=augment,
+            **chosen,
+        )
+        for count in counts
+    )
 
-    def run_of(count: int) -> PlannedRun:
-        samples = batch_size or (device_batch or 0) * count or whole
-        return PlannedRun(devices=str(count), batch_size=samples, data=data, model=model, augment=augment, **chosen)
-
-    from tutti.planning.conformal_band import shipped_residuals
     from tutti.planning.machine_choice import open_machine
-    from tutti.planning.step_prediction import gather_sizes, predict_step, prediction_json
+    from tutti.planning.step_prediction import prediction_json
 
     costs = open_machine(machine, chosen["precision"], devices_per_node, parse_link(network))
-    residuals = shipped_residuals()
     found: list[StepPrediction] = []
-    sizes, cut = None, None
-    for count in counts:
-        config = run_of(count)
-        parts = _parts(config)
-        if sizes is None or parts != cut:
-            sizes, cut = gather_sizes(subject, config), parts
-        prediction, times = predict_step(subject, sizes, config, costs, residuals)
+    for count, (config, prediction, times) in zip(counts, _predicted(subject, runs, costs), strict=True):
         found.append(prediction)
         if timeline is not None:
             _draw(times, f"predicted: {task}, {config.strategy}, {counted(count, 'device')} of {costs.name}", timeline)
@@ -203,6 +202,30 @@ def simulate_step(
             if path is not None:
                 print(f"drawn into {path}")
     return ExitCode.DONE
+
+
+def _predicted(
+    subject: Any, runs: Iterable[PlannedRun], costs: StepCosts
+) -> Iterator[tuple[PlannedRun, StepPrediction, StepTimes]]:
+    """Predict a step of each run; a replica is traced anew where it has other parts than in the run before.
+
+    Args:
+        subject: name of the task, or the script's task.
+        runs: the runs, which differ in the number of devices.
+        costs: costs of the machine.
+
+    Yields:
+        Each run with its prediction and the times of one step.
+    """
+    from tutti.planning.conformal_band import shipped_residuals
+    from tutti.planning.step_prediction import gather_sizes, predict_step
+
+    residuals, sizes, cut = shipped_residuals(), None, None
+    for config in runs:
+        parts = _parts(config)
+        if sizes is None or parts != cut:
+            sizes, cut = gather_sizes(subject, config), parts
+        yield config, *predict_step(subject, sizes, config, costs, residuals)
 
 
 def _check_figures(svg: Path | None, timeline: Path | None, sweep: str | None) -> None:

@@ -92,35 +92,10 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
     """
     if words[:1] != ["run"] or "--horovod" not in words:
         return words
-    made, idle, variables, rest = ["run"], [], {}, words[1:]
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        word, *rest = rest
-        flag, equals, value = word.partition("=")
-        flag = flag if flag.startswith("--no_") or "_" not in flag else flag.replace("_", "-")
-
-        def taken(flag: str = flag, equals: str = equals, value: str = value, rest: list[str] = rest) -> str:
-            if not equals and not rest:
-                raise UsageError(f"{flag} needs a value", remedy="see tutti run --help")
-            return value if equals else rest.pop(0)
-
-        if flag in _REFUSED:
-            raise UsageError(f"{flag} is not served", why=_REFUSED[flag], remedy="leave it out")
-        if flag in _RENAMED:
-            made += [_RENAMED[flag], taken()]
-        elif count := options.get(flag):
-            made += [flag, taken(), *rest[: count - 1]]
-            del rest[: count - 1]
-        elif flag in _VARIABLES:
-            variables[_VARIABLES[flag]] = taken()
-        elif flag in _SWITCHES:
-            variables[_SWITCHES[flag]] = "1"
-        elif flag in _IDLE_WITH_VALUE:
-            taken()
-            idle.append(flag)
-        elif flag in _IDLE:
-            idle.append(flag)
-        else:
-            made.append(word)
+    line = _Translation(words[1:], options)
+    while line.rest and line.rest[0].startswith("-") and line.rest[0] != "--":
+        line.translate_flag()
+    made, rest, variables = line.made, line.rest, line.variables
     if "--horovod" not in made:
         return words
     if rest[:1] == ["--"]:
@@ -133,9 +108,67 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
     if "HOROVOD_FUSION_THRESHOLD" in variables:
         variables["HOROVOD_FUSION_THRESHOLD"] = _bytes(variables["HOROVOD_FUSION_THRESHOLD"])
     environ.update(variables)
-    if idle:
-        print(f"tutti: without effect: {', '.join(dict.fromkeys(idle))}", file=sys.stderr)
+    if line.idle:
+        print(f"tutti: without effect: {', '.join(dict.fromkeys(line.idle))}", file=sys.stderr)
     return [*made, *rest]
+
+
+class _Translation:
+    """A command line of ``horovodrun`` while its flags are translated.
+
+    Args:
+        rest: the words behind ``run``.
+        options: number of values of each option of ``tutti run``, by name.
+
+    Attributes:
+        rest: words that are not translated yet.
+        made: words of the command line of ``tutti run``.
+        variables: environment variables for which flags stand, by name.
+        idle: flags without effect.
+    """
+
+    def __init__(self, rest: list[str], options: Mapping[str, int]) -> None:
+        self.rest, self._options = rest, options
+        self.made = ["run"]
+        self.variables: dict[str, str] = {}
+        self.idle: list[str] = []
+
+    def translate_flag(self) -> None:
+        """Translate the next word, a flag, with its values.
+
+        Raises:
+            UsageError: the flag is not served, or lacks its value.
+        """
+        word, *self.rest = self.rest
+        flag, equals, value = word.partition("=")
+        flag = flag if flag.startswith("--no_") or "_" not in flag else flag.replace("_", "-")
+        given = value if equals else None
+        if flag in _REFUSED:
+            raise UsageError(f"{flag} is not served", why=_REFUSED[flag], remedy="leave it out")
+        if flag in _RENAMED:
+            self.made += [_RENAMED[flag], self._value(flag, given)]
+        elif count := self._options.get(flag):
+            self.made += [flag, self._value(flag, given), *self.rest[: count - 1]]
+            del self.rest[: count - 1]
+        elif flag in _VARIABLES:
+            self.variables[_VARIABLES[flag]] = self._value(flag, given)
+        elif flag in _SWITCHES:
+            self.variables[_SWITCHES[flag]] = "1"
+        elif flag in _IDLE_WITH_VALUE:
+            self._value(flag, given)
+            self.idle.append(flag)
+        elif flag in _IDLE:
+            self.idle.append(flag)
+        else:
+            self.made.append(word)
+
+    def _value(self, flag: str, given: str | None) -> str:
+        """Return a flag's value: ``given`` behind an equals sign, or the next word, which is removed."""
+        if given is not None:
+            return given
+        if not self.rest:
+            raise UsageError(f"{flag} needs a value", remedy="see tutti run --help")
+        return self.rest.pop(0)
 
 
 def _bytes(megabytes: str) -> str:
