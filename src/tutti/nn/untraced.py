@@ -164,8 +164,8 @@ def surroundings() -> tuple[Any, ...]:
     hooks = saved_tensor_hooks()
     own = "checkpoint" in getattr(hooks[0], "__qualname__", "") if hooks else False
     return (
-        *(("torch.no_grad() or torch.enable_grad()", torch.is_grad_enabled()),),
-        *(("torch.inference_mode()", torch.is_inference_mode_enabled()),),
+        ("torch.no_grad() or torch.enable_grad()", torch.is_grad_enabled()),
+        ("torch.inference_mode()", torch.is_inference_mode_enabled()),
         *(("torch.autocast", (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k))) for k in kinds),
         ("torch.set_default_dtype", torch.get_default_dtype()),
         ("saved-tensor hooks", None if own else hooks),

@@ -153,8 +153,11 @@ def spectral_density(product: Product, size: int, probes: int, steps: int, seed:
     return SpectralDensity(
         found[order],
         np.concatenate(weights)[order],
-        *(float(found.min()), float(found.max())),
-        *(mean, mean - half, mean + half),
+        float(found.min()),
+        float(found.max()),
+        mean,
+        mean - half,
+        mean + half,
         probes,
     )
 

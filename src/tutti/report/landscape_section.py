@@ -112,9 +112,11 @@ def _names(found: Sequence[Any]) -> list[str]:
 def _row(number: int, found: Mapping[str, Any], metrics: Sequence[tuple[str, str]]) -> ReportRow:
     first = _at(found, "eigenvalues")
     values = (
-        *(found.get("step"), _at(found, "training", "loss")),
+        found.get("step"),
+        _at(found, "training", "loss"),
         first[0].get("value") if isinstance(first, list) and first and isinstance(first[0], dict) else None,
-        *(_at(found, "trace", "value"), _at(found, "sharpness", "epsilon_sharpness_percent")),
+        _at(found, "trace", "value"),
+        _at(found, "sharpness", "epsilon_sharpness_percent"),
         _at(found, "sharpness", "sam_sharpness"),
     )
     row: ReportRow = [(run_key(number), run_key(number))]

@@ -202,8 +202,18 @@ class Client:
             self.bytes += size
             who = self._identity
             header = MessageHeader(
-                *(kind, own, who.run, who.layout, who.client, worker, self._seq[server], clock),
-                *(0 if seen is None else seen[server], len(extras), len(payload), size),
+                kind=kind,
+                flags=own,
+                run=who.run,
+                layout=who.layout,
+                client=who.client,
+                worker=worker,
+                seq=self._seq[server],
+                clock=clock,
+                seen=0 if seen is None else seen[server],
+                extras=len(extras),
+                tensors=len(payload),
+                size=size,
             )
             frames: list[bytes | memoryview] = [header.pack(), raw, *payload]
             self._add_traffic(server, kind, 1, sum(map(len, frames)), 0)

@@ -127,8 +127,15 @@ class ServerSession:
         found = (places[str(number)] for number in range(config.servers))
         self._addresses = [Address(endpoint, key.encode()) for endpoint, key in found]
         self.client = Client(
-            *(ClientIdentity(told["run"], layout, self.comm.rank, own), self._addresses, self.plan, pushed, given),
-            *(self._segment is not None, self.comm.stall, context.current().timeout, self._look),
+            ClientIdentity(told["run"], layout, self.comm.rank, own),
+            self._addresses,
+            self.plan,
+            pushed,
+            given,
+            shared=self._segment is not None,
+            stall=self.comm.stall,
+            timeout=context.current().timeout,
+            look=self._look,
         )
         self.ask(server_wire.HELLO, "meeting the parameter servers")
         # Servers end once no rank is connected: an error on this rank must not take them from ranks yet to connect.
@@ -208,12 +215,12 @@ class ServerSession:
         listening: list[socket.socket] = []
         for number in servers:
             terms = Terms(
-                run,
-                self._layout(self._whole),
-                self._workers,
-                tuple(map(len, self.plan.frames(number))),
-                extras,
-                self._most(),
+                run=run,
+                layout=self._layout(self._whole),
+                workers=self._workers,
+                frames=tuple(map(len, self.plan.frames(number))),
+                extras=extras,
+                most=self._most(),
             )
             # On one node an abstract Unix socket, which leaves no file.
             endpoint, listener = f"ipc://@tutti-{token}-{number}", None
@@ -230,14 +237,15 @@ class ServerSession:
 
             jobs.append(
                 ServerJob(
-                    *(
-                        terms,
-                        curve_keys.make_keys(),
-                        clients,
-                        endpoint,
-                        None if listener is None else listener.fileno(),
-                    ),
-                    *(self._shared(number), make, Snapshots() if restart else None, config.snapshot or _SNAPSHOT),
+                    terms=terms,
+                    keys=curve_keys.make_keys(),
+                    clients=clients,
+                    endpoint=endpoint,
+                    descriptor=None if listener is None else listener.fileno(),
+                    shared=self._shared(number),
+                    make=make,
+                    snapshots=Snapshots() if restart else None,
+                    every=config.snapshot or _SNAPSHOT,
                 )
             )
         kept = [job.snapshots for job in jobs if job.snapshots is not None]
