@@ -321,12 +321,14 @@ def test_a_models_own_checkpoint_draws_the_same_again_or_is_refused() -> None:
     gradients = []
     for again in (False, True):
         model = OwnCheckpoint(1, again)
-        RngStreams(model, CPU).enter(3)
+        streams = RngStreams(model, CPU)
+        streams.enter(3)
         model(torch.ones(5, 4)).sum().backward()
         gradients.append(model.weight.grad)
     assert gradients[0] is not None and gradients[1] is not None and torch.equal(*gradients)
     model = OwnCheckpoint(2, again=True)
-    RngStreams(model, CPU).enter(3)
+    streams = RngStreams(model, CPU)
+    streams.enter(3)
     with pytest.raises(UsageError, match="called 2 times"):
         model(torch.ones(5, 4)).sum().backward()
 

@@ -21,17 +21,18 @@ class OwnedHook:
     at all. An object and no function, because PyTorch sets attributes on some hooks.
 
     Args:
-        method: bound method, which is called with the arguments that PyTorch gives the hook.
+        method: bound method, which is called with ``given`` and then with the arguments that PyTorch gives the hook.
+        given: the method's first arguments.
     """
 
-    def __init__(self, method: Callable[..., None]) -> None:
+    def __init__(self, method: Callable[..., None], *given: Any) -> None:
         bound = cast(MethodType, method)
-        self._owner, self._function = ref(bound.__self__), bound.__func__
+        self._owner, self._function, self._given = ref(bound.__self__), bound.__func__, given
 
     def __call__(self, *args: Any) -> None:
         """Call the method with the arguments that PyTorch gives the hook; returns None."""
         if (owner := self._owner()) is not None:
-            self._function(owner, *args)
+            self._function(owner, *self._given, *args)
 
     def ended(self) -> bool:
         """Return whether the method's object is gone."""
@@ -55,12 +56,12 @@ def remove_ended_hooks(model: nn.Module) -> None:
             table.pop(key, None)
 
 
-def _hooks_of_runs(model: nn.Module) -> Iterator[tuple[Sequence[dict[int, Any]], int, Any]]:
-    """Yield the hooks that know whether they have ended, each with the tables of its module or parameter, and key."""
+def _hooks_of_runs(model: nn.Module) -> Iterator[tuple[Sequence[dict[int, Any]], int, OwnedHook]]:
+    """Yield the hooks of runs, each with the tables of its module or parameter, and its key in one of them."""
     of_modules = [[vars(m)[name] for name in MODULE_HOOK_TABLES if name in vars(m)] for m in model.modules()]
     of_parameters = [[table] for p in model.parameters() if (table := accumulation_hooks(p))]
     for tables in (*of_modules, *of_parameters):
         for table in tables:
             for key, hook in table.items():
-                if hasattr(hook, "ended"):
+                if isinstance(hook, OwnedHook):
                     yield tables, key, hook

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from tutti.comm.random_keys import mix, name_key
 from tutti.device import default_generator
 from tutti.errors import UsageError
 from tutti.nn.ac_policy import is_sequence
+from tutti.nn.owned_hooks import OwnedHook
 from tutti.torch_compat import DropoutBase, draws_samples, in_backward
 
 _MASK = (1 << 63) - 1
@@ -44,14 +44,14 @@ class RngStreams:
     Each micro-batch seeds the device's generator (``enter``). A module that draws (dropout and its like) draws from a
     stream of its own: a forward pre-hook, which the constructor registers, seeds the generator by the micro-batch, the
     module's name and the number of the call. The hook raises UsageError if the script recomputes such a module in
-    backward (its own ``torch.utils.checkpoint``) that was called several times in the micro-batch.
+    backward (its own ``torch.utils.checkpoint``) that was called several times in the micro-batch. The hooks do not
+    keep this object in memory, and do nothing once it is gone.
 
     Args:
         model: the part of the model on this rank; module names are those of the whole model.
         device: the device that computes it, whose default generator is seeded.
         allowed: whether the model may draw; if not, ``check`` raises UsageError after a draw.
         chosen: modules with a stream of their own, by name; default: ``keyed_modules(model)``.
-        owner: object that enters the streams; once it is gone, a later run of the model removes their hooks.
     """
 
     def __init__(
@@ -60,10 +60,8 @@ class RngStreams:
         device: torch.device,
         allowed: bool = True,
         chosen: Mapping[str, nn.Module] | None = None,
-        owner: object | None = None,
     ) -> None:
         self._allowed, self._before = allowed, torch.empty(0)
-        self._owner = None if owner is None else ref(owner)
         self._generator = default_generator(device)
         self._key = 0
         self._calls: dict[str, int] = {}
@@ -71,7 +69,7 @@ class RngStreams:
         found = keyed_modules(model) if chosen is None else chosen
         self._keyed = sorted(found) if allowed else []
         for name in self._keyed:
-            found[name].register_forward_pre_hook(self._hook(name))
+            found[name].register_forward_pre_hook(OwnedHook(self._seed, name, name_key(name)))
 
     def enter(self, key: int, before: Mapping[str, int] | None = None) -> None:
         """Seed the random number streams of a model, which this object holds, for a micro-batch.
@@ -144,23 +142,15 @@ class RngStreams:
         """
         self._generator.set_state(then)
 
-    def _hook(self, name: str) -> Any:
-        base = name_key(name)
-
-        def before(module: nn.Module, args: Any) -> None:
-            if module.training:
-                call = self._calls.get(name, 0)
-                if in_backward() and not self._replaying:
-                    call = _first(name, call)
-                else:
-                    self._calls[name] = call + 1
-                self._generator.manual_seed(mix(self._key, base, call) & _MASK)
-
-        before.ended = self._ended  # type: ignore[attr-defined]
-        return before
-
-    def _ended(self) -> bool:
-        return self._owner is not None and self._owner() is None
+    def _seed(self, name: str, name_hash: int, module: nn.Module, args: Any) -> None:
+        """Seed the generator for the next call of a module that draws; hook before its forward."""
+        if module.training:
+            call = self._calls.get(name, 0)
+            if in_backward() and not self._replaying:
+                call = _first(name, call)
+            else:
+                self._calls[name] = call + 1
+            self._generator.manual_seed(mix(self._key, name_hash, call) & _MASK)
 
 
 def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:

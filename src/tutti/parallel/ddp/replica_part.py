@@ -129,7 +129,7 @@ class ReplicaPart:
         self.around_stage = lambda stage, given: nullcontext(lambda result: None)
         here = {inner for part in self.parts for inner in part.modules()}
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}
-        self.draws = RngStreams(module, device, run_context.draws, chosen, self)
+        self.draws = RngStreams(module, device, run_context.draws, chosen)
         self.peers = next((found for part in self.parts if (found := peers_of(part)) is not None), None)
         self.script_code: Callable[[], AbstractContextManager[None]] = modes_resumed
         self.model_code: Callable[[], AbstractContextManager[None]] = modes_aside
