@@ -19,7 +19,7 @@ from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.rank_mesh import RankMesh
 from tutti.errors import UsageError
 from tutti.launcher import context
-from tutti.parallel.whole_tensors import GatheredTensor, WholeTensors, axis
+from tutti.parallel.whole_tensors import GatheredTensor, WholeTensors, gather_axis
 from tutti.train.run_checkpoints import Checkpoints
 
 PLACES = [
@@ -130,7 +130,7 @@ def failed_step() -> tuple[list[Any], bool]:
     optimizer = Failing(parameters, lr=0.1)
     parts = [GatheredTensor(parameter, (1, 2), (comm.size, 2), regions) for parameter in parameters]
     with pytest.raises(ValueError, match="unreadable"):
-        WholeTensors([axis(comm, parts, False)], optimizer).step(optimizer)
+        WholeTensors([gather_axis(comm, parts, False)], optimizer).step(optimizer)
     same = all(p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True))
     return [p.tolist() for p in parameters], same and optimizer.param_groups[0]["params"] == parameters
 

@@ -63,12 +63,12 @@ class WholeTensors:
     element depends on others.
 
     Args:
-        axes: mesh axes in the order of gathering, each an object that the function ``axis`` returns, with its tensors
-            and their owners. An axis lists only tensors that this rank owns on the axes before it.
+        axes: mesh axes in the order of gathering, each an object that ``gather_axis`` returns, with its tensors and
+            their owners. An axis lists only tensors that this rank owns on the axes before it.
         optimizer: the optimizer; its present state of tensors that this rank does not own is dropped.
     """
 
-    def __init__(self, axes: Sequence[_Axis], optimizer: Optimizer) -> None:
+    def __init__(self, axes: Sequence[GatherAxis], optimizer: Optimizer) -> None:
         self._axes = axes
         self._gathered = {part.parameter for axis in axes for part in axis.parts}
         self._owned = {p for p in self._gathered if all(axis.owns(p) for axis in axes)}
@@ -77,18 +77,7 @@ class WholeTensors:
         for parameter in self._gathered - self._owned:
             nested.drop(parameter)
 
-    def whole(self, parameter: Tensor) -> bool:
-        """Return whether this rank gathers a tensor's slices, steps on the whole and keeps the optimizer state.
-
-        The object gathers tensors that are split over ranks, each on one owner rank, for an optimizer that cannot step
-        on slices. False for tensors that another rank gathers, and for tensors that are not gathered.
-
-        Args:
-            parameter: one of this rank's parameters.
-        """
-        return parameter in self._owned
-
-    def slices(self, parameter: Tensor) -> bool:
+    def gathers(self, parameter: Tensor) -> bool:
         """Return whether the slices of this tensor are gathered on one owner rank for the optimizer's step.
 
         The tensor is one that is split over ranks, of an optimizer that cannot step on slices. If so, only the owner
@@ -256,7 +245,7 @@ class WholeTensorsOf:
             if name := next((name for name, p in named if p in members and gathers.is_new(p)), None):
                 refuse_growth(member, name)
 
-    def slices(self, parameter: Tensor) -> bool:
+    def gathers(self, parameter: Tensor) -> bool:
         """Return whether the slices of this tensor are gathered on an owner rank for any optimizer's step.
 
         If so, the owner steps on the whole tensor, and only the owner has the optimizer state of the tensor.
@@ -264,16 +253,15 @@ class WholeTensorsOf:
         Args:
             parameter: one of this rank's parameters.
         """
-        return any(gathers.slices(parameter) for _, gathers in self._found)
+        return any(member.gathers(parameter) for _, member in self._found)
 
-    def tensors(self, optimizer: Optimizer, named: NamedParameters) -> dict[str, Tensor]:
+    def tensors(self, named: NamedParameters) -> dict[str, Tensor]:
         """Return all optimizers' state, for a checkpoint, of the parameters that this rank gathers whole for a step.
 
         Each tensor that is split over ranks has one owner rank, which gathers the whole tensor; no other rank has the
         optimizer state of the tensor. Not collective.
 
         Args:
-            optimizer: unused: the state of each optimizer of the run is returned.
             named: (name, parameter) pairs; parameters that another rank owns, or that are not gathered, are left out.
 
         Returns:
@@ -284,20 +272,13 @@ class WholeTensorsOf:
             name: tensor for member, gathers in self._found for name, tensor in gathers.tensors(member, named).items()
         }
 
-    def load(
-        self,
-        optimizer: Optimizer,
-        named: NamedParameters,
-        saved: SavedState,
-        specs: Mapping[str, ShardSpec],
-    ) -> None:
+    def load(self, named: NamedParameters, saved: SavedState, specs: Mapping[str, ShardSpec]) -> None:
         """Load the state of the parameters that this rank gathers whole for a step into each of the run's optimizers.
 
         Each tensor that is split over ranks has one owner rank, which gathers the whole tensor; no other rank has the
         optimizer state of the tensor. Not collective. The parameters keep their values.
 
         Args:
-            optimizer: unused: each optimizer of the run loads the state of its own parameters.
             named: (name, parameter) pairs; parameters that another rank owns, or that are not gathered, are ignored.
             saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
@@ -348,7 +329,7 @@ def refuse_growth(optimizer: Optimizer | None, name: str) -> NoReturn:
     )
 
 
-class _Axis:
+class GatherAxis:
     """The tensors that are gathered along one mesh axis, in the same order on all its ranks.
 
     Args:
@@ -535,9 +516,9 @@ def along_slices(
     return found
 
 
-def axis(
+def gather_axis(
     comm: Communicator, parts: Sequence[GatheredTensor], together: bool, sizes: Sequence[int] | None = None
-) -> _Axis:
+) -> GatherAxis:
     """Assign an owner rank to each tensor that is gathered along one mesh axis. Not collective.
 
     The owner gathers the slices, steps the optimizer on the whole tensor and sends the slices of the result back.
@@ -549,11 +530,11 @@ def axis(
         sizes: elements of each tensor, to balance the owners' load; default: elements gathered along this axis.
 
     Returns:
-        An object that holds ``comm``, the tensors and each tensor's owner (a rank of ``comm``), for the argument
+        A ``GatherAxis`` with ``comm``, the tensors and each tensor's owner (a rank of ``comm``), for the argument
         ``axes`` of ``WholeTensors``.
     """
     chosen = [math.prod(part.shape) for part in parts] if sizes is None else sizes
-    return _Axis(comm, parts, [0] * len(parts) if together else owners(chosen, comm.size))
+    return GatherAxis(comm, parts, [0] * len(parts) if together else owners(chosen, comm.size))
 
 
 def _is(part: GatheredTensor, dtype: torch.dtype) -> bool:

@@ -18,7 +18,7 @@ from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfi
 from tutti.config.strategy_choice import Choice
 from tutti.config.sync_config import RowsConfig, ShardedConfig
 from tutti.parallel.ddp.buckets import Tail, plan_buckets
-from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
+from tutti.parallel.local_sgd.local_sgd import STEP_SUMS
 from tutti.planning.step_program import GradientVector, PeriodicCollective
 from tutti.workload.message_log import GroupMessage
 from tutti.workload.workload_file import LOSS, REST, Workload
@@ -258,7 +258,7 @@ def local_sgd_collectives(
     lengths: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         lengths[tensor.dtype] += tensor.elements
-    sums = [(LOSS_LANES, torch.float64, 1), *((n, dtype, period) for dtype, n in sorted(lengths.items(), key=str))]
+    sums = [(STEP_SUMS, torch.float64, 1), *((n, dtype, period) for dtype, n in sorted(lengths.items(), key=str))]
     return [
         PeriodicCollective(kind, size, every)
         for length, dtype, every in sums

@@ -38,7 +38,7 @@ from tutti.optim.mixing import needs_closure
 from tutti.optim.mixing_rules import agreed_mixing, refuse_parts
 from tutti.parallel.ddp.allreduce import AllReduceSync
 from tutti.parallel.ddp.host_parameters import HostParameters
-from tutti.parallel.ddp.optimizer_step import culprits
+from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names
 from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import SharedReducer, attach_shared
 from tutti.parallel.ddp.sync_module_states import agree_on_state
@@ -546,9 +546,9 @@ class CentralStorageSync(AllReduceSync):
         comm.all_reduce(finite, "whose slice of the gradient is finite")
         return int(finite) == comm.size
 
-    def _culprits(self) -> tuple[str, ...]:
+    def _nonfinite_names(self) -> tuple[str, ...]:
         with self._updating():
-            return culprits(self._run_context.comms.replica, self._named)
+            return gather_nonfinite_names(self._run_context.comms.replica, self._named)
 
 
 class CentralAverage(ParameterAverage):

@@ -28,7 +28,7 @@ from tutti.parallel.ddp.buckets import FIRST_BYTES, ReducedSums, largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.gradient_arithmetic import accumulated, scale_all, squares_of
-from tutti.parallel.ddp.optimizer_step import culprits, optimizer_step
+from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names, optimizer_step
 from tutti.parallel.ddp.reducers import WIRE_DTYPES, OverlappedReducer, Reducer, StartedSum, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import SparseReducer, with_sparse_gradients
@@ -50,7 +50,7 @@ from tutti.parallel.whole_tensors import (
     WholeTensors,
     WholeTensorsOf,
     along_slices,
-    axis,
+    gather_axis,
     gatherers_of_optimizers,
     refuse_growth,
 )
@@ -75,7 +75,7 @@ class AllReduceSync(UnshardedGradients):
     object is also the hook that autograd calls for each complete gradient. Subclasses keep parameters or optimizer
     state elsewhere. They override ``_unite`` (equal state on all ranks before the first step), ``_complete``
     (optimizers of split tensors), ``_make_reducer`` (the sum of gradients), ``_updating`` (where optimizers compute),
-    and ``_all_finite`` and ``_culprits`` (the search for non-finite gradients).
+    and ``_all_finite`` and ``_nonfinite_names`` (the search for non-finite gradients).
 
     Args:
         config: bucket size, number format of messages (``wire``), and the algorithm of the all-reduce.
@@ -366,7 +366,7 @@ class AllReduceSync(UnshardedGradients):
             with self._updating():
                 for optimizer in self.optimizers:
                     optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
-        nonfinite = () if stats.finite else self._culprits()
+        nonfinite = () if stats.finite else self._nonfinite_names()
         return UpdateResult.joint(stats, nonfinite)
 
     def clear(self) -> None:
@@ -472,10 +472,10 @@ class AllReduceSync(UnshardedGradients):
         self._buffers.load(saved)
         if self._optimizer:
             whole, specs = self._whole, self._replica.specs
-            named = [(name, p) for name, p in self._named if whole is None or not whole.slices(p)]
+            named = [(name, p) for name, p in self._named if whole is None or not whole.gathers(p)]
             load_optimizer(self._optimizer, named, saved, "optim", specs=specs)
             if whole is not None:
-                whole.load(self._optimizer, self._named, saved, specs)
+                whole.load(self._named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
         """Return this rank's trained parameters, whose ``.grad`` has the rank's own gradient until the all-reduce.
@@ -818,18 +818,18 @@ class AllReduceSync(UnshardedGradients):
         refuse_closure(optimizer, mixing)
         members = trained_by(optimizer, [p for _, p in self._named])
         parts = along_slices([(p, tuple(p.shape), found[p]) for p in members], comms.axis("tensor"), not mixing.tensors)
-        return WholeTensors([axis(comms.axis("tensor"), parts, not mixing.tensors)], optimizer)
+        return WholeTensors([gather_axis(comms.axis("tensor"), parts, not mixing.tensors)], optimizer)
 
     def _optimizer_state(self) -> dict[str, Tensor | TensorSlice]:
         """Return the tensors of the optimizer's state that this rank writes into a checkpoint."""
         comm, optimizer, whole = self._run_context.comms.replica, self._optimizer, self._whole
         if optimizer is None:
             return {}
-        named = [(name, p) for name, p in self._named if whole is None or not whole.slices(p)]
+        named = [(name, p) for name, p in self._named if whole is None or not whole.gathers(p)]
         shapes = {name: tuple(p.shape) for name, p in named}
         found = written(optimizer_tensors(optimizer, named), self._replica, comm, shapes)
         if whole is not None:
-            found |= mine_of(whole.tensors(optimizer, self._named), comm.rank, comm.size)
+            found |= mine_of(whole.tensors(self._named), comm.rank, comm.size)
         return found
 
     def _unite(self, replica: ReplicaRunner, named: NamedParameters) -> None:
@@ -873,8 +873,8 @@ class AllReduceSync(UnshardedGradients):
             whole = [p for name, p in self._named if tuple(p.shape) == tuple(specs[name].shape)]
             share_gradients(whole, comms.axis("tensor"))
 
-    def _culprits(self) -> tuple[str, ...]:
-        return culprits(self._run_context.comms.model, self._named)
+    def _nonfinite_names(self) -> tuple[str, ...]:
+        return gather_nonfinite_names(self._run_context.comms.model, self._named)
 
     def _across_stages(self, rows: Sequence[Sequence[float]], stop: bool) -> tuple[list[float], bool]:
         """Sum each row over the ranks of one replica; also return whether any of them asks to stop.

@@ -14,7 +14,7 @@ from tutti.parallel.whole_tensors import WholeTensorsOf
 from tutti.types.optimizer_protocols import NamedParameters
 
 
-def culprits(comm: Communicator, named: NamedParameters) -> tuple[str, ...]:
+def gather_nonfinite_names(comm: Communicator, named: NamedParameters) -> tuple[str, ...]:
     """Find the parameters that have a NaN or infinity in ``.grad`` on any rank of ``comm``.
 
     Collective over the ranks of ``comm``: an all-gather of the names; blocks.

@@ -10,10 +10,8 @@ Stage 1 is tutti's own (``ZeroSharding``), stages 2 and 3 are PyTorch's FSDP2 (`
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -29,11 +27,9 @@ from tutti.checkpoint.state_shards import (
     read_local,
     written,
 )
-from tutti.comm.broadcast import broadcast_result
 from tutti.config.sync_config import RowsConfig
 from tutti.device import is_accelerator
 from tutti.errors import UsageError, script_line
-from tutti.nn.gradient_hooks import ScriptHook, wrap_hooks
 from tutti.nn.swap import parameters
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.mixing import needs_closure
@@ -44,25 +40,25 @@ from tutti.parallel.ddp.buckets import ReducedSums, Tail
 from tutti.parallel.ddp.copied_gradients import share_gradients
 from tutti.parallel.ddp.gradient_arithmetic import scale_all, squares_of
 from tutti.parallel.ddp.host_parameters import OffloadedUpdate
-from tutti.parallel.ddp.optimizer_step import culprits, optimizer_step
+from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names, optimizer_step
 from tutti.parallel.ddp.step_agreement import layout_key_of, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.fsdp.model_cut import cut_model
 from tutti.parallel.fsdp.row_collectives import RowGatherer, RowNormReducer, along_rows
 from tutti.parallel.fsdp.row_optimizer_state import load_optimizer_rows, optimizer_pieces
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
-from tutti.parallel.fsdp.sharding_engine import ShardingEngine
 from tutti.parallel.fsdp.zero_sharding import ZeroSharding
 from tutti.parallel.grad_norm import norm_across_model
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clip_norm, divisor_of_backward, finite_by_norm, is_finite, mean_factor
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
-from tutti.parallel.whole_tensors import WholeTensors, along_slices, axis, gatherers_of_optimizers, refuse_growth
+from tutti.parallel.whole_tensors import WholeTensors, along_slices, gather_axis, gatherers_of_optimizers, refuse_growth
 from tutti.torch_compat import foreach_copy_
 from tutti.types.custom_loop_sync import GradientPlace
 from tutti.types.gradient_sync import OwnGradients, UpdatedPiece
 from tutti.types.micro_batch import LossSums
-from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
+from tutti.types.optimizer_protocols import OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
 from tutti.types.run_context import RunContext
 from tutti.types.saved_state import SavedState
@@ -151,7 +147,7 @@ class ShardedSync:
             # FSDP2 takes contiguous parameters only, and the sharded gradients are contiguous.
             parameter.data = parameter.data.contiguous()
         self._replica, self._slices = replica, replica.specs
-        self._engines = self._cut_parameters(replica, named)
+        self._engines, self._reads = cut_model(replica, named, self._config, self._run_context)
         held = {id(parameter) for part in replica.parts for parameter in part.parameters()}
         for name, rows in named:
             if rows.requires_grad and id(rows) not in held:
@@ -248,102 +244,12 @@ class ShardedSync:
         members = set(trained_by(optimizer, [rows.parameter for rows in self._trained]))
         trained = [rows for rows in self._trained if rows.parameter in members]
         sizes = [math.prod(rows.spec.shape) for rows in trained]
-        axes = [axis(self._shards, along_rows(trained, self._shards), together, sizes)]
+        axes = [gather_axis(self._shards, along_rows(trained, self._shards), together, sizes)]
         if self._run_context.mesh.tensor > 1:
             line, mine = self._run_context.comms.axis("tensor"), [r for r in trained if axes[0].owns(r.parameter)]
             here = [(r.parameter, r.local, SliceRegions.of(slices[r.name], r.local)) for r in mine]
-            axes.append(axis(line, along_slices(here, line, together), together))
+            axes.append(gather_axis(line, along_slices(here, line, together), together))
         return WholeTensors(axes, optimizer)
-
-    def _cut_parameters(self, replica: ReplicaRunner, named: NamedParameters) -> list[ShardingEngine]:
-        """Cut the parameters into rows, and return the engines that hold them: ZeRO stage 1, or FSDP2 and the rest."""
-        mesh = self._run_context.mesh
-        if mesh.tensor == 1 and mesh.stage == 1 and self._shards.size > 1:
-            # A replica of tensor slices has a context of its own.
-            from tutti.parallel.fsdp.sharded_reads import ShardedReads
-
-            self._reads = ShardedReads(self._config.stage > 1)
-            self._reads.leave_compiled(replica.parts, self._run_context.compile is not None)
-            replica.script_code, replica.model_code = self._reads.script_code, self._reads.model_code
-            replica.edits = self._reads.edits
-        if self._config.stage == 1 or self._shards.size == 1:
-            return [self._cut_by_zero(replica, named)]
-        return self._cut_by_fsdp(replica, named)
-
-    def _cut_by_zero(self, replica: ReplicaRunner, named: NamedParameters) -> ZeroSharding:
-        """Cut the trainable parameters into rows; the model keeps whole parameters. Empty parameters are not cut."""
-        trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
-        sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)
-        replica.replaced(sliced.replaced)
-        replica.also_seen({whole: rows for rows, whole in sliced.replaced.items()})
-        if self._reads is not None:
-            wrap = partial(ScriptHook, is_dummy=lambda: False, script_code=self._reads.script_code)
-            replica.adapt_hooks = partial(_check_hooks, replica.parts, wrap)
-        own = dict(zip((rows.name for rows in sliced.rows), sliced.script_parameters(), strict=True))
-        replica.replaced_name = lambda: next(
-            (name for name, p in parameters(replica.parts) if own.get(name, p) is not p), None
-        )
-        return sliced
-
-    def _cut_by_fsdp(self, replica: ReplicaRunner, named: NamedParameters) -> list[ShardingEngine]:
-        """Shard the model by FSDP2, and by ZeRO stage 1 the trainable parameters that FSDP2 cannot take."""
-        from tutti.parallel.fsdp.fully_sharded import FullySharded
-
-        [model] = replica.parts
-        whole = self._whole_under_fsdp(model, named)
-        for parameter in whole:
-            # FSDP2 moves only the other parameters to the device. The copy also moves memory-mapped ones into memory.
-            parameter.data = parameter.data.to(self._shards.device, copy=True)
-        config = replace(self._config, units=self._units(model))
-        engine = FullySharded(model, replica.specs, whole, config, self._shards, replica)
-        replica.sharded = {rows.name: rows.parameter.data for rows in engine.rows}
-        replica.specs = {**replica.specs, **{rows.name: rows.spec for rows in engine.rows}}
-        replica.swap_values, replica.unify_flags = engine.holding, engine.unify_flags
-        replica.replaced_name = engine.replaced_name
-        if self._reads is not None:
-            self._reads.guard(engine)
-        replica.adapt_hooks = engine.adapt_hooks
-        rest = [(n, p) for n, p in named if p in whole and p.requires_grad and p.numel()]
-        return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
-
-    def _whole_under_fsdp(self, model: nn.Module, named: NamedParameters) -> set[nn.Parameter]:
-        """Return the parameters that FSDP2 leaves whole.
-
-        These are empty and 0-d parameters, parameters of another dtype than most, and with ``param_dtype`` the
-        parameters of batch norms.
-        """
-        counts: Counter[torch.dtype] = Counter()
-        for _, parameter in named:
-            counts[parameter.dtype] += parameter.numel() * parameter.requires_grad
-        usual = counts.most_common(1)[0][0]
-        whole = {p for _, p in named if not p.numel() or not p.dim() or p.dtype != usual}
-        if self._config.param_dtype is not None:
-            # Batch norm takes narrow activations, but not with narrow weights.
-            norms = [module for module in model.modules() if hasattr(module, "running_mean")]
-            whole |= {p for module in norms for p in module.parameters()}
-        return whole
-
-    def _units(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the wrap policy, with blocks among which the data choose left to the module around them.
-
-        Collective if the source of such a module is suspected to choose: the first rank tries the model.
-        """
-        from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_around, wrapped_modules
-        from tutti.parallel.fsdp.routed_modules import routed_modules, suspected_routers
-
-        units, trial = self._config.units, self._run_context.forward_trial
-        # Split layers would wait for the other tensor ranks, and compiling takes long.
-        if units != ("auto",) or trial is None or self._run_context.mesh.tensor > 1 or self._run_context.compile:
-            return units
-        suspects = suspected_routers(model, wrapped_modules(model))
-        if not suspects:
-            return units
-        comm = self._run_context.comms.world
-        find = partial(routed_modules, model, suspects, trial, comm.device)
-        routed = broadcast_result(comm, 0, find, "modules that choose among their blocks")
-        if not routed:
-            return units
-        return wrapped_around(model, [model.get_submodule(name) for name in routed])
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Start to send this rank's buffers (batch-norm statistics) to the next rank that shares its logical worker.
@@ -502,7 +408,7 @@ class ShardedSync:
             self._gather()
         else:
             trained = [(rows.name, rows.parameter) for rows in self._trained]
-            nonfinite = tuple(dict.fromkeys(culprits(self._run_context.comms.world, trained)))
+            nonfinite = tuple(dict.fromkeys(gather_nonfinite_names(self._run_context.comms.world, trained)))
         return UpdateResult.joint(stats, nonfinite)
 
     def _zero_parameters(self) -> list[nn.Parameter]:
@@ -643,14 +549,14 @@ class ShardedSync:
         if self._optimizer:
             whole = self._whole
             # The state of frozen rows too, because the script may unfreeze them.
-            rows_here = [rows for rows in self._rows if whole is None or not whole.slices(rows.parameter)]
+            rows_here = [rows for rows in self._rows if whole is None or not whole.gathers(rows.parameter)]
             uncut = self._uncut_members(self._optimizer)
             with self._updating([*(rows.parameter for rows in self._rows), *(p for _, p in uncut)]):
                 load_optimizer_rows(self._optimizer, rows_here, saved)
                 load_optimizer(self._optimizer, uncut, saved, "optim", specs=self._slices)
                 if whole is not None:
                     named, specs = [(rows.name, rows.parameter) for rows in self._trained], self._replica.specs
-                    whole.load(self._optimizer, named, saved, specs)
+                    whole.load(named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
         """Return where this rank's own gradients are before the reduce-scatter, for measuring the gradient noise scale.
@@ -1042,10 +948,10 @@ class ShardedSync:
         optimizer, whole = self._optimizer, self._whole
         if optimizer is None:
             return {}
-        cut = [rows for rows in mine if whole is None or not whole.slices(rows.parameter)]
+        cut = [rows for rows in mine if whole is None or not whole.gathers(rows.parameter)]
         found = optimizer_pieces(optimizer, cut, self._shards.rank == 0)
         if whole is not None:
-            found |= whole.tensors(optimizer, [(rows.name, rows.parameter) for rows in mine])
+            found |= whole.tensors([(rows.name, rows.parameter) for rows in mine])
         uncut = self._uncut_members(optimizer)
         shapes, comm = {name: tuple(p.shape) for name, p in uncut}, self._run_context.comms.replica
         return found | written(optimizer_tensors(optimizer, uncut), self._replica, comm, shapes)
@@ -1115,7 +1021,7 @@ class ShardedSync:
         message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
         self._tail.fill(message[:-1], step_context, loss_sums, used)
         message[-1] = square
-        comm.sum_in_place(message, f"all_reduce of totals in step {step_context.local_step + 1}")
+        comm.sum_in_place(message, f"all_reduce of loss sums in step {step_context.local_step + 1}")
         numbers = message.tolist()
         if not self._tail.same(numbers, step_context, comm.size):
             refuse_mismatch(comm, step_context)
@@ -1132,14 +1038,6 @@ class ShardedSync:
         bad += sum(not is_finite(g) for g in self._gradients())
         self._run_context.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()
         return not bool(bad)
-
-
-def _check_hooks(
-    parts: Sequence[nn.Module], wrap: Callable[[Callable[[Tensor], Tensor | None]], ScriptHook]
-) -> Sequence[str]:
-    """Check what the script's hooks on gradients read of parameters; return no names, as later hooks act, too."""
-    wrap_hooks(parameters(parts), wrap)
-    return ()
 
 
 def _refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:

@@ -27,7 +27,7 @@ from tutti.optim.mixing_rules import agreed_mixing
 from tutti.optim.several import slots
 from tutti.parallel.ddp.buckets import METRICS
 from tutti.parallel.ddp.gradient_arithmetic import scale_all
-from tutti.parallel.ddp.optimizer_step import culprits, optimizer_step
+from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names, optimizer_step
 from tutti.parallel.ddp.reducers import Reducer, TreeReducer
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
@@ -48,7 +48,7 @@ from tutti.types.step_records import StepContext, StepStats, UpdateResult
 
 OUTER, _PARAMETER = "outer", "/parameter/"
 
-LOSS_LANES = 6 + METRICS + DIGESTS
+STEP_SUMS = 6 + METRICS + DIGESTS
 """Numbers that all workers add up in each local step, in float64: loss sums, norms, flags and digests."""
 
 
@@ -78,7 +78,7 @@ class LocalSGDSync(LocalGradients):
         self._period, self._run_context = config.period, run_context
         self._joint_steps = int(config.together.value)
         self._counting = LossCounter()
-        self._culprits: dict[str, None] = {}
+        self._nonfinite: dict[str, None] = {}
         self._equal, self._has_differed = True, False
         self._averaged: dict[str, int] = {}  # version counters of parameters after the last average, by name
 
@@ -127,7 +127,7 @@ class LocalSGDSync(LocalGradients):
         self._note()
         self._note_frozen()
         self._make_sums()
-        self._totals = TreeSum(comm, workers, LOSS_LANES, torch.float64)
+        self._step_sums = TreeSum(comm, workers, STEP_SUMS, torch.float64)
         return self
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
@@ -233,19 +233,19 @@ class LocalSGDSync(LocalGradients):
         norm = own_mean(gradients, part, self._step_context.loss_scale)
         self._buffers.verify()
         if not finite_by_norm(norm):
-            self._culprits |= dict.fromkeys(nonfinite_names((name, p.grad) for name, p in self._trained))
+            self._nonfinite |= dict.fromkeys(nonfinite_names((name, p.grad) for name, p in self._trained))
         return norm
 
     def _tell(self, worker: int, part: LossSums | None, norm: float) -> None:
         """Add a worker's loss sums and the norm of its gradient to the sums over all workers."""
         bad = not finite_by_norm(norm)
-        message = torch.zeros(LOSS_LANES, dtype=torch.float64)
+        message = torch.zeros(STEP_SUMS, dtype=torch.float64)
         message[:4] = torch.tensor([0.0 if bad else norm, bad, part is not None, self._step_context.stop])
         if part is not None:
             self._counting.note(part)
             message[4 : 4 + len(part.sums)] = part.sums.double().cpu()
         message[-DIGESTS:] = torch.tensor(digests(self._step_context))
-        self._totals.add(worker, message)
+        self._step_sums.add(worker, message)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Sum the loss sums of all logical workers and, in every H-th step, average the workers' parameters.
@@ -305,7 +305,7 @@ class LocalSGDSync(LocalGradients):
                 value of it).
             PeerError: a rank is lost, or does not take part within the timeout.
         """
-        norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()
+        norm, bad, active, stop, loss, count, *metrics = self._step_sums.total().tolist()
         self._buffers.verify()
         if not digests_agree(metrics[METRICS:], digests(step_context), self._run_context.workers):
             refuse_mismatch(self._run_context.comms.replica, step_context)
@@ -341,7 +341,7 @@ class LocalSGDSync(LocalGradients):
         self._equal = self._due(step_context)
         nonfinite: dict[str, None] = {}
         if not stats.finite:
-            found, self._culprits = "\n".join(list(self._culprits)[:3]), {}
+            found, self._nonfinite = "\n".join(list(self._nonfinite)[:3]), {}
             gathered = self._run_context.comms.replica.all_gather_strings(
                 found, "names of gradients that are not finite"
             )
@@ -737,7 +737,7 @@ class LocalSGDSync(LocalGradients):
                 optimizer_step(optimizer, step_context.lr_factor, norm)
             self._note()
         else:
-            nonfinite = culprits(self._run_context.comms.replica, self._named)
+            nonfinite = gather_nonfinite_names(self._run_context.comms.replica, self._named)
         return UpdateResult.joint(stats, nonfinite)
 
     def _average(self) -> list[Tensor]:

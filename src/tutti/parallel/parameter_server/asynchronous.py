@@ -73,7 +73,7 @@ class AsynchronousServerSync(RemoteGradients):
         self._counting = LossCounter()
         self._loss = 0.0
         self._norms: list[float] = []
-        self._culprits: list[str] = []
+        self._nonfinite: list[str] = []
         self._stale: list[float] = []
         self._stop_at: float | None = None
         self._updates = self._version = self._clock = 0
@@ -285,7 +285,7 @@ class AsynchronousServerSync(RemoteGradients):
         norm = own_mean(there, part, self._step_context.loss_scale)
         self._buffers.verify()
         if not finite_by_norm(norm):
-            self._culprits += nonfinite_names(zip([name for name, _ in self._trained], gradients, strict=True))
+            self._nonfinite += nonfinite_names(zip([name for name, _ in self._trained], gradients, strict=True))
             return False
         clip_norm(norm, self._run_context.clip, partial(scale_all, there))
         self._norms.append(norm)
@@ -346,7 +346,7 @@ class AsynchronousServerSync(RemoteGradients):
         clock = self._clock if self._config.steps == "all" else step_context.local_step + 1
         stop = self._stop_at is not None and clock >= self._stop_at
         self._norms, self._stale = [], []
-        return StepStats(self._loss, count, named, norm, finite=not self._culprits, stop=stop)
+        return StepStats(self._loss, count, named, norm, finite=not self._nonfinite, stop=stop)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Report the updates that the servers have made for all workers since this rank's last step. Not collective.
@@ -366,9 +366,9 @@ class AsynchronousServerSync(RemoteGradients):
             steps together, else None.
         """
         made, self._updates = self._version - self._updates, self._version
-        culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []
+        nonfinite, self._nonfinite = tuple(dict.fromkeys(self._nonfinite)), []
         clock = self._clock if self._config.steps == "all" else None
-        return UpdateResult(max(made, 0), not stats.finite, culprits, together=False, global_step=clock)
+        return UpdateResult(max(made, 0), not stats.finite, nonfinite, together=False, global_step=clock)
 
     def clear(self) -> None:
         """Do nothing: ``end_worker`` has set every ``.grad`` to None after its push to the parameter servers."""
