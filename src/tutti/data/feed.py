@@ -132,7 +132,7 @@ class Feed:
         return replace(part, batch=self.place(part.batch), dummy=dummy)
 
     def micro_batches(
-        self, batch: Batch, clock: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0
+        self, batch: Batch, local_step: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0
     ) -> list[tuple[int, list[MicroBatch]]]:
         """Cut this rank's samples of a global batch into micro-batches, the parts that one forward and backward takes.
 
@@ -140,8 +140,8 @@ class Feed:
 
         Args:
             batch: this rank's samples, sorted by logical worker (fixed share of the global batch).
-            clock: number of steps taken before this one; seeds, with seed, worker and index, each micro-batch's random
-                draws.
+            local_step: number of steps that this rank has taken before this one; it keys, with seed, worker and index,
+                each micro-batch's random draws.
             samples: samples in the global batch. For a batch that the script made itself, of any size, a number that is
                 equal on all ranks suffices, since the gradient synchronisation divides by the true count.
             over: ``step`` if a gradient is the mean over the global batch, ``worker`` if over the samples of one
@@ -173,7 +173,7 @@ class Feed:
             for micro, (span, weight) in enumerate(pieces, first):
                 part = shown(batch) if span is None else slice_batch(batch, span.start, span.stop)
                 count = have if span is None else len(span)
-                key = mix(self.seed, clock, worker, micro)
+                key = mix(self.seed, local_step, worker, micro)
                 factor = scale if whole else weight * scale
                 last = micro == first + len(pieces) - 1
                 micro_batches.append(MicroBatch(worker, micro, part, count, factor, key, last, noise, whole))
@@ -203,7 +203,7 @@ class Feed:
         """
         return self.contract.workers == 1 and len(self.contract.micro_batches(samples)) == 1
 
-    def dummy_micro_batch(self, batch: Batch, clock: int, worker: int, last: bool = True) -> MicroBatch:
+    def dummy_micro_batch(self, batch: Batch, local_step: int, worker: int, last: bool = True) -> MicroBatch:
         """Return a dummy micro-batch for a rank that has none left in a step while other ranks still compute.
 
         The model runs on ``batch``, so that the collectives of its forward and backward meet those of the other ranks;
@@ -211,7 +211,7 @@ class Feed:
 
         Args:
             batch: real samples on the rank's device, whose values do not matter.
-            clock: the global step, which keys the random draws.
+            local_step: number of steps that this rank has taken before this one; it keys the random draws.
             worker: index of the logical worker (fixed share of the global batch), from 0.
             last: whether the dummy is the worker's last micro-batch in this step, after which its gradients are
                 complete.
@@ -219,7 +219,7 @@ class Feed:
         Returns:
             A ``MicroBatch`` that holds ``batch`` itself, not a copy.
         """
-        return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
+        return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, local_step, worker, 0), last)
 
     def most_micro_batches(self, samples: int) -> int:
         """Return the number of micro-batches, in one step, of the data rank that has the most of them.

@@ -104,7 +104,7 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 def several(makers: Sequence[OptimizerFactory]) -> OptimizerFactory:
-    """Combine functions that make an optimizer each into one that makes a ``SeveralOptimizers`` of all of them.
+    """Combine optimizer factories into a factory of a ``SeveralOptimizers``, whose members all of them make.
 
     Args:
         makers: functions from (name, parameter) pairs to an optimizer, or to None if none of the parameters belong to

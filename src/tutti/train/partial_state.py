@@ -283,7 +283,7 @@ def _without(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _wrap(result: Any, given: list[Tensor], key: str, part: StatePart) -> Any:
-    """Return a new tensor as a ``StateSlice``, and one that was written as it is."""
+    """Return a function's result: a new tensor as a ``StateSlice``, a tensor that was written in place unchanged."""
     if not isinstance(result, Tensor) or any(result is each for each in given):
         return result
     return StateSlice.of(result, key, part)

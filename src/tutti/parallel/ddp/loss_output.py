@@ -60,10 +60,10 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
             return _mean_over(objective, count, micro_batch)
         dtype, value = _wide(objective), objective.detach()
         loss_sums = torch.addcmul(
-            *_mean_lanes(micro_batch.samples, dtype, objective.device),
+            *_sums_of_mean(micro_batch.samples, dtype, objective.device),
             value if value.dtype == dtype else value.to(dtype),
         )
-        return objective, _start(micro_batch.share, objective), _totals(loss_sums, (), micro_batch)
+        return objective, _start(micro_batch.share, objective), _loss_sums(loss_sums, (), micro_batch)
     if isinstance(outcome, Tensor):
         outcome = outcome, micro_batch.samples
     if isinstance(outcome, tuple | list) and len(outcome) in (2, 3):
@@ -77,7 +77,7 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         start = _noisy(micro_batch, objective) if micro_batch.noise else _start(micro_batch.weight, objective)
         if micro_batch.whole:
             start = start / _divisor(outcome[1], start)
-        return objective, start, _totals(loss_sums, tuple(sums), micro_batch)
+        return objective, start, _loss_sums(loss_sums, tuple(sums), micro_batch)
     is_number = isinstance(outcome, Number)
     raise UsageError(
         f"the loss is {'a Python number' if is_number else kind_of(outcome)}",
@@ -104,7 +104,7 @@ def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tup
         start = _start(micro_batch.share, objective)
     else:
         start = wide.to(widest_float(device)).mul(micro_batch.weight).to(objective.dtype)
-    return objective, start, _totals(loss_sums, (), micro_batch)
+    return objective, start, _loss_sums(loss_sums, (), micro_batch)
 
 
 def check_trains(objective: Tensor) -> None:
@@ -135,7 +135,7 @@ def _divisor(count: Any, start: Tensor) -> Any:
     return torch.where(count > 0, count.detach(), 1).to(start.device, start.dtype).reshape(())
 
 
-def _totals(loss_sums: Tensor, names: tuple[str, ...], micro_batch: MicroBatch) -> LossSums:
+def _loss_sums(loss_sums: Tensor, names: tuple[str, ...], micro_batch: MicroBatch) -> LossSums:
     return LossSums(loss_sums if micro_batch.samples else torch.zeros_like(loss_sums), names, micro_batch.samples)
 
 
@@ -153,7 +153,7 @@ def _noisy(micro_batch: MicroBatch, objective: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _mean_lanes(samples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _sums_of_mean(samples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a = (0, n) and b = (n, 0): ``LossSums.sums`` of a mean loss are a + b · loss."""
     return (
         torch.tensor([0, samples], dtype=dtype, device=device),

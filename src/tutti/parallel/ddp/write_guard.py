@@ -55,7 +55,7 @@ class WriteGuard:
         self._marks = _marks(named)
 
     def check(self, named: NamedParameters, where: str) -> None:
-        """Raise UsageError if a parameter's norm, or its digest, differs from the one that ``note`` recorded.
+        """Raise UsageError if a parameter's norm, or its digest, differs from ``note``'s record.
 
         A difference means that the script has written the parameter; the error names the first such parameter.
         Before the first ``note`` nothing is checked. Also records the parameters' version counters and addresses anew,
@@ -88,7 +88,7 @@ class WriteGuard:
         self._marks = _marks(named)
 
     def written(self, named: Sequence[tuple[str, Tensor]]) -> list[str]:
-        """Return the names of parameters whose norm, or else digest, differs from the one that ``note`` recorded.
+        """Return the names of parameters whose norm, or else digest, differs from ``note``'s record.
 
         Empty before the first ``note``. Values that are on another device than in ``note`` are copied there, so that
         the same kernels compute the norms.

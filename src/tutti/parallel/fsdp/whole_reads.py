@@ -114,7 +114,7 @@ class WholeReads:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole values of a parameter, whose gradient goes to the rows and not to the input, a stand-in of no size."""
+    """Gather a parameter's whole values; backward adds the gradient to the rows. The input is an empty tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gather: Callable[[], Tensor], add: Callable[[Tensor], None]) -> Tensor:

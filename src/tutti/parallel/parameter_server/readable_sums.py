@@ -302,7 +302,7 @@ class ReadableServerSync(SynchronousServerSync):
         return [gradient.to(parameter.device, copy=True) for gradient, parameter in pairs]
 
     def _untouched(self, members: Sequence[nn.Parameter]) -> bool:
-        """Return whether the gradients of ``members`` are those that the servers hold."""
+        """Return whether ``.grad`` of ``members`` still refers to the gradients on the servers, without an edit."""
         if self._sums is None:
             return False
         used = dict(zip(self._parameters, self._pushes.used, strict=True))

@@ -142,7 +142,7 @@ class StageParameters(QuietMode):
             return tree_map_only(Tensor, partial(self._view, given, wholes), read_only(func, result))
 
     def _view(self, given: Sequence[Tensor], wholes: Mapping[int, Tensor], result: Tensor) -> Tensor:
-        """Return a function's result; of one that shares memory with a copy of a parameter, one that says so."""
+        """Return a function's result; a view of a parameter's copy becomes a ``StateCopy``, which names its source."""
         source = next((each for each in given if share_memory([wholes[id(each)]], [result])), None)
         if source is None:
             return result
