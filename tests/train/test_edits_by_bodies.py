@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,3 +144,125 @@ def test_an_edit_by_what_is_the_same_for_all_is_that_of_plain_pytorch(
     for got in worlds.run(ranks, train, edit=edit, workers=workers, guarded=guarded):
         assert isinstance(got, dict), got
         assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+def clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def body(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, backward: Callable[[Tensor], None]) -> None:
+    optimizer.zero_grad()
+    backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+
+
+def every_second_body(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    for number, batch in enumerate(run.microbatches(0)):
+        body(model, optimizer, batch, run.backward)
+        if number % 2 == 1:
+            clipped(model)
+        optimizer.step()
+
+
+def every_third_by_a_counter(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    count = SimpleNamespace(bodies=0)
+    for batch in run.microbatches(0):
+        body(model, optimizer, batch, run.backward)
+        count.bodies += 1
+        if count.bodies % 3 == 0:
+            for parameter in model.parameters():
+                _gradient(parameter).mul_(0.5)
+        optimizer.step()
+
+
+def every_second_batch(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    for batch in run.microbatches(0):
+        body(model, optimizer, batch, run.backward)
+        if run.global_step % 2 == 1:
+            clipped(model)
+        optimizer.step()
+
+
+def by_norm_with_a_log(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    shown = []
+    for number, batch in enumerate(run.microbatches(0)):
+        body(model, optimizer, batch, run.backward)
+        norm = torch.stack([_gradient(p).norm() for p in model.parameters()]).norm()
+        if number % 2 == 0:
+            shown.append(norm.item())
+        if norm > 0.7:
+            for parameter in model.parameters():
+                _gradient(parameter).mul_(0.7 / norm)
+        optimizer.step()
+
+
+def left_within_a_batch(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    for batch in run.microbatches(0):
+        body(model, optimizer, batch, run.backward)
+        optimizer.step()
+        if not run.stepped:
+            break
+
+
+def left_after_bodies(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    for number, batch in enumerate(run.microbatches(0)):
+        body(model, optimizer, batch, run.backward)
+        optimizer.step()
+        if number + 1 == 2:
+            break
+
+
+def left_after_batches(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    for batch in run.microbatches(0):
+        body(model, optimizer, batch, run.backward)
+        optimizer.step()
+        if run.stepped and run.global_step == 2:
+            break
+
+
+class Plain:
+    """One device without tutti, with the methods that the loops call."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.global_step, self.stepped, self.backward = 0, True, Tensor.backward
+        optimizer.register_step_post_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.global_step += 1
+
+    def microbatches(self, epoch: int) -> Any:
+        return global_batches(dataset(), BATCH, epoch)
+
+
+def looped(loop: Callable[..., None], workers: int, read: bool = False) -> Any:
+    """Return the state, or the refusal and the number of updates before it; ``workers`` of 0: without tutti."""
+    model, optimizer = built()
+    run: Any = Plain(optimizer)
+    if workers:
+        run = tutti.prepare(model, optimizer, dataset(), workers=workers, batch_size=BATCH, seed=0)
+    try:
+        loop(model, optimizer, run)
+        state = model.state_dict() if read or not workers else run.state()
+    except UsageError as error:
+        return str(error), run.updates
+    return {name: tensor.numpy().copy() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("loop", [every_second_body, every_third_by_a_counter])
+def test_an_edit_in_every_nth_body_is_refused(loop: Callable[..., None]) -> None:
+    [(said, updates)] = worlds.run(1, looped, loop=loop, workers=2)
+    assert "edits gradients in every n-th of its bodies" in said and "test_edits_by_bodies.py" in said
+    assert updates == (loop is every_third_by_a_counter)
+
+
+@pytest.mark.parametrize(("loop", "read"), [(left_within_a_batch, False), (left_after_bodies, True)])
+def test_a_loop_that_is_left_before_its_updates_is_refused(loop: Callable[..., None], read: bool) -> None:
+    [(said, _)] = worlds.run(1, looped, loop=loop, workers=2, read=read)
+    assert "was left" in said and "test_edits_by_bodies.py" in said
+
+
+@pytest.mark.parametrize("loop", [every_second_batch, by_norm_with_a_log, left_after_batches])
+def test_loops_that_count_global_batches_are_right(loop: Callable[..., None]) -> None:
+    want = worlds.alone(looped, loop=loop, workers=0)
+    [got] = worlds.run(1, looped, loop=loop, workers=2)
+    assert isinstance(got, dict), got
+    assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())

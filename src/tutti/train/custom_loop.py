@@ -20,11 +20,13 @@ from tutti.config.strategy_choice import Choice
 from tutti.errors import TuttiError, UsageError, script_line, script_line_of
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal
+from tutti.nn.owned_hooks import OwnedHook
 from tutti.parallel import check_custom_loop
 from tutti.train.custom_loop_closure import ClosureUpdate
 from tutti.train.custom_loop_gradients import CustomLoopGradients
 from tutti.train.custom_loop_state import CustomLoopState, GlobalBatchState, Gradients
 from tutti.train.custom_loop_update import CustomLoopUpdate
+from tutti.train.script_checks.body_counters import break_out_of_loop
 from tutti.train.script_checks.carried_state import CarriedState
 from tutti.train.script_checks.skipped_bodies import SkippedBodies
 from tutti.train.void_body import VoidBody
@@ -61,6 +63,8 @@ class CustomLoop:
         self.gradients = CustomLoopGradients(run, state)
         self.update = CustomLoopUpdate(run, state, self.gradients)
         self.closures = ClosureUpdate(run, state, self.gradients, self.update, choice)
+        # The error for a loop that was left by ``break`` too early.
+        self._left: UsageError | None = None
         # How many loops over micro-batches are open.
         self._open = 0
 
@@ -116,6 +120,9 @@ class CustomLoop:
                 for batch in self._run.epoch(number, start):
                     with self._run.model_code():
                         yield from self._bodies_of(batch)
+        except GeneratorExit:
+            self._note_break()
+            raise
         finally:
             self._open -= 1
             self._end_void()
@@ -125,6 +132,31 @@ class CustomLoop:
             if self._open:
                 # The loop was in the body of another one, which goes on.
                 self._sync.begin_custom_loop()
+
+    def _note_break(self) -> None:
+        """Record that the script leaves the loop by ``break``, where updates are missing by it: ``end_left`` raises.
+
+        Python swallows exceptions here.
+        """
+        line, is_counted = break_out_of_loop() if self._bodies.several else ("", False)
+        if line and (is_counted or not self._state.is_last_body):
+            within = "after a number of its bodies" if self._state.is_last_body else "in the middle of a global batch"
+            self._left = UsageError(
+                f"the loop over run.microbatches() was left {within}, with several micro-batches a rank",
+                where=f"step {self._run.global_step + 1}, {line}",
+                why="this rank runs the body several times a global batch, so that one device would have made more"
+                " updates by then",
+                remedy="count global batches (run.global_step), and leave the loop where run.stepped is true",
+            )
+            self._run.model.register_state_dict_pre_hook(OwnedHook(self.check_break))
+
+    def check_break(self, *_: Any) -> None:
+        """Raise UsageError if a ``break`` has ended the last loop so that updates are missing. Not collective.
+
+        A hook of the model calls this before ``model.state_dict()``, too.
+        """
+        if (left := self._left) is not None:
+            raise UsageError(left.what, where=left.where, why=left.why, remedy=left.remedy)
 
     def _check_beginning(self) -> None:
         """Check that a loop may begin now, and end the step of an earlier loop that the script has left.
@@ -293,6 +325,7 @@ class CustomLoop:
         running, nothing is done.
         """
         if not self._open:
+            self.check_break()
             self.end_step()
 
     def end_step(self) -> None:

@@ -86,11 +86,13 @@ class CustomLoopUpdate:
         elif self._origin.local(members):
             self._gradients.exchange_local(micro_batch)
         self._bodies.note("step", -1 if index is None else index)
-        self.stepped = self._state.is_last_body
-        if not self._state.is_last_body:
+        is_last = self.stepped = self._state.is_last_body
+        edited = self._origin.edited(members) if is_last or self._bodies.several else []
+        if self._bodies.several:
+            self._bodies.note_edited(bool(edited))
+        if not is_last:
             return False
         self.check_not_averaged()
-        edited = self._origin.edited(members)
         if edited and not self._state.batch.alone:
             self._origin.check_edits()
         if edited and self._bodies.several and self._state.batch.is_watched:

@@ -18,6 +18,7 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import parameters
 from tutti.python_compat import LiveObjects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
+from tutti.train.script_checks.body_counters import edit_condition
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -55,6 +56,9 @@ class BodyComparison:
         self._hooks_at_forward: list[int] | None = None
         self._hooked = False
         self._schedulers: list[tuple[LRScheduler, int]] = []
+        # By place of an optimizer's step in the body: whether bodies of this batch have edited gradients before it, and
+        # whether others have not.
+        self._edited: dict[int, set[bool]] = {}
 
     def begin_batch(self) -> None:
         """Begin a global batch of a custom training loop: clear the calls recorded for the batch before.
@@ -63,6 +67,7 @@ class BodyComparison:
         this rank with those for its first micro-batch of the global batch.
         """
         self._first, self._settings = None, {}
+        self._edited.clear()
 
     def begin_body(self, final: bool) -> None:
         """Clear the record of backward passes and optimizer steps before the script's loop body runs for a micro-batch.
@@ -197,6 +202,29 @@ class BodyComparison:
                 why="this rank runs the body several times a global batch, so that the rate would run ahead of the"
                 " training, and by another factor on another number of devices",
                 remedy="write scheduler.step() under 'if run.stepped:', or give tutti.prepare scheduler=",
+            )
+
+    def note_edited(self, edited: bool) -> None:
+        """Record whether a body has edited gradients, right before its step of an optimizer.
+
+        Bodies may differ, as a norm does by which a script clips. Only edits in the last body act on the update.
+
+        Args:
+            edited: whether the script has written or replaced a gradient since it was computed.
+
+        Raises:
+            UsageError: bodies of this batch differ, and the loop edits gradients in every n-th body.
+        """
+        found = self._edited.setdefault(len(self._events), set())
+        found.add(edited)
+        if len(found) > 1 and (line := edit_condition()):
+            raise UsageError(
+                "the loop edits gradients in every n-th of its bodies, with several micro-batches a rank",
+                where=f"step {self._run.global_step + 1}, {line}",
+                why="this rank runs the body several times a global batch, and edits in its last body alone act on the"
+                " update",
+                remedy="count global batches (run.global_step), not runs of the body; or take as many workers as data"
+                f" ranks ({self._run.context.mesh.data_ranks}), and no micro_batch",
             )
 
     def refuse_different(self) -> NoReturn:

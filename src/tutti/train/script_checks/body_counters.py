@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import linecache
+import re
+from collections.abc import Iterator
 from functools import cache
 from types import FrameType
 
@@ -11,6 +13,8 @@ from tutti.python_compat import calling_frame
 from tutti.train.script_checks.skipped_bodies import parsed_source
 
 _METHOD = "microbatches"
+_EDITS = re.compile("grad|clip|noise", re.IGNORECASE)
+"""Parts of names in code that edits gradients (a guess)."""
 
 
 def counting_condition() -> str:
@@ -20,16 +24,71 @@ def counting_condition() -> str:
     bodies: the number of ``enumerate``, or a variable that every body adds a constant to. A variable that is counted
     under an ``if``, such as ``if run.stepped``, does not count bodies. Returns an empty text for other code.
     """
+    for file, line, loop in _running_loops():
+        for each in _conditions(loop):
+            if any(_has(child, line) for child in each.body) and _takes_remainder(each.test, _counters(loop)):
+                return f"{file}:{each.lineno}"
+    return ""
+
+
+def edit_condition() -> str:
+    """Return the ``if`` of the script, as ``FILE:LINE``, by which a running loop edits gradients in some bodies alone.
+
+    The ``if`` tests the remainder of a number that counts the loop's bodies, as in ``counting_condition``, and there is
+    a name in it that tells of gradients: ``.grad``, ``clip_grad_norm_``, ``add_noise``. An empty text if there is none.
+    """
+    for file, _, loop in _running_loops():
+        for each in _conditions(loop):
+            names = {word for child in each.body for word in _words(child)}
+            if _takes_remainder(each.test, _counters(loop)) and any(_EDITS.search(name) for name in names):
+                return f"{file}:{each.lineno}"
+    return ""
+
+
+def break_out_of_loop() -> tuple[str, bool]:
+    """Return the ``break`` or ``return`` by which the script leaves a loop over micro-batches at this moment.
+
+    Returns:
+        A pair: the statement as ``FILE:LINE``, an empty text for an exception or another end of the loop; and whether
+        it is under an ``if`` that compares a number that counts the loop's bodies.
+    """
+    for file, line, loop in _running_loops():
+        exits = (each for each in ast.walk(loop) if isinstance(each, ast.Break | ast.Return) and each.lineno == line)
+        for leaves in exits:
+            around = [each for each in _conditions(loop) if any(_has(child, leaves.lineno) for child in each.body)]
+            tests = [node for each in around for node in ast.walk(each.test) if isinstance(node, ast.Compare)]
+            counted = any(_named(part) in _counters(loop) for test in tests for part in ast.walk(test))
+            return f"{file}:{line}", counted
+    return "", False
+
+
+def _running_loops() -> Iterator[tuple[str, int, ast.For]]:
+    """Yield the loops over ``microbatches`` that are running, innermost first, with their files and present lines."""
     frame: FrameType | None = calling_frame(1)
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
         for loop in _loops(file):
-            conditions = (each for each in ast.walk(loop) if isinstance(each, ast.If)) if _has(loop, line) else ()
-            for each in conditions:
-                if any(_has(child, line) for child in each.body) and _takes_remainder(each.test, _counters(loop)):
-                    return f"{file}:{each.lineno}"
+            if _has(loop, line):
+                yield file, line, loop
         frame = frame.f_back
-    return ""
+
+
+def _conditions(loop: ast.For) -> Iterator[ast.If]:
+    return (each for each in ast.walk(loop) if isinstance(each, ast.If))
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """Yield the names of variables and attributes in a statement."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name):
+            yield each.id
+        elif isinstance(each, ast.Attribute):
+            yield each.attr
+
+
+def _named(node: ast.AST) -> str:
+    """Return the text of a variable or an attribute, such as ``self.count``; an empty text for another expression."""
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
 
 
 @cache
@@ -54,17 +113,15 @@ def _counters(loop: ast.For) -> set[str]:
             found.add(name)
     for each in loop.body:
         match each:
-            case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=ast.Constant()):
-                found.add(name)
+            case ast.AugAssign(target=ast.Name() | ast.Attribute() as target, op=ast.Add(), value=ast.Constant()):
+                found.add(_named(target))
     return found
 
 
 def _takes_remainder(test: ast.expr, names: set[str]) -> bool:
     """Return whether a condition tests the remainder of one of these numbers."""
     remainders = (each for each in ast.walk(test) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod))
-    return any(
-        isinstance(each, ast.Name) and each.id in names for remainder in remainders for each in ast.walk(remainder.left)
-    )
+    return any(_named(each) in names for remainder in remainders for each in ast.walk(remainder.left))
 
 
 def _has(node: ast.stmt, line: int) -> bool:
