@@ -158,7 +158,7 @@ def no_memory(error: BaseException) -> NotEnoughMemory | None:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     places = [f"step {step}"] if step is not None else []
     # A function mode of tutti may pass on the script's call.
-    frames = [f for f in frames if _is_users(f.filename)] or frames
+    frames = [f for f in frames if is_script_file(f.filename)] or frames
     places += [f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"] if frames else []
     return NotEnoughMemory(
         "there is not enough memory",
@@ -305,7 +305,7 @@ def script_line_of(error: BaseException) -> str:
         error: an exception that was raised.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users(frame.filename):
+        if is_script_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return "the script"
 
@@ -321,7 +321,7 @@ def own_line_of(error: BaseException) -> str | None:
     """
     folders = tuple(f"{sysconfig.get_path(each)}{os.sep}" for each in ("stdlib", "purelib", "platlib"))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users(frame.filename) and not frame.filename.startswith((*folders, "<frozen ")):
+        if is_script_file(frame.filename) and not frame.filename.startswith((*folders, "<frozen ")):
             return f"{frame.filename}:{frame.lineno}"
     return None
 
@@ -334,13 +334,13 @@ def script_line() -> str:
     """
     frame = inspect.currentframe()
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_script_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "the script"
 
 
-def _is_users(file: str) -> bool:
+def is_script_file(file: str) -> bool:
     """Return whether a source file is outside of the packages torch and tutti; its path may have folders so named.
 
     ``contextlib.py`` is none of the user's: its decorators call functions of both packages.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,9 @@ class Loop:
     def after_step(self, batch: Any) -> None:
         pass
 
+    def after_epoch(self) -> None:
+        pass
+
     def train(self, batches: Callable[[int], Iterator[Any]], backward: Callable[[Tensor], None]) -> None:
         for epoch in range(2):
             self.late = epoch > 0
@@ -63,6 +68,7 @@ class Loop:
                 self.before_step(loss)
                 self.optimizer.step()
                 self.after_step(batch)
+            self.after_epoch()
 
 
 class Table(Loop):
@@ -192,6 +198,68 @@ class Probe(Loop):
             self.other.step()
 
 
+class ClassWeights(Loop):
+    """Errors of the first epoch by class, of which NumPy makes weights for the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.wrong = torch.ones(3, dtype=torch.float64), np.ones(3)
+
+    def loss(self, scores: Tensor, batch: Any) -> Tensor:
+        for each in batch[1][scores.argmax(1) != batch[1]].tolist():
+            self.wrong[each] += 1
+        return (functional.cross_entropy(scores, batch[1], reduction="none") * self.weights[batch[1]]).mean()
+
+    def after_epoch(self) -> None:
+        self.weights = torch.tensor(self.wrong / self.wrong.mean())
+
+
+class Threshold(Loop):
+    """The mean loss of the last epoch, by which the next one leaves out samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.seen = math.inf, list[float]()
+
+    def loss(self, scores: Tensor, batch: Any) -> Tensor:
+        each = functional.cross_entropy(scores, batch[1], reduction="none")
+        self.seen += each.tolist()
+        return (each * (each.detach() < self.most)).mean()
+
+    def after_epoch(self) -> None:
+        self.most = float(np.mean(self.seen))
+
+
+class NewThreshold(Threshold):
+    """The same in code that the first epoch does not run."""
+
+    def loss(self, scores: Tensor, batch: Any) -> Tensor:
+        each = functional.cross_entropy(scores, batch[1], reduction="none")
+        self.seen += each.tolist()
+        return (each * (each.detach() < self.most)).mean() if self.late else each.mean()
+
+
+class MeanThreshold(Loop):
+    """The same by the mean loss of the last global batch."""
+
+    most = math.inf
+
+    def loss(self, scores: Tensor, batch: Any) -> Tensor:
+        each = functional.cross_entropy(scores, batch[1], reduction="none")
+        assert each.min().item() >= 0
+        return (each * (each.detach() < self.most)).mean()
+
+    def before_step(self, loss: Tensor) -> None:
+        self.last = loss.item()
+
+    def after_step(self, batch: Any) -> None:
+        if self.run is not None and self.run.stepped:
+            self.last = self.run.stats.loss
+
+    def after_epoch(self) -> None:
+        self.most = 1.01 * float(self.last)
+
+
 def play(kind: type[Loop], strategy: str, workers: int) -> tuple[Arrays | None, str, int]:
     """The weights at the end, or else the refusal's text; and the number of updates."""
     loop = kind()
@@ -214,15 +282,18 @@ def plain(kind: type[Loop]) -> Arrays:
 
 RANKS = (("mirrored", 2, 2), ("sharded", 2, 2), ("mirrored", 3, 3))
 WORKERS = (("single", 1, 3), ("mirrored", 2, 4), ("sharded:stage=1", 2, 4))
-BY_RANK = (Table, Bank, Probe)
+BY_RANK = (Table, Bank, Probe, ClassWeights, Threshold, NewThreshold)
 BY_BODY = (Bank, Teacher, Counter, Edit, Scheduler, Loader)
-RIGHT = (SteppedTeacher, GlobalCounter)
+RIGHT = (SteppedTeacher, GlobalCounter, MeanThreshold)
+UNEQUAL = (("mirrored", 2, 3),)
 
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "devices", "workers"),
     marked(
-        [(kind, *row) for kind in BY_RANK for row in RANKS] + [(kind, *row) for kind in BY_BODY for row in WORKERS],
+        [(kind, *row) for kind in BY_RANK for row in RANKS]
+        + [(kind, *row) for kind in BY_BODY for row in WORKERS]
+        + [(kind, *row) for kind in (ClassWeights, Threshold) for row in UNEQUAL],
         1,
     ),
 )

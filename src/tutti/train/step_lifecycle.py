@@ -19,6 +19,7 @@ from tutti.errors import NonFiniteError, UsageError, counted, script_line
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates, set_learning_rates
+from tutti.train.script_checks.both_watches import BothWatches
 from tutti.train.script_checks.carried_state import CarriedValues
 from tutti.train.script_checks.kept_values import KeptValues
 from tutti.train.script_checks.loader_watch import LoaderWatch
@@ -70,7 +71,7 @@ class StepLifecycle:
         self._run = run
         self._written = WrittenParameters(run)
         self._carried, self._kept = CarriedValues(run), KeptValues(run)
-        self.values: LossWatch = self._carried
+        self.values: LossWatch | BothWatches = self._carried
         self.windows = WatchWindows()
         self._trials, self.loaders = WorkerTrials(run, self._kept), LoaderWatch(run)
         run.replica.around_stage = self._around_stage
@@ -212,7 +213,10 @@ class StepLifecycle:
         """
         carried = self._carried.begin_batch(work)
         kept = self._kept.begin_batch(watched=carried)
-        self.values = self._kept if kept else self._carried
+        if kept and carried:
+            self.values = BothWatches(self._kept, self._carried)
+        else:
+            self.values = self._kept if kept else self._carried
         return carried or kept
 
     def _collated(self, batch: Batch) -> Batch:

@@ -5,28 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional
 
 from tutti.checkpoint.fingerprint import tensor_digests
 from tutti.comm.random_keys import mix, name_key
 from tutti.errors import UsageError, script_line
 from tutti.nn.ac_and_compile import has_compiled_code
-from tutti.nn.script_mode import is_function_mode
-from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.output_graph import leaf_of_node, nodes_below
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     FunctionModesDisabled,
     functorch_level,
-    local_tensor,
     tensor_versions,
     tree_leaves,
     tree_map,
@@ -40,32 +35,25 @@ from tutti.train.script_checks.loss_watch import (
     leaves_of_call,
     tensor_of_loss,
 )
-from tutti.train.script_checks.moved_values import REPLACING, fills_tensor
 from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
 from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_number_key
-from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
+from tutti.train.script_checks.storage_records import MemoryRecords, memories_of, memory_of
+from tutti.train.script_checks.watch_windows import FIRST, is_watched_step
+from tutti.train.script_checks.watched_calls import EXCHANGING, calling_module, own_tensors, values_read
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
 
-_FIRST = 5
-"""Steps that are all watched."""
 _LARGEST = 2**31
 """Most bytes of a tensor whose values are compared (a guess)."""
 _MOST = 4096
 """Most autograd nodes of a loss that are looked at (a guess)."""
-_NORMS = frozenset((functional.batch_norm, functional.instance_norm))
-"""Functions whose second and third argument are averages of a worker's own batches."""
-_CONVERSIONS = frozenset(("to", "type_as"))
-"""Functions that take dtype and device of their second argument, and no values."""
+_CONSTANT = 3
+"""Fewest watched steps with one tensor after which another one at the turn of an epoch counts as kept (a guess)."""
 _STEP = ".step() in "
 """Words between the class of an optimizer and the line of its step."""
-_EXCHANGING = ("torch.distributed", "tutti.comm")
-"""Packages whose code sends tensors to other ranks."""
-_DISPATCHING = ("torch._ops", "torch.overrides")
-"""Modules of PyTorch that call function modes."""
 
 
 class _Kept(NamedTuple):
@@ -132,6 +120,9 @@ class KeptValues(LossWatch):
         self._before: dict[StorageWeakRef, int | None] = {}
         # Digests of all values from before this step that its lines read, kept from an earlier one or not.
         self._read_here: dict[str, set[int]] = {}
+        # Shapes and digests of tensors from before the last watched step, and before each earlier one, by line.
+        self._read_last = dict[str, set[tuple[Any, int]]]()
+        self._read_before = dict[str, list[set[tuple[Any, int]]]]()
         # Values kept in tensors, those with a dimension of the micro-batch's samples, and recurrent states.
         self._kept: dict[StorageWeakRef, _Kept] = {}
         self._by_sample, self._states = set[_Kept](), set[_Kept]()
@@ -154,17 +145,18 @@ class KeptValues(LossWatch):
         its code has left: a loss of this batch may read them.
 
         Args:
-            watched: whether another mode checks this batch already, so that this one must not.
+            watched: whether another mode checks this batch, beside which this one acts at the turn of an epoch alone.
 
         Returns:
-            True if all of this holds: ``watched`` is False; the step, counted from 1, is at most 5, a power of two, or
-            one more than a power of two, or at the turn of an epoch (``WatchWindows``); there are several data ranks,
-            or ``run.step`` runs pipeline stages; and neither tutti nor the script has compiled the model.
+            True if all of this holds: the step is at the turn of an epoch (``WatchWindows``), or ``watched`` is False
+            and the step, counted from 1, is at most 5, a power of two, or one more than a power of two; there are
+            several data ranks, or ``run.step`` runs pipeline stages; and neither tutti nor the script has compiled the
+            model.
         """
         run = self._run
         self._steps += 1
         self._alone = self._why_alone()
-        due = self._due = _is_due(self._steps) or run.lifecycle.windows.is_open
+        due = self._due = is_watched_step(self._steps) or run.lifecycle.windows.is_open
         self._plain.begin_batch()
         if self._empty and not due:
             return False
@@ -176,13 +168,17 @@ class KeptValues(LossWatch):
         self._reached, self._trained = self._trained, {}
         self._empty = not due and not self._reached
         several = run.context.comms.replica.size > 1 or bool(self._alone)
-        if several and (self._steps == 1 or (self._steps > _FIRST and due)):
+        if several and (self._steps == 1 or (self._steps > FIRST and due)):
             self._others.look()
-        if watched or not several or not due:
+        turn = run.lifecycle.windows.is_open
+        for line, read in self._read_last.items():
+            self._read_before.setdefault(line, []).append(read)
+        self._read_last = {}
+        if (watched and not turn) or not several or not due:
             self._before = {}
             self._numbers.make_plain()
             return False
-        self._plain.begin_watched()
+        self._plain.begin_watched(turn)
         parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
         return not has_compiled_code(parts, run.context)
 
@@ -223,7 +219,7 @@ class KeptValues(LossWatch):
     def _note_own(self) -> None:
         """Record the memory of the model's parameters, their gradients, and buffers."""
         with FunctionModesDisabled():
-            self._own = memories_of(_own_tensors(self._run.replica.parts))
+            self._own = memories_of(own_tensors(self._run.replica.parts))
 
     def check(self, loss: Any) -> None:
         """Record on which values of earlier steps this micro-batch's loss depends, for ``digest`` and ``compare``.
@@ -390,7 +386,7 @@ class KeptValues(LossWatch):
             return func(*args, **kwargs)
         self.note_call(func, args)
         # Buffers of code that exchanges tensors over ranks differ between ranks.
-        if func in METADATA or (caller := _calling_module(calling_frame(1))).startswith(_EXCHANGING):
+        if func in METADATA or (caller := calling_module(calling_frame(1))).startswith(EXCHANGING):
             return func(*args, **kwargs)
         if func is Tensor.backward:
             self.check(args[0])
@@ -399,7 +395,7 @@ class KeptValues(LossWatch):
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
-        of_script, read = not caller.startswith("tutti."), _read(func, name, args, kwargs)
+        of_script, read = not caller.startswith("tutti."), values_read(func, name, args, kwargs)
         # Numbers of tutti's own are, for example, weights of micro-batches.
         origin = self._joined([each for each in read if of_script or isinstance(each, Tensor)], name in WITH_INTS)
         before = tensor_versions(given)
@@ -408,7 +404,7 @@ class KeptValues(LossWatch):
         if of_script:
             self._plain.note(name, args, kwargs, result, origin.samples)
         if func in (Tensor.item, Tensor.tolist):
-            if self._steps > _FIRST:
+            if self._steps > FIRST:
                 # To make them plain takes tenths of a second.
                 return result
             origins = {each: "" for each in origin.kept} | ({self._steps: ""} if origin.samples else {})
@@ -493,13 +489,26 @@ class KeptValues(LossWatch):
             # What else is in the memory may be a rank's own.
             digest, values = tensor_digests([whole, tensor.detach()])
         self._digests[memory] = digest
-        self._read_here.setdefault(script_line(), set()).add(values)
-        if memory not in self._before:
+        line = script_line()
+        self._read_here.setdefault(line, set()).add(values)
+        self._read_last.setdefault(line, set()).add((tensor.shape, values))
+        if memory not in self._before and (memory in self._constants or not self._was_constant(line, tensor, values)):
             return _NOTHING if memory in self._constants else _SAMPLES
-        if self._before[memory] == digest:
+        if self._before.get(memory) == digest:
             return _NOTHING
-        self._kept[memory] = kept = _Kept(script_line(), values)
+        self._kept[memory] = kept = _Kept(line, values)
         return _Origin(frozenset((kept,)), samples=True)
+
+    def _was_constant(self, line: str, tensor: Tensor, digest: int) -> bool:
+        """Return whether a line has had one tensor of this shape in all steps before, and has another one now.
+
+        At the turn of an epoch alone, where scripts compute weights of classes and thresholds anew. Samples, which the
+        script may bring from elsewhere, would have been others in each step.
+        """
+        before = self._read_before.get(line, [])
+        one = len(before) >= _CONSTANT and all(each == before[0] for each in before)
+        former = {values for shape, values in before[0] if shape == tensor.shape} if one else set()
+        return self._run.lifecycle.windows.is_open and len(former) == 1 and digest not in former
 
     def _note_step(self, name: str, parameters: Sequence[Tensor]) -> None:
         """Record a step of an optimizer outside of the run.
@@ -562,45 +571,3 @@ def _differ(key: int, ranks: Sequence[_LineValues | None]) -> bool:
     if is_number_key(key):
         return any(one.seen != other.seen and (one.kept - other.seen or other.kept - one.seen) for one, other in pairs)
     return any(one.kept - other.seen and other.kept - one.seen for one, other in pairs)
-
-
-def _is_due(step: int) -> bool:
-    """Return whether a step, counted from 1, is watched: two in a row, of which the second can find kept values."""
-    return step <= _FIRST or not step & (step - 1) or not (step - 1) & (step - 2)
-
-
-def _own_tensors(parts: Sequence[nn.Module]) -> Iterator[Any]:
-    """Yield the parameters and their gradients, this rank's rows where they are sharded, and all buffers."""
-    for part in parts:
-        for parameter in part.parameters():
-            for each in (parameter, parameter.grad):
-                yield each if each is None else local_tensor(each)
-    for slot in buffers(parts, persistent=False):
-        yield slot.get()
-
-
-def _calling_module(caller: FrameType | None) -> str:
-    """Return the name of the module that makes a call of PyTorch.
-
-    Args:
-        caller: the frame that calls ``__torch_function__``; further function modes may be between.
-    """
-    while caller is not None:
-        module = str(caller.f_globals.get("__name__"))
-        if module not in _DISPATCHING and not is_function_mode(caller):
-            return module
-        caller = caller.f_back
-    return ""
-
-
-def _read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments from whose values a function computes its result."""
-    if func in _NORMS:
-        return tree_leaves((args[:1], args[3:], {key: kwargs[key] for key in kwargs if not key.startswith("running")}))
-    if name.endswith(("_like", "storage")) or name.startswith("new_"):
-        return []
-    if name in _CONVERSIONS:
-        return tree_leaves(args[:1])
-    whole = name in REPLACING and bool(memories_of(args[:1])) and fills_tensor(name, args)
-    replaces = whole and fills_memory(args[0])
-    return tree_leaves((args[1:] if replaces else args, kwargs))

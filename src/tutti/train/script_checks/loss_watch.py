@@ -300,6 +300,10 @@ class LossWatch(TorchFunctionMode):
     def ended(self) -> None:
         """Clean up after the code for a micro-batch; ``end`` calls this. The base class does nothing."""
 
+    def backward(self) -> AbstractContextManager[None]:
+        """Return a context manager for ``run.backward``. In the base class this mode follows no tensors in it."""
+        return self.updating()
+
     def updating(self) -> AbstractContextManager[None]:
         """Return a context manager for a backward or an update of parameters, in which this mode follows no tensors.
 

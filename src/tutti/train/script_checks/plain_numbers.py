@@ -18,6 +18,7 @@ from tutti.python_compat import LiveObjects
 from tutti.torch_compat import tree_leaves
 from tutti.train.script_checks.followed_numbers import FollowedNumber
 from tutti.train.script_checks.loss_watch import reads_values
+from tutti.train.script_checks.script_variables import script_values
 from tutti.types.micro_batch import MicroBatch
 
 _GENERATORS = LiveObjects[Any](random.Random, np.random.Generator, np.random.RandomState)
@@ -49,14 +50,17 @@ class PlainNumbers:
     A number that a script computes from losses of earlier steps by ``float``, ``math``, NumPy or in an ``if`` is a
     plain number, like any constant. Two ranks whose tensors have had equal shapes so far in their micro-batches, and
     whose code has read no value of a tensor there, know nothing else of their samples. Their numbers at one line are
-    then constants, draws, or kept. A number counts as kept if the line has had other ones in earlier steps, or this one
-    after a read, and no generator of Python or NumPy has drawn since the watched step before. ``KeptValues``, a
+    then constants, draws, or kept; so is a number that the script had in a variable before the micro-batch. A number
+    counts as kept if the line has had other ones in earlier steps, or this one after a read, or none before the turn of
+    an epoch, and no generator of Python or NumPy has drawn since the watched step before. ``KeptValues``, a
     torch-function mode, makes the calls. Not collective.
     """
 
     def __init__(self) -> None:
-        self._comparable = self._drawn = self._drew = False
+        self._comparable = self._drawn = self._drew = self._turn = False
         self._shapes = 0
+        # Numbers that the script had before the code for the present micro-batch, by identity.
+        self._there: dict[int, Any] = {}
         # By line the digests of numbers of earlier watched steps and of this one; and of those after reads.
         self._before, self._here = dict[str, set[int]](), dict[str, set[int]]()
         self._read_before, self._read_here = dict[str, set[int]](), dict[str, set[int]]()
@@ -74,12 +78,16 @@ class PlainNumbers:
         """
         self._reached, self._named = set(), {}
 
-    def begin_watched(self) -> None:
+    def begin_watched(self, turn: bool) -> None:
         """Begin a global batch whose calls of PyTorch are recorded; to be called after ``begin_batch``.
 
         The numbers recorded in the last such batch join those of earlier ones, with which numbers of this batch are
         compared. The states of Python's and NumPy's generators are recorded, to find out whether code draws from them.
+
+        Args:
+            turn: whether the batch is at the turn of an epoch, where numbers of new lines count as kept, too.
         """
+        self._turn = turn
         for before, here in ((self._before, self._here), (self._read_before, self._read_here)):
             for line, digests in here.items():
                 before.setdefault(line, set()).update(digests)
@@ -100,6 +108,7 @@ class PlainNumbers:
         leaves = tree_leaves(batch)
         self._comparable = bool(micro_batch.samples) and all(isinstance(each, Tensor) for each in leaves)
         self._shapes = hash(tuple(tuple(each.shape) for each in leaves if isinstance(each, Tensor)))
+        self._there = {id(each): each for each in script_values() if _has_identity(each)}
 
     def note(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any, samples: bool) -> None:
         """Record, right after a call of PyTorch, whether its result reveals values to the script, or else its shapes.
@@ -129,19 +138,20 @@ class PlainNumbers:
 
         Returns:
             The number with its line, for ``reach`` once a loss depends on it. None if ``value`` is not recorded, and if
-            ranks cannot compare the number, because the code has read values of a tensor in this micro-batch before, or
-            the micro-batch has no samples or a leaf that is no tensor.
+            ranks cannot compare the number: it may be of this micro-batch's samples, as the script did not have it
+            before, and the code has read values of a tensor in this micro-batch, or a leaf is no tensor.
         """
         is_number = isinstance(value, _KINDS[with_ints]) and not isinstance(value, bool | FollowedNumber)
         digest = plain_digest(value) if is_number or isinstance(value, np.ndarray) else None
         if digest is None:
             return None
-        line = script_line()
-        if not self._comparable:
+        line, known = script_line(), self._there.get(id(value)) is value
+        if not (self._comparable or known):
             self._read_here.setdefault(line, set()).add(digest)
             return None
         self._here.setdefault(line, set()).add(digest)
-        return PlainNumber(line, self._shapes, digest)
+        # A number from before depends on no shape of this micro-batch.
+        return PlainNumber(line, 0 if known and (self._turn or not self._comparable) else self._shapes, digest)
 
     def reach(self, numbers: Iterable[PlainNumber]) -> None:
         """Record that a loss of this step depends on numbers, which ranks then compare.
@@ -196,12 +206,20 @@ class PlainNumbers:
 
     def _is_kept(self, number: PlainNumber) -> bool:
         before = self._before.get(number.line)
-        is_new = before is not None and number.digest not in before
+        is_new = self._turn if before is None else number.digest not in before
         return is_new or number.digest in self._read_before.get(number.line, ())
 
     def _has_drawn(self) -> bool:
         known = self._generators or []
         return _states(known) != self._states_before or len(_live_generators()) != len(known)
+
+
+def _has_identity(value: Any) -> bool:
+    """Return whether a value is a number or a small array that is an object of its own, unlike small ints."""
+    if isinstance(value, np.ndarray):
+        return value.size <= _LARGEST
+    is_number = isinstance(value, _KINDS[True]) and not isinstance(value, bool | FollowedNumber)
+    return is_number and (isinstance(value, _KINDS[False]) or abs(value) > 256)
 
 
 def is_number_key(key: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tutti.data.reader import Position
 
-_BEGUN = 5
+FIRST = 5
 """First steps of a run, in which checks act by themselves."""
 _FIRST = 4
 """Turns of epochs that are all checked (a guess)."""
@@ -40,10 +40,15 @@ class WatchWindows:
         """
         self._steps += 1
         self.is_open = False
-        if self._steps <= _BEGUN or after is None or after.batch > 2 or after.epoch == 0:
+        if self._steps <= FIRST or after is None or after.batch > 2 or after.epoch == 0:
             return
         if after.epoch != self._turn:
             self._turn = after.epoch
             self._chosen = self._windows < _FIRST or self._steps >= self._windows * _APART
             self._windows += self._chosen
         self.is_open = self._chosen
+
+
+def is_watched_step(step: int) -> bool:
+    """Return whether a step, counted from 1, is watched: two in a row, of which the second can find kept values."""
+    return step <= FIRST or not step & (step - 1) or not (step - 1) & (step - 2)

@@ -1,0 +1,43 @@
+"""Values that the variables of a running script hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from tutti.errors import is_script_file
+from tutti.python_compat import calling_frame
+from tutti.train.script_checks.python_state import is_of_script
+
+_FEW = 64
+"""Most elements of a container that is searched (a guess)."""
+_CONTAINERS = (list, tuple, dict, deque)
+
+
+def script_values() -> Iterator[Any]:
+    """Yield the values of the variables of the script's functions that are running, and of what these hold.
+
+    Yielded are local, enclosing and global variables, and one level deep the elements of small containers and the
+    attributes of objects of the script's classes.
+    """
+    frame: FrameType | None = calling_frame(1)
+    seen = set[int]()
+    while frame is not None:
+        if is_script_file(frame.f_code.co_filename):
+            for table in (frame.f_locals, frame.f_globals):
+                if table is frame.f_locals or id(table) not in seen:
+                    seen.add(id(table))
+                    for value in list(table.values()):
+                        yield value
+                        yield from _held(value)
+        frame = frame.f_back
+
+
+def _held(value: Any) -> Iterator[Any]:
+    if type(value) in _CONTAINERS:
+        if len(value) <= _FEW:
+            yield from list(value.values() if type(value) is dict else value)
+    elif is_of_script(type(value)):
+        yield from list(getattr(value, "__dict__", {}).values())

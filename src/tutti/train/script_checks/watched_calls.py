@@ -1,0 +1,90 @@
+"""Calls of PyTorch that checks of scripts follow: whose code makes them, and which values they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tutti.nn.script_mode import is_function_mode
+from tutti.nn.swap import buffers
+from tutti.torch_compat import engine_backward, local_tensor, tree_leaves
+from tutti.train.script_checks.moved_values import REPLACING, fills_tensor
+from tutti.train.script_checks.storage_records import fills_memory, memories_of
+
+EXCHANGING = ("torch.distributed", "tutti.comm")
+"""Packages whose code sends tensors to other ranks."""
+_DISPATCHING = ("torch._ops", "torch.overrides")
+"""Modules of PyTorch that call function modes."""
+_NORMS = frozenset((functional.batch_norm, functional.instance_norm))
+"""Functions whose second and third argument are averages of a worker's own batches."""
+_CONVERSIONS = frozenset(("to", "type_as"))
+"""Functions that take dtype and device of their second argument, and no values."""
+
+
+def own_tensors(parts: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield the parameters and their gradients, this rank's rows where they are sharded, and all buffers."""
+    for part in parts:
+        for parameter in part.parameters():
+            for each in (parameter, parameter.grad):
+                yield each if each is None else local_tensor(each)
+    for slot in buffers(parts, persistent=False):
+        yield slot.get()
+
+
+def calling_module(caller: FrameType | None) -> str:
+    """Return the name of the module that makes a call of PyTorch.
+
+    Args:
+        caller: the frame that calls ``__torch_function__``; further function modes may be between.
+    """
+    while caller is not None:
+        module = str(caller.f_globals.get("__name__"))
+        if module not in _DISPATCHING and not is_function_mode(caller):
+            return module
+        caller = caller.f_back
+    return ""
+
+
+def backward_within(
+    mode: TorchFunctionMode,
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Run ``loss.backward(…)`` so that a function mode, which handles this call, sees the calls of hooks.
+
+    PyTorch turns a mode off while it handles a call. A backward with other options than a gradient and ``retain_graph``
+    is called with the mode off.
+
+    Args:
+        mode: the mode.
+        loss: the tensor.
+        gradient, retain_graph, create_graph, inputs: arguments of ``Tensor.backward``.
+    """
+    if create_graph or inputs is not None or type(loss) is not Tensor or (gradient is None and loss.numel() != 1):
+        loss.backward(gradient, retain_graph, create_graph, inputs)
+        return
+    given = torch.ones_like(loss) if gradient is None else gradient
+    with mode:
+        engine_backward(loss, given, bool(retain_graph))
+
+
+def values_read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments from whose values a function computes its result."""
+    if func in _NORMS:
+        return tree_leaves((args[:1], args[3:], {key: kwargs[key] for key in kwargs if not key.startswith("running")}))
+    if name.endswith(("_like", "storage")) or name.startswith("new_"):
+        return []
+    if name in _CONVERSIONS:
+        return tree_leaves(args[:1])
+    whole = name in REPLACING and bool(memories_of(args[:1])) and fills_tensor(name, args)
+    replaces = whole and fills_memory(args[0])
+    return tree_leaves((args[1:] if replaces else args, kwargs))
