@@ -7,12 +7,15 @@ where an optimizer cannot step on the parts of tensors that a strategy gives eac
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
 from tutti.optim.mixing import Mixing, mixing_of
 from tutti.types.run_context import RunContext
 
+_DEPTH = 3
+"""Containers and attributes of an optimizer in each other that are searched for modules (a guess)."""
 _WITH_CLOSURE = "take strategy='mirrored', or an optimizer whose step needs no closure"
 
 
@@ -120,6 +123,38 @@ def refuse_closure(optimizer: Optimizer | None, mixing: Mixing) -> None:
             why="the closure would compute the loss on this rank alone, while the tensors are gathered",
             remedy=_WITH_CLOSURE,
         )
+
+
+def refuse_modules(optimizer: Optimizer, mixing: Mixing) -> None:
+    """Raise UsageError for an optimizer that could not be tried and holds modules, whose parameters its step may read.
+
+    Args:
+        optimizer: this rank's optimizer, which steps on tensors that are gathered for their owner rank alone.
+        mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``), of which ``untried`` is read.
+
+    Raises:
+        UsageError: the trial failed, and an attribute of the optimizer has a module.
+    """
+    attributes = {} if mixing.untried is None else vars(optimizer)
+    own = ("state", "param_groups", "defaults")
+    modules = [name for name, value in attributes.items() if name not in own and _has_module(value, _DEPTH)]
+    if modules:
+        raise UsageError(
+            f"{type(optimizer).__name__} has modules in its attribute {modules[0]}, whose parameters its step may read",
+            why=f"each rank has a part of the parameters, and steps on tensors of its own; {mixing.untried}",
+            remedy="read the parameters of param_groups alone, and keep all else in optimizer.state; or take"
+            " strategy='mirrored'",
+        )
+
+
+def _has_module(value: object, depth: int) -> bool:
+    """Return whether an object is a module, or has one among its elements, keys or attributes."""
+    if isinstance(value, nn.Module):
+        return True
+    held = [*value, *value.values()] if isinstance(value, dict) else list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, list | tuple | set):
+        held = list(value)
+    return depth > 0 and any(_has_module(each, depth - 1) for each in held if not isinstance(each, type))
 
 
 def optimizer_class_name(optimizer: Optimizer | None) -> str:

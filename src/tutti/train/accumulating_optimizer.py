@@ -82,7 +82,8 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         for guard in run.state_guards:
             guard.check()
         if run.stepping:
-            result: float | None = call(self, "step")
+            with run.lifecycle.inputs.stepping(self):
+                result: float | None = call(self, "step")
             return result
         check_custom_loop(choice, run.context.workers, run.context.mesh.data_ranks)
         loss: float | None = None

@@ -49,6 +49,7 @@ class CustomLoop:
         choice: the strategy.
 
     Attributes:
+        optimizers: as given.
         gradients: computes the gradients of the bodies, and reduces those of a global batch.
         update: makes the update where the script calls ``optimizer.step()``.
         closures: makes the update where the script calls ``optimizer.step(closure)``.
@@ -58,6 +59,7 @@ class CustomLoop:
         self._run, self._lifecycle, self._choice = run, run.lifecycle, choice
         self._sync, self._replica = run.gradient_sync, run.replica
         self._state = state = CustomLoopState(run, optimizers)
+        self.optimizers = state.optimizers
         self._origin, self._bodies, self._local = state.origin, state.bodies, state.local
         self._carried, self._skipped = CarriedState(run), SkippedBodies(run)
         self.gradients = CustomLoopGradients(run, state)
@@ -128,6 +130,7 @@ class CustomLoop:
             self._end_void()
             self._run.checks.end_body()
             self._lifecycle.values.end()
+            self._lifecycle.inputs.end()
             self._sync.leave_custom_loop()
             if self._open:
                 # The loop was in the body of another one, which goes on.
@@ -274,6 +277,7 @@ class CustomLoop:
         self._bodies.begin_body(final)
         self._lifecycle.loaders.begin_body(self._bodies.several)
         self._carried.begin_body(micro_batch, self._bodies.several)
+        self._lifecycle.inputs.begin()
         if self._state.batch.is_watched:
             self._lifecycle.values.begin_body(micro_batch)
         self._origin.watch()
@@ -289,6 +293,7 @@ class CustomLoop:
         self._end_void()
         self._run.checks.end_body()
         self._lifecycle.values.end()
+        self._lifecycle.inputs.end()
         micro_batch = self._state.micro_batch
         if self._state.batch.is_watched and micro_batch is not None:
             trained = self.gradients.calls > 0 or bool(self.gradients.shown())
@@ -420,5 +425,5 @@ class CustomLoop:
             index: index of the optimizer among those passed to ``tutti.prepare``.
             set_to_none: argument of ``zero_grad``: True sets ``.grad`` to None, False to zeros.
         """
-        self._sync.on_zero_grad(self._state.optimizers[index], set_to_none)
+        self._sync.on_zero_grad(self.optimizers[index], set_to_none)
         self._origin.cleared(self._origin.members(index))

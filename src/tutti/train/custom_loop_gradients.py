@@ -114,7 +114,7 @@ class CustomLoopGradients:
         self._lifecycle.loaders.check()
         self._bodies.note("backward", 0)
         try:
-            with self._lifecycle.values.updating(), self._run.model_code():
+            with self._lifecycle.values.backward(), self._run.model_code():
                 self._contribute(micro_batch, partial(self._backward_of, loss, retain_graph, micro_batch))
         except BaseException as error:
             # The sum over the bodies would lack this one, and other ranks may have begun to sum gradients.

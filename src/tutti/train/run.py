@@ -448,7 +448,7 @@ class Run:
             try:
                 with self.lifecycle.updating(), self.lifecycle.abandoning():
                     guarded = self.lifecycle.guarded(self.loss_fn, work)
-                    with self.lifecycle.uncompiled():
+                    with self.lifecycle.uncompiled(), self.lifecycle.inputs.watching():
                         stats, updated = train_step(
                             self.replica,
                             self.gradient_sync,

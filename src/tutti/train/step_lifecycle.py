@@ -24,6 +24,7 @@ from tutti.train.script_checks.carried_state import CarriedValues
 from tutti.train.script_checks.kept_values import KeptValues
 from tutti.train.script_checks.loader_watch import LoaderWatch
 from tutti.train.script_checks.loss_watch import LossWatch
+from tutti.train.script_checks.step_inputs import StepInputs
 from tutti.train.script_checks.watch_windows import WatchWindows
 from tutti.train.script_checks.worker_trials import WorkerTrials
 from tutti.train.script_checks.written_parameters import WrittenParameters
@@ -57,6 +58,7 @@ class StepLifecycle:
             size could not grow as much as the schedule asks, else 1.
         values: the check of losses that depend on samples of another logical worker, or on those that this rank alone
             has had in earlier steps.
+        inputs: the check of optimizers whose step reads values of a part of the samples.
         loaders: the check for DataLoaders of the script that advance with every micro-batch.
         in_update: whether the run itself is making an update at this moment.
         in_any_update: number of updates that runs of this process are making at this moment.
@@ -72,6 +74,7 @@ class StepLifecycle:
         self._written = WrittenParameters(run)
         self._carried, self._kept = CarriedValues(run), KeptValues(run)
         self.values: LossWatch | BothWatches = self._carried
+        self.inputs = StepInputs(run)
         self.windows = WatchWindows()
         self._trials, self.loaders = WorkerTrials(run, self._kept), LoaderWatch(run)
         run.replica.around_stage = self._around_stage
@@ -211,6 +214,7 @@ class StepLifecycle:
         Returns:
             True if one of the checks acts in this step.
         """
+        self.inputs.begin_batch(work)
         carried = self._carried.begin_batch(work)
         kept = self._kept.begin_batch(watched=carried)
         if kept and carried:

@@ -22,7 +22,7 @@ from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
 from tutti.optim.factory import is_known
-from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_parts
+from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_modules, refuse_parts
 from tutti.optim.several import acting, members_of, slots, trained_by
 from tutti.parallel.ddp.buckets import FIRST_BYTES, ReducedSums, largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
@@ -816,6 +816,7 @@ class AllReduceSync(UnshardedGradients):
             cut_state(optimizer, slices)
             return None
         refuse_closure(optimizer, mixing)
+        refuse_modules(optimizer, mixing)
         members = trained_by(optimizer, [p for _, p in self._named])
         parts = along_slices([(p, tuple(p.shape), found[p]) for p in members], comms.axis("tensor"), not mixing.tensors)
         return WholeTensors([gather_axis(comms.axis("tensor"), parts, not mixing.tensors)], optimizer)

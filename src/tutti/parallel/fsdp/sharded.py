@@ -33,7 +33,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.mixing import needs_closure
-from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_parts
+from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_modules, refuse_parts
 from tutti.optim.muon import Muon
 from tutti.optim.several import acting, members_of, stepping, trained_by
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
@@ -234,6 +234,7 @@ class ShardedSync:
             cut_state(optimizer, {rows.parameter: rows.spec for rows in self._rows})
             return None
         refuse_closure(optimizer, mixing)
+        refuse_modules(optimizer, mixing)
         return self._gathering(optimizer, slices, together=not mixing.tensors)
 
     def _gathering(self, optimizer: Optimizer, slices: Mapping[str, ShardSpec], together: bool) -> WholeTensors:
