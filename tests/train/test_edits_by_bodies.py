@@ -266,3 +266,28 @@ def test_loops_that_count_global_batches_are_right(loop: Callable[..., None]) ->
     [got] = worlds.run(1, looped, loop=loop, workers=2)
     assert isinstance(got, dict), got
     assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+def scaled_by_hooks(workers: int) -> tuple[str, int]:
+    """Scale the gradient by a norm that a hook has kept in the backward."""
+    model, optimizer = built()
+    kept: Kept = {}
+    first = next(model.children())
+    first.register_full_backward_hook(lambda _, __, given: kept.update(norm=given[0].detach().norm()))
+    run = tutti.prepare(model, optimizer, dataset(), workers=workers, batch_size=BATCH, seed=0)
+    try:
+        for batch in run.microbatches(0):
+            body(model, optimizer, batch, run.backward)
+            _gradient(next(model.parameters())).mul_(kept["norm"])
+            optimizer.step()
+    except UsageError as error:
+        return str(error), run.updates
+    return "", run.updates
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_an_edit_by_what_a_hook_has_kept_is_refused() -> None:
+    [(said, updates)] = worlds.run(1, scaled_by_hooks, workers=2)
+    assert "depends on one of several micro-batches" in said
+    assert updates == 0
+    assert worlds.run(1, scaled_by_hooks, workers=1) == [("", 4)]

@@ -21,6 +21,7 @@ from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates, set_learning_rates
 from tutti.train.script_checks.both_watches import BothWatches
 from tutti.train.script_checks.carried_state import CarriedValues
+from tutti.train.script_checks.iterator_watch import IteratorWatch
 from tutti.train.script_checks.kept_values import KeptValues
 from tutti.train.script_checks.loader_watch import LoaderWatch
 from tutti.train.script_checks.loss_watch import LossWatch
@@ -77,6 +78,7 @@ class StepLifecycle:
         self.inputs = StepInputs(run)
         self.windows = WatchWindows()
         self._trials, self.loaders = WorkerTrials(run, self._kept), LoaderWatch(run)
+        self._iterators = IteratorWatch(run)
         run.replica.around_stage = self._around_stage
         self.step_context = StepContext(run.local_step, run.feed.contract.batch)
         self.drawn: RankBatch | None = None
@@ -309,8 +311,9 @@ class StepLifecycle:
         # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
         probed = self._run.checks.probed(loss)
         watched = self._kept.noting_leaves(self.values.watched(probed, work)) if self.watch(work) else probed
-        guarded = self._trials.watched(loss, self._written.guarded(watched, work), work)
-        return self.loaders.watched(guarded, sum(len(micro_batches) for _, micro_batches in work))
+        count = sum(len(micro_batches) for _, micro_batches in work)
+        once = self._iterators.watched(loss, self._written.guarded(watched, work), count)
+        return self.loaders.watched(self._trials.watched(loss, once, work), count)
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Return a context manager around a step's forwards and backwards, in which compiled code may run uncompiled.

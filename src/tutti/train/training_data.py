@@ -21,6 +21,7 @@ from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, RunOptions
+from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.python_state import python_state
 from tutti.types.micro_batch import LossFn
 
@@ -183,7 +184,7 @@ def first_micro_batch_trial(
     first = np.arange(len(contract.first_micro_batch(min(contract.batch, len(data)))))
 
     def trial(model: Any, most: int | None = None) -> Any:
-        with python_state((), loss):
+        with python_state(_modules(model), loss), iterators_unread(loss):
             return loss(model, place(data.fetch(first[:most], None)))
 
     return trial
@@ -222,5 +223,10 @@ def _try_stream(
 ) -> Any:
     """Return the loss of ``model`` on the stream's first samples, which the first epoch reads again."""
     batch = data.first_batch(count, data.key(seed, data_rank))
-    with python_state((), loss):
+    with python_state(_modules(model), loss), iterators_unread(loss):
         return loss(model, place(batch if most is None else slice_batch(batch, 0, most)))
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    """Return the model as a list, whose Python objects a trial restores; an empty one for an object of another kind."""
+    return [model] if isinstance(model, nn.Module) else []

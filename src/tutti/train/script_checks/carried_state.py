@@ -21,8 +21,10 @@ from torch.nn import functional
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.ac_and_compile import has_compiled_code
+from tutti.nn.script_mode import within_call_of
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import METADATA
+from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     functorch_level,
     tensor_versions,
@@ -45,6 +47,7 @@ from tutti.train.script_checks.module_trials import ModuleTrials
 from tutti.train.script_checks.moved_values import MovedValues, Place
 from tutti.train.script_checks.python_state import numbers, numbers_of
 from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
+from tutti.train.script_checks.watched_calls import backward_within, calling_module
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -206,10 +209,12 @@ class CarriedValues(LossWatch):
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found = MemoryRecords[_Origins]()
         self._moved = MovedValues(memory_of)
-        self._eager, self._uncompiled = False, ExitStack()
+        # Generators of the script that have drawn in this global batch: for which micro-batch, and the state left.
+        self._drawn = dict[int, tuple[torch.Generator, Place, Tensor]]()
+        self._eager, self._uncompiled, self._in_backward = False, ExitStack(), False
         self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
         self._trials = ModuleTrials(run, self.updating, partial(refuse_carried, run, where="in the module's forward"))
-        # Of custom loops alone: ``WorkerTrials`` computes loss functions again.
+        # Of custom loops, and of sharded models: ``WorkerTrials`` computes other loss functions again.
         self._trace: BodyTrace | None = None
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
@@ -238,6 +243,7 @@ class CarriedValues(LossWatch):
             # A batch before has dropped all records.
             return False
         self._moved.begin_batch()
+        self._drawn.clear()
         self._trace, self._eager = None, False
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         # The script's object of a split model has a call of tutti's own, which counts as compiled.
@@ -282,6 +288,9 @@ class CarriedValues(LossWatch):
         self._counted = numbers(self._run.replica.parts)
         if micro_batch.samples:
             self._trials.begin(self._here)
+        if self._run.replica.sharded:
+            # No loss is computed again where forwards are collective.
+            self._begin_trace(micro_batch)
         self.enter()
 
     def uncompiled(self) -> AbstractContextManager[None]:
@@ -307,11 +316,21 @@ class CarriedValues(LossWatch):
         """
         super().begin_body(micro_batch)
         self._uncompiled.enter_context(self.uncompiled())
-        # FSDP2's first forward makes other graphs than the later ones.
-        if self._trace is None and not self._run.replica.sharded:
+        if not self._run.replica.sharded:
+            self._begin_trace(micro_batch)
+
+    def _begin_trace(self, micro_batch: MicroBatch) -> None:
+        if self._trace is None:
             self._trace = BodyTrace()
-        if self._trace is not None:
-            self._trace.begin(worker_place(micro_batch, self._run), micro_batch.batch)
+        self._trace.begin(self._here, micro_batch.batch)
+
+    def _is_traced(self) -> bool:
+        """Return whether the present call of PyTorch is compared with that of another micro-batch.
+
+        FSDP2's first forward makes other calls than the later ones.
+        """
+        models = (self._run.model, *self._run.replica.parts)
+        return self._trace is not None and not (self._run.replica.sharded and within_call_of(models))
 
     def ended(self) -> None:
         """End the check of a micro-batch; ``end`` calls this. Compiled code runs compiled again.
@@ -378,7 +397,7 @@ class CarriedValues(LossWatch):
         if (total := tensor_of_loss(loss)) is None:
             return
         origins = self._origins([total])
-        whole = self._run.context.comms.model.size == 1
+        whole = self._run.context.comms.model.size == 1 and not self._run.replica.sharded
         if whole and self._trace is not None and (first := self._trace.other_graph(total)) is not None:
             origins[first._replace(moved=True)] = script_line()
         others = [(place, line) for place, line in origins.items() if place._replace(moved=False) != self._here]
@@ -407,6 +426,19 @@ class CarriedValues(LossWatch):
             self._found.pop(memory, None)
             if not complete:
                 self._found[memory] = {self._here: ""}
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Return a context manager for ``run.backward``, in which hooks of the script may keep values of gradients.
+
+        Tensors that the script's code computes or writes there depend on the present micro-batch.
+        """
+        with self.updating():
+            self._in_backward = self._due
+            try:
+                yield
+            finally:
+                self._in_backward = False
 
     def check_edits(self, gradients: Mapping[str, Tensor]) -> None:
         """Check that the script's edits of complete gradients depend on no micro-batch. Not collective.
@@ -460,8 +492,10 @@ class CarriedValues(LossWatch):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if torch.compiler.is_compiling() or not self._active or functorch_level() is not None:
+        if torch.compiler.is_compiling() or functorch_level() is not None:
             return func(*args, **kwargs)
+        if not self._active:
+            return self._note_in_backward(func, args, kwargs) if self._in_backward else func(*args, **kwargs)
         self.note_call(func, args)
         if func in METADATA and not isinstance(result := func(*args, **kwargs), Tensor):
             return result
@@ -487,10 +521,15 @@ class CarriedValues(LossWatch):
         # FSDP2 gathers weights into memory that the forwards of all micro-batches use.
         gathered = self._gathered(given)
         former = [] if self._run.replica.sharded else self._moved.former(func, args)
+        drawn = kwargs.get("generator")
+        origins |= self._goes_on(drawn)
         result = func(*args, **kwargs)
+        if isinstance(drawn, torch.Generator):
+            self._drawn[id(drawn)] = drawn, self._here, drawn.get_state()
         self.note_result(name, args, result)
-        if self._trace is not None and (first := self._trace.note(func, name, args, kwargs, result)) is not None:
-            origins[first._replace(moved=True)] = script_line()
+        if self._trace is not None and self._is_traced():
+            first = self._trace.note(func, name, args, kwargs, result)
+            origins |= {} if first is None else {first._replace(moved=True): script_line()}
         written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]
         if func in (Tensor.item, Tensor.tolist) and origins:
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
@@ -507,6 +546,30 @@ class CarriedValues(LossWatch):
             if memory_of(tensor) not in gathered:
                 self._note(tensor, origins)
         self._found.drop_freed()
+        return result
+
+    def _goes_on(self, generator: Any) -> _Origins:
+        """Return the other micro-batch whose code has drawn from a generator, which goes on from there; else nothing.
+
+        A generator that the script has seeded since does not count.
+        """
+        _, place, state = self._drawn.get(id(generator), (None, self._here, None))
+        if state is None or place == self._here or not torch.equal(state, generator.get_state()):
+            return {}
+        return {place._replace(moved=True): script_line()}
+
+    def _note_in_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of PyTorch, and note what a hook of the script has computed with it in a backward."""
+        if func is Tensor.backward:
+            return backward_within(self, *args, **kwargs)
+        if func in METADATA or calling_module(calling_frame(1)).startswith("tutti."):
+            return func(*args, **kwargs)
+        given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
+        before = tensor_versions(given)
+        result = func(*args, **kwargs)
+        written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]
+        for memory in memories_of((*written, *tree_leaves(result))):
+            self._found[memory] = {self._here: ""}
         return result
 
     def _gathered(self, tensors: Iterable[Tensor]) -> set[StorageWeakRef | None]:

@@ -30,6 +30,7 @@ from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, training_mode
+from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
@@ -225,7 +226,7 @@ class Checks:
             return
         try:
             few = slice_batch(batch, 0, min(_FEW, length(batch), max(micro // 2, 1)))
-            with self._untouched(), python_state(self._run.replica.parts, loss):
+            with self._untouched(), python_state(self._run.replica.parts, loss), iterators_unread(loss):
                 once = self._value(loss, few)
                 twice = self._value(loss, map_tensors(few, lambda tensor: torch.cat([tensor, tensor])))
                 summed = suspicion.is_sum(once, twice) or suspicion.is_sum(twice, once)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import pickle
 import random
 import sys
 from collections import deque
@@ -128,7 +129,8 @@ class PythonState:
     def __init__(self, parts: Sequence[nn.Module], function: Any) -> None:
         self._restores: list[Callable[[], None]] = []
         self._changes: list[Callable[[], Iterable[Change]]] = []
-        self._generators: list[Callable[[], Any]] = []
+        # Random generators: name, object and state.
+        self._generators: list[tuple[str, Any, Any]] = []
         self._seen = set[int]()
         # A script's attribute may be a view of a parameter, such as the ``weight`` that ``spectral_norm`` sets.
         self._parameters = {storage_key(p) for part in parts for p in part.parameters() if _has_storage(p)}
@@ -143,8 +145,10 @@ class PythonState:
         Args:
             generators: whether random generators in the objects get back their states, too.
         """
-        for restore in (*self._restores, *(self._generators if generators else ())):
+        for restore in self._restores:
             restore()
+        for _, generator, state in self._generators if generators else ():
+            _set_state(generator, state)
 
     def changed(self) -> list[str]:
         """Return the names of attributes and variables that have another value than when this snapshot was made.
@@ -156,6 +160,10 @@ class PythonState:
             that it holds. Empty if nothing has changed.
         """
         return list(dict.fromkeys(change.name for change in self.changes()))
+
+    def drawn(self) -> list[str]:
+        """Return the names of variables and attributes with a random generator that has drawn since the snapshot."""
+        return [name for name, generator, state in self._generators if _digest(_state(generator)) != _digest(state)]
 
     def changes(self) -> list[Change]:
         """Return the objects that have another value than when this snapshot was made.
@@ -286,14 +294,8 @@ class PythonState:
             array = value.copy()
             same = partial(np.array_equal, value, array, equal_nan=False)
             self._record(name, value, partial(np.copyto, value, array), same)
-        elif isinstance(value, torch.Generator):
-            self._generators.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._generators.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.Generator):
-            self._generators.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, np.random.RandomState):
-            self._generators.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+            self._generators.append((name, value, _state(value)))
 
     def _record(self, name: str, value: Any, restore: Callable[[], None], same: Callable[[], bool]) -> None:
         """Record an object whose contents may change: how to restore it, and how to see whether it has changed."""
@@ -358,3 +360,24 @@ def _copy(tensor: Tensor, value: Tensor) -> None:
 def _refill(container: Any, before: Any) -> None:
     container.clear()
     (container.extend if isinstance(container, deque) else container.update)(before)
+
+
+def _state(generator: Any) -> Any:
+    """Return the state of a random generator of PyTorch, Python or NumPy."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _digest(state: Any) -> bytes:
+    """Return bytes by which two states of one generator can be compared."""
+    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)

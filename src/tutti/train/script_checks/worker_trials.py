@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import ParameterWriteError
 from tutti.train.script_checks.carried_state import refuse_carried, worker_place
+from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.kept_values import KeptValues
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.plain_numbers import plain_digest
@@ -42,7 +43,8 @@ class WorkerTrials:
     anew, without gradients: with former values of such objects, with the present ones and, where the two losses differ,
     once more with the former ones, to leave out losses that draw random numbers by themselves. A trial leaves no trace
     in the objects of a ``PythonState``, in buffers or in RNG streams. Values on which the loss does not depend, such as
-    means for a log, are allowed. Trials depend on this rank's share of the work:
+    means for a log, are allowed. So it is with draws from random generators of the script's own, which another worker's
+    micro-batch has advanced. Trials depend on this rank's share of the work:
 
     - Several workers: in steps 1 to 8, 16, 32, … and at the turn of an epoch (``WatchWindows``), for the first
       micro-batch of each worker but the first, if the workers before it have changed objects in this step. Former
@@ -117,16 +119,29 @@ class WorkerTrials:
             if not left:
                 return guarded(model, batch)
             micro_batch, place = left.pop(0), places.pop(0)
-            names = begun.changed() if place not in tried and micro_batch.samples else []
+            is_due = place not in tried and micro_batch.samples
+            changed, drawn = (begun.changed(), begun.drawn()) if is_due else ([], [])
+            names = changed + drawn
             tried.add(place)
-            depends = bool(names) and self._depends(loss, model, micro_batch, partial(begun.restore, generators=False))
+            depends = bool(names) and self._depends(loss, model, micro_batch, begun.restore)
             result = guarded(model, batch)
+            if depends and not changed:
+                self._refuse_drawn(drawn[0])
             if depends:
                 what = f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}"
                 refuse_carried(run, what, "in the loss function or the model's forward")
             return result
 
         return watch
+
+    def _refuse_drawn(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"the loss of a micro-batch depends on draws from the generator {name}, which another one has advanced",
+            where=f"step {self._run.global_step + 1}, in the loss function or the model's forward",
+            why="this rank computes several logical workers in turn, and each would draw the same on its own device",
+            remedy="draw by PyTorch's default generator, or seed the generator by run.global_step in each step; or take"
+            f" as many workers as data ranks ({self._run.context.mesh.data_ranks})",
+        )
 
     def _watched_over_steps(self, loss: LossFn, guarded: LossFn, left: list[MicroBatch]) -> LossFn:
         """Return the check of a rank with one worker: of which numbers that have changed since step 1 a loss depends.
@@ -231,7 +246,8 @@ class WorkerTrials:
                 if restored is not None:
                     restored()
                 try:
-                    found = loss(model, map_tensors(micro_batch.batch, torch.clone))
+                    with iterators_unread(loss):
+                        found = loss(model, map_tensors(micro_batch.batch, torch.clone))
                 except ParameterWriteError:
                     # Workers that train alone have parameters of their own, which this forward would write for each.
                     if not by_worker:
