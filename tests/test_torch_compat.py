@@ -31,6 +31,7 @@ from tutti import torch_compat
 from tutti.torch_compat import (
     CONVERSION,
     ELASTIC_AGENT_MEMBERS,
+    FAKE_VALUE_ERRORS,
     FUNCTION_MODE_ENTRIES,
     FUSED_ACTIVATION,
     FUSED_PRODUCTS,
@@ -498,6 +499,18 @@ def fake_tensors_take_no_memory() -> None:
     assert made.shape == (1 << 20, 1 << 20)
 
 
+def operations_that_need_values_of_fake_tensors_raise() -> None:
+    with FakeTensorMode():
+        fake, lengths = torch.ones(3, 1, 4), torch.ones(1, dtype=torch.long)
+    for call in (
+        lambda: bool(fake.sum() > 0),
+        fake.nonzero,
+        lambda: torch.nn.functional.ctc_loss(fake, lengths[None], lengths, lengths),
+    ):
+        with pytest.raises(FAKE_VALUE_ERRORS):
+            call()
+
+
 def an_apple_gpu_has_one_generator() -> None:
     made = torch.Generator()
     with patch.object(torch.mps, "_default_mps_generator", made):
@@ -934,6 +947,7 @@ TOUCHED: dict[Callable[[], None], str] = {
         tree_flatten tree_leaves tree_map tree_map_only tree_unflatten treespec_dumps treespec_loads
     """,
     fake_tensors_take_no_memory: "FakeTensorMode",
+    operations_that_need_values_of_fake_tensors_raise: "FAKE_VALUE_ERRORS",
     classes_of_layers_are_found: "BatchNormBase NormBase ConvBase ConvTransposeBase DropoutBase",
     members_of_modules_are_tables: "module_parameters module_buffers non_persistent_buffers",
     members_are_put_in_order: "order_members",

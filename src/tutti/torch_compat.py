@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
@@ -54,6 +60,7 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "CONVERSION",
     "ELASTIC_AGENT_MEMBERS",
+    "FAKE_VALUE_ERRORS",
     "FUNCTION_MODE_ENTRIES",
     "FUSED_ACTIVATION",
     "FUSED_PRODUCTS",
@@ -1019,6 +1026,11 @@ def is_fake(value: Any) -> bool:
     """
     return isinstance(value, FakeTensor)
 
+
+FAKE_VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""Errors of operations that need the values of a ``FakeTensor``: for a number, for their shapes, or for anything.
+
+They are public in practice, as ``FakeTensorMode`` is."""
 
 MODULE_HOOK_TABLES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 """Names of a module's tables of hooks, by id, and of the tables that tell how the hook of an id is called. Copies and

@@ -272,7 +272,28 @@ class Scaled(Decoder):
         return Output(scores, None if labels is None else functional.cross_entropy(scores.mT, labels))
 
 
+class Transcribing(Decoder):
+    """Reads values after its last block: a check of a distribution, a CTC loss, and a check of the loss."""
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        scores = self.head(self.body(words, **options))
+        if labels is None:
+            return Output(scores)
+        torch.distributions.Categorical(logits=scores, validate_args=True)
+        found = transcribed(scores, labels)
+        if torch.isnan(found).any():
+            raise ArithmeticError("the loss is not a number")
+        return Output(scores, found)
+
+
+def transcribed(scores: Tensor, labels: Tensor) -> Tensor:
+    lengths = torch.full((len(scores),), scores.shape[1])
+    targets = labels[:, :2] % (WORDS - 1) + 1
+    return functional.ctc_loss(scores.log_softmax(-1).transpose(0, 1), targets, lengths, torch.full_like(lengths, 2))
+
+
 MODELS = {
+    "transcribing": Transcribing,
     "scaled": Scaled,
     "collecting": Collecting,
     "handing": Handing,
@@ -314,6 +335,7 @@ def on_one_device(name: str, reproducible: bool) -> Any:
 
 PLACES = [
     ("in place", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
+    ("transcribing", 2, "pipeline:micro_batches=4", True),
     ("scaled", 2, "pipeline:micro_batches=4", True),
     ("scaled", 3, "pipeline:micro_batches=4", False),
     ("direct", 2, "pipeline:micro_batches=4", False),
@@ -646,6 +668,19 @@ def test_a_block_whose_shapes_depend_on_values_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setitem(BOUND, 0, -10.0)
     with pytest.raises(tutti.errors.UsageError, match=r"blocks\.0 returns tensors whose shapes depend on values"):
         stage((words,), {"labels": words})
+
+
+def test_a_loss_function_that_reads_values_is_computed_on_the_last_stage() -> None:
+    words, labels = (part[:2] for part in data())
+
+    def trial(model: Any) -> Tensor:
+        found = transcribed(model(words).scores, labels)
+        assert found.item() > 0 and not found.isnan()
+        return found
+
+    model = Transcribing().double()
+    found = find_stage_partition(model, 2, (), trial=trial)
+    assert found.record is not None and len(found.stages) == 2
 
 
 class Routed(nn.Module):

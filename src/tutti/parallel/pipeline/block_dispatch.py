@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +21,7 @@ from tutti.errors import UsageError
 from tutti.nn.absent_tensor import is_absent
 from tutti.nn.untraced import has_hooks
 from tutti.nn.written_tensors import share_memory
+from tutti.parallel.pipeline.made_values import PLAIN, made_numbers
 from tutti.torch_compat import (
     FakeTensorMode,
     replace_call,
@@ -32,8 +32,6 @@ from tutti.torch_compat import (
     uncompiled_call,
     without_dispatch_modes,
 )
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class BlockOutput(NamedTuple):
@@ -240,13 +238,13 @@ class BlockDispatch:
         leaves, spec = tree_flatten((args, kwargs))
         form, run = (_type, self._on_numbers) if name in self._numbered else (_form, self._on_fakes)
         key = (name, block.training, torch.is_grad_enabled(), str(spec), *map(form, leaves))
-        simple = name in self._numbered or all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        simple = name in self._numbered or all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
         if not simple or key not in self._forms:
             entering, result = run(name, block, leaves, spec)
             found, returned = tree_flatten(result)
             tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
             memory = [leaves_sharing_memory(leaf, [*entering, *tensors[:at]]) for at, leaf in enumerate(tensors)]
-            if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in found):
+            if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in found):
                 if name in self._numbered:
                     raise cannot_be_cut(self.plain, f"its block {name} reads values of tensors and returns an object")
                 return result, memory
@@ -275,7 +273,9 @@ class BlockDispatch:
         made = []
         with self._attributes(block), without_dispatch_modes(), forked_generators(self._device), torch.no_grad():
             for low in (0.0, 0.5):
-                made_like = partial(_made, low=low, device=self._device, generator=torch.Generator().manual_seed(0))
+                made_like = partial(
+                    made_numbers, low=low, device=self._device, generator=torch.Generator().manual_seed(0)
+                )
                 try:
                     values = {key: made_like(value) for key, value in self._values[name].items()}
                     entering = [made_like(leaf) for leaf in leaves]
@@ -369,45 +369,14 @@ def _form(leaf: Any) -> Any:
     """Return a key that is equal for tensors of equal layout and for equal plain values; other objects by identity."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride() if leaf.layout == torch.strided else None
-    return leaf if isinstance(leaf, _PLAIN) else id(leaf)
+    return leaf if isinstance(leaf, PLAIN) else id(leaf)
 
 
 def _type(leaf: Any) -> Any:
     """Return a key that is equal for tensors of equal shapes, for equal plain values, and for objects of one class."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
-
-
-def _made(like: Any, low: float, device: torch.device, generator: torch.Generator) -> Any:
-    """Return a tensor of the shape of another one: random numbers from ``low`` to ``low`` + 0.5, zeros, or True.
-
-    Objects that hold tensors are copied, with made tensors in them.
-    """
-    if not isinstance(like, Tensor):
-        return deepcopy(like, {id(held): _made(held, low, device, generator) for held in _tensors_within(like)})
-    if like.is_floating_point() or like.is_complex():
-        return (torch.rand(like.shape, dtype=like.dtype, generator=generator) * 0.5 + low).to(device)
-    return torch.full(like.shape, like.dtype == torch.bool, dtype=like.dtype, device=device)
-
-
-def _tensors_within(value: Any) -> list[Tensor]:
-    """Return the tensors in an object's attributes, lists and mappings, such as those of a cache of keys and values."""
-    found, seen, left = list[Tensor](), set[int](), [value]
-    while left:
-        each = left.pop()
-        if id(each) in seen or isinstance(each, (type, nn.Module, *_PLAIN)):
-            continue
-        seen.add(id(each))
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, Mapping):
-            left += each.values()
-        elif isinstance(each, list | tuple | set):
-            left += each
-        else:
-            left += getattr(each, "__dict__", {}).values()
-    return found
+    return leaf if isinstance(leaf, PLAIN) else type(leaf)
 
 
 def cannot_be_cut(plain: nn.Module, why: str) -> UsageError:

@@ -20,6 +20,7 @@ from tutti.nn.forward_hooks import find_script_hook
 from tutti.nn.swap import buffers, training_mode
 from tutti.nn.untraced import Untraced
 from tutti.parallel.pipeline.block_dispatch import BlockCall, BlockDispatch, BlockOutput, cannot_be_cut
+from tutti.parallel.pipeline.made_values import ValuesAfterBlocks
 from tutti.parallel.pipeline.recorded_stage import RecordedStage
 from tutti.torch_compat import (
     TorchDispatchMode,
@@ -121,10 +122,16 @@ class ForwardRecord:
     def _record(self, trial: Callable[[Any], Any], training: bool) -> _Recording:
         with forked_generators(self._device), _buffers_on(self.dispatch.opened, self._device):
             untraced = Untraced(self.plain)
-            recording = _Recording(self.dispatch)
+            values = ValuesAfterBlocks(self.dispatch.fakes, self._device)
+            recording = _Recording(self.dispatch, values)
             try:
-                with training_mode([self.plain], training=training), torch.set_grad_enabled(training):
+                with training_mode([self.plain], training=training), torch.set_grad_enabled(training), values:
                     result = trial(_TrialModel(self.plain, recording))
+            except UsageError:
+                raise
+            except Exception as error:
+                # Made numbers may fail the checks of the code that reads them.
+                raise values.error or error from None
             finally:
                 changed = untraced.undo()
         changed = [name for name in changed if name.rpartition(".")[0] in self.opened]
@@ -225,6 +232,10 @@ class _TrialModel:
 class _Recording(TorchDispatchMode):
     """A run of the forward on fake tensors: notes from which blocks' tensors each block's arguments are computed.
 
+    Args:
+        dispatch: through which the model's forward runs.
+        values: mode in which operations after the last block get made numbers for the values that they read.
+
     Attributes:
         drawn: operations outside of blocks that draw random numbers.
         read: names of parameters that are read outside of blocks, and that a block holds, or from which a block's
@@ -238,9 +249,9 @@ class _Recording(TorchDispatchMode):
         leaked: whether a tensor is read outside of blocks that was made inside of one, which has not returned it.
     """
 
-    def __init__(self, dispatch: BlockDispatch) -> None:
+    def __init__(self, dispatch: BlockDispatch, values: ValuesAfterBlocks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dispatch, self.inside = dispatch, False
+        self.dispatch, self.inside, self._values = dispatch, False, values
         self.calls: list[BlockCall] = []
         self.reads: set[BlockOutput] = set()
         self.drawn: list[str] = []
@@ -284,6 +295,9 @@ class _Recording(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout_rate(func, args, kwargs) != 0.0:
             self.drawn.append(func.overloadpacket.__name__)
         sources, parameters = self.sources(entering), self._parameters_of(entering)
+        if self._values.error is not None:
+            # By other values the code may take another branch, and read any of these tensors.
+            self.reads |= sources
         for leaf in tree_leaves(result) if sources or parameters else ():
             if isinstance(leaf, Tensor):
                 self._mark(leaf, sources)
@@ -351,11 +365,17 @@ class _Recording(TorchDispatchMode):
             name: name of the block in the whole model.
             block: the block.
             args, kwargs: positional and keyword arguments of the call.
+
+        Raises:
+            Exception: the error of an operation before this call that needs values of fake tensors.
         """
+        if self._values.error is not None:
+            raise self._values.error
         reads, leaves = self.sources((args, kwargs)), tree_leaves((args, kwargs))
         self._look(leaves)
         self.read += sorted(self._parameters_of(leaves))
-        result, memory = self.dispatch.shape_and_memory(name, block, args, kwargs)
+        with self._values.within_block():
+            result, memory = self.dispatch.shape_and_memory(name, block, args, kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for number, (tensor, same) in enumerate(zip(tensors, memory, strict=True)):
             self._mark(tensor, {BlockOutput(len(self.calls), number)})
