@@ -37,9 +37,11 @@ from tutti.torch_compat import (
     FUSED_PRODUCTS,
     FX_CONSTANT,
     GRADIENT_HOOK_ATTRIBUTES,
+    GROUPED_PRODUCT,
     IS_VIEW,
     MODULE_ATTRIBUTES,
     MODULE_HOOK_TABLES,
+    READ_NUMBER,
     RESET_METHODS,
     VERSION_ATTRIBUTE,
     BatchNormBase,
@@ -511,6 +513,33 @@ def operations_that_need_values_of_fake_tensors_raise() -> None:
             call()
 
 
+def items_are_read_by_one_operator() -> None:
+    seen = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        assert torch.ones(()).item() == 1.0 and bool(torch.tensor(True))
+    assert seen.count(READ_NUMBER) == 2
+
+
+def grouped_products_are_seen_by_function_modes() -> None:
+    seen = []
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func, sorted(kwargs or {})))
+            return func(*args, **(kwargs or {}))
+
+    rows, experts = torch.ones(4, 8), torch.ones(2, 8, 16)
+    with Seeing():
+        found = torch.nn.functional.grouped_mm(rows, experts, offs=torch.tensor([1, 4], dtype=torch.int32))
+    assert (GROUPED_PRODUCT, ["bias", "offs", "out_dtype"]) in seen and torch.equal(found, torch.full((4, 16), 8.0))
+
+
 def an_apple_gpu_has_one_generator() -> None:
     made = torch.Generator()
     with patch.object(torch.mps, "_default_mps_generator", made):
@@ -948,6 +977,8 @@ TOUCHED: dict[Callable[[], None], str] = {
     """,
     fake_tensors_take_no_memory: "FakeTensorMode",
     operations_that_need_values_of_fake_tensors_raise: "FAKE_VALUE_ERRORS",
+    items_are_read_by_one_operator: "READ_NUMBER",
+    grouped_products_are_seen_by_function_modes: "GROUPED_PRODUCT",
     classes_of_layers_are_found: "BatchNormBase NormBase ConvBase ConvTransposeBase DropoutBase",
     members_of_modules_are_tables: "module_parameters module_buffers non_persistent_buffers",
     members_are_put_in_order: "order_members",

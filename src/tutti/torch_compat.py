@@ -66,9 +66,11 @@ __all__ = [
     "FUSED_PRODUCTS",
     "FX_CONSTANT",
     "GRADIENT_HOOK_ATTRIBUTES",
+    "GROUPED_PRODUCT",
     "IS_VIEW",
     "MODULE_ATTRIBUTES",
     "MODULE_HOOK_TABLES",
+    "READ_NUMBER",
     "RESET_METHODS",
     "VERSION_ATTRIBUTE",
     "BatchNormBase",
@@ -1031,6 +1033,12 @@ FAKE_VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, 
 """Errors of operations that need the values of a ``FakeTensor``: for a number, for their shapes, or for anything.
 
 They are public in practice, as ``FakeTensorMode`` is."""
+
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+"""Operator by which ``item()`` and ``bool`` read a tensor's value; dispatch modes see it under no public name."""
+
+GROUPED_PRODUCT = torch._grouped_mm
+"""Function that the public ``torch.nn.functional.grouped_mm`` calls, and which function modes see in its place."""
 
 MODULE_HOOK_TABLES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 """Names of a module's tables of hooks, by id, and of the tables that tell how the hook of an id is called. Copies and

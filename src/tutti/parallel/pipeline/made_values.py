@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tutti.device import forked_generators
 from tutti.torch_compat import (
     FAKE_VALUE_ERRORS,
+    READ_NUMBER,
     FakeTensorMode,
     TorchDispatchMode,
     is_fake,
@@ -114,15 +115,16 @@ class ValuesAfterBlocks(TorchDispatchMode):
     def _on_numbers(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """Return the result of an operation on made numbers; raise ``error`` where its shapes depend on the numbers."""
         with without_dispatch_modes(), forked_generators(self._device), torch.no_grad():
-            if func is torch.ops.aten._local_scalar_dense.default:
+            if func is READ_NUMBER:
                 unlikely = storage_key(args[0]) in self._unlikely
                 return torch.full((), not unlikely, dtype=args[0].dtype).item()
             made = []
             for low in (0.0, 0.5):
-                like = partial(made_numbers, low=low, device=self._device, generator=torch.Generator().manual_seed(0))
-                given = tree_map_only(Tensor, lambda t, like=like: like(t) if is_fake(t) else t, (args, kwargs))
+                generator = torch.Generator().manual_seed(0)
+                number = partial(self._number, low=low, generator=generator)
+                own_args, own_kwargs = tree_map_only(Tensor, number, (args, kwargs))
                 try:
-                    made.append(func(*given[0], **given[1]))
+                    made.append(func(*own_args, **own_kwargs))
                 except Exception:
                     raise error from None
         one, other = ([leaf.shape for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in made)
@@ -130,3 +132,7 @@ class ValuesAfterBlocks(TorchDispatchMode):
             raise error
         with self._fakes:
             return tree_map_only(Tensor, torch.empty_like, made[0])
+
+    def _number(self, tensor: Tensor, low: float, generator: torch.Generator) -> Tensor:
+        made: Tensor = made_numbers(tensor, low, self._device, generator) if is_fake(tensor) else tensor
+        return made

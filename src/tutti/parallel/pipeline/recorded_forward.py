@@ -129,9 +129,11 @@ class ForwardRecord:
                     result = trial(_TrialModel(self.plain, recording))
             except UsageError:
                 raise
-            except Exception as error:
+            except Exception:
                 # Made numbers may fail the checks of the code that reads them.
-                raise values.error or error from None
+                if values.error is not None:
+                    raise values.error from None
+                raise
             finally:
                 changed = untraced.undo()
         changed = [name for name in changed if name.rpartition(".")[0] in self.opened]
