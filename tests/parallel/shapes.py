@@ -134,6 +134,73 @@ class NormedHeads(nn.Module):
         return result
 
 
+class Latent(nn.Module):
+    """Attention of queries, keys and values from latent vectors, with a part of the keys that all heads share.
+
+    DeepSeek-AI 2024, arXiv 2405.04434, §2.1.
+    """
+
+    def __init__(self, width: int = WIDTH, heads: int = 6) -> None:
+        super().__init__()
+        self.q_down, self.q_norm, self.q_up = nn.Linear(width, 7), nn.RMSNorm(7), nn.Linear(7, heads * 5, bias=False)
+        # A bias of keys has a gradient of rounding alone, of which Adam makes full steps.
+        self.kv_down, self.kv_up = nn.Linear(width, 7, bias=False), nn.Linear(5, heads * 6, bias=False)
+        self.kv_norm = nn.RMSNorm(5)
+        self.o = nn.Linear(heads * 3, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_up(self.q_norm(self.q_down(x))).view(*x.shape[:-1], -1, 5).transpose(1, 2)
+        latent, shared = self.kv_down(x).split([5, 2], -1)
+        k, v = self.kv_up(self.kv_norm(latent)).view(*x.shape[:-1], -1, 6).transpose(1, 2).split(3, -1)
+        keys = k.new_empty(*k.shape[:-1], 5)
+        keys[..., :3].copy_(k)
+        keys[..., 3:].copy_(shared[:, None].expand(-1, k.shape[1], -1, -1))
+        mixed = functional.scaled_dot_product_attention(q, keys, v, is_causal=True)
+        result: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class StackedExperts(nn.Module):
+    """Experts in tensors of three dimensions; gates and ups ``apart`` as in Mixtral, or in turns as in GPT-OSS."""
+
+    def __init__(self, experts: int, hidden: int, *, apart: bool, width: int = WIDTH) -> None:
+        super().__init__()
+        self.apart = apart
+        self.gate_up = nn.Parameter(torch.randn(experts, width, 2 * hidden) / 3)
+        self.gate_up_bias = None if apart else nn.Parameter(torch.randn(experts, 2 * hidden))
+        self.down, self.down_bias = nn.Parameter(torch.randn(experts, hidden, width) / 3), None
+        if not apart:
+            self.down_bias = nn.Parameter(torch.randn(experts, width))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for expert in chosen.unique():
+            token, place = torch.where(chosen == expert)
+            both = x[token] @ self.gate_up[expert]
+            if self.gate_up_bias is not None:
+                both = both + self.gate_up_bias[expert]
+            gate, up = both.chunk(2, -1) if self.apart else (both[..., ::2], both[..., 1::2])
+            out = (functional.silu(gate) * up) @ self.down[expert]
+            if self.down_bias is not None:
+                out = out + self.down_bias[expert]
+            result.index_add_(0, token, out * weights[token, place, None])
+        return result
+
+
+class Mixture(nn.Module):
+    """Each token goes to two of some experts, as a linear layer says (Shazeer et al. 2017, arXiv 1701.06538)."""
+
+    def __init__(self, experts: int = 3, hidden: int = 10, *, apart: bool = True) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, experts), StackedExperts(experts, hidden, apart=apart)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        result: Tensor = self.experts(tokens, chosen, weights).reshape(x.shape)
+        return result
+
+
 class Disentangled(nn.Module):
     """Attention by contents and by distances, with one layer for keys of both, as DeBERTa's; biases for all heads."""
 
@@ -353,6 +420,7 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "few keys": lambda: decoder(Separate(kv=2), Leaking()),
     "packed": lambda: decoder(Packed(dropout=0.2), GroupedPacked(), Counted()),
     "all heads": lambda: decoder(NormedHeads(), Disentangled()),
+    "mixture": lambda: decoder(Latent(), Mixture(), Mixture(apart=False)),
     "related": Related,
     "inline": lambda: decoder(Inline(dropout=0.2), Around(dropout=0.2)),
     "translating": lambda: Translating(0.2),

@@ -57,6 +57,13 @@ def test_attention_on_the_cpu(causal: bool) -> None:
     assert backward == [OperatorFlop("attention", part * 2 * whole, part * whole / 2, (1 - part) * 2 * whole)]
 
 
+def test_grouped_products_of_experts() -> None:
+    rows, experts = torch.randn(6, 8, requires_grad=True), torch.randn(2, 8, 16, requires_grad=True)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    forward, backward = counted(lambda: functional.grouped_mm(rows, experts, offs=ends).square())
+    assert forward == [OperatorFlop("matmul", 2.0 * 6 * 8 * 16)] and backward == 2 * forward
+
+
 def test_attention_of_other_lengths_and_sizes() -> None:
     shapes = (1, 2, 5, 4), (1, 2, 7, 4), (1, 2, 7, 4)
     query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)

@@ -73,6 +73,11 @@ def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
         return _attention(func, args, kwargs, backward=name.endswith("backward"))
     if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
         return _recurrent(args, backward=name.endswith("backward"))
+    if name == "_grouped_mm":
+        # Each row of one matrix meets the matrix of its group, or each group of rows gives a matrix.
+        one, other = args[0].shape, args[1].shape
+        groups = one[0] if len(one) == len(other) == 3 else 1
+        return OperatorFlop("matmul", 2.0 * groups * one[-2] * one[-1] * other[-1])
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     if formula is None:
         return None

@@ -37,6 +37,11 @@ HEADS = [
     ("packed", "hybrid:stages=2,tensor=2,least=1,schedule=zero_bubble", 4, "sgd momentum", {"workers": 2}),
     ("packed", "hybrid:shards=2,stage=3,tensor=2,least=1", 4, "sgd momentum", {"workers": 2}),
     ("all heads", "hybrid:shards=2,stage=3,tensor=2,least=1", 4, "sgd momentum", {"workers": 2}),
+    ("mixture", "hybrid:stages=2,tensor=2,least=1", 4, "lamb", {"workers": 2}),
+    pytest.param(
+        *("mixture", "hybrid:shards=2,stage=3,tensor=2,least=1", 4, "sgd momentum", {"workers": 2}),
+        marks=pytest.mark.full,
+    ),
     ("related", SPLIT, 4, "adamw", {"activation_checkpointing": "blocks"}),
     ("related", SEQUENCE, 2, "adamw", {}),
     ("related", "hybrid:stages=2,tensor=2,least=1", 4, "adamw", {"workers": 2}),

@@ -16,6 +16,7 @@ from tests.parallel.shapes import (
     Disentangled,
     Gated,
     GroupedPacked,
+    Latent,
     Leaking,
     Nano,
     Normed,
@@ -24,11 +25,14 @@ from tests.parallel.shapes import (
     Product,
     Residual,
     Separate,
+    StackedExperts,
     build,
     decoder,
     tied_gpt,
 )  # fmt: skip
 from tutti.parallel.tensor import tp_plan
+from tutti.parallel.tensor.block_call import BlockArguments
+from tutti.parallel.tensor.stacked_experts import find_expert_cuts
 from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, summary
 from tutti.parallel.tensor.tp_verify import TensorCut, find_block_split
 
@@ -295,6 +299,32 @@ def test_a_layer_of_two_inputs_and_views_that_name_the_heads_alone_are_split() -
     assert found is not None and found.local.opened and found.local.takes and sorted(found.columns) == [
         "key", "query", "value"
     ]  # fmt: skip
+
+
+def test_latent_attention_is_split_by_heads() -> None:
+    found = find_block_split(Latent().double(), 2)
+    assert found is not None and found.local.shares and (sorted(found.columns), found.row) == (["kv_up", "q_up"], "o")
+
+
+class Coupled(StackedExperts):
+    """Experts whose hidden features cannot be divided."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, chosen, weights).softmax(-1)
+
+
+def test_stacked_experts_are_split_by_their_hidden_features() -> None:
+    tokens, chosen = torch.randn(4, 12), torch.tensor([[0, 1]] * 4)
+    call = BlockArguments((tokens, chosen, torch.rand(4, 2)), {}, (True, False, True))
+
+    def cuts(kind: type[StackedExperts], *, apart: bool) -> Any:
+        return find_expert_cuts(kind(3, 10, apart=apart), 3, call)
+
+    assert cuts(StackedExperts, apart=True) == {"gate_up": TensorCut(2, 10, (10, 10)), "down": TensorCut(1, 10)}
+    assert cuts(StackedExperts, apart=False) == {
+        "gate_up": TensorCut(2, 10), "gate_up_bias": TensorCut(1, 10), "down": TensorCut(1, 10)
+    }  # fmt: skip
+    assert cuts(Coupled, apart=True) is None
 
 
 class Twice(Product):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tutti.errors import UsageError
 from tutti.nn.untouched import untouched
 from tutti.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 
@@ -181,6 +182,37 @@ def form_of(args: Any, kwargs: Any, learned: Sequence[bool] | None = None, *, va
     return f"{_text(spec)} " + " ".join(
         _kind(leaf, values) + NEEDS_GRADIENT * flag for leaf, flag in zip(leaves, flags, strict=True)
     )
+
+
+def check_form(args: Any, kwargs: Any, forms: Collection[str], layer: str) -> None:
+    """Check that the arguments of a split block's call are of a kind for which the split was verified.
+
+    Args:
+        args, kwargs: positional and keyword arguments of the call.
+        forms: the kinds, as texts of ``form_of``, with the values of numbers or without; none for no check.
+        layer: name of the block.
+
+    Raises:
+        UsageError: they are of another kind.
+    """
+    if forms and not any(form_of(args, kwargs, values=values) in forms for values in (False, True)):
+        raise UsageError(
+            f"the layer is called with other arguments ({form_of(args, kwargs)}) than when its plan was made",
+            where=layer,
+            why="with them its code may combine heads or features, of which each tensor rank has some",
+            remedy=f"leave it whole: strategy='tensor:whole={layer}'",
+        )
+
+
+def with_fewer_gradients(forms: Collection[str]) -> frozenset[str]:
+    """Return kinds of arguments, and the same kinds where no tensor needs a gradient.
+
+    A split that was verified with gradients holds without them.
+
+    Args:
+        forms: texts of ``form_of``.
+    """
+    return frozenset(forms) | {form.replace(NEEDS_GRADIENT, "") for form in forms}
 
 
 @lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ from tutti.errors import UsageError
 from tutti.nn.forward_hooks import find_script_hook
 from tutti.nn.script_mode import acts_by_element, tensors_among
 from tutti.nn.written_tensors import may_write
-from tutti.parallel.tensor.block_call import NEEDS_GRADIENT, form_of
+from tutti.parallel.tensor.block_call import check_form, with_fewer_gradients
 from tutti.parallel.tensor.head_parallel import attend
 from tutti.parallel.tensor.split_tensor import SplitTensor
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped, local_sections, mark_local
@@ -57,6 +57,8 @@ class LocalForward(NamedTuple):
             is whole. Empty where all are.
         widened: names in the block of layers that get the features of all ranks, such as norms over all heads.
         opened: whether ``sizes`` lists views of a slice that leave one size open (-1), too.
+        shares: whether tensors that are whole on every rank and meet a slice, such as the rotated part of the keys in
+            DeepSeek's latent attention, which all heads share, get gradients that are summed over the ranks.
     """
 
     width: int = 0
@@ -69,6 +71,7 @@ class LocalForward(NamedTuple):
     outs: Sequence[int] = ()
     widened: Sequence[str] = ()
     opened: bool = False
+    shares: bool = False
 
 
 class LocalShapeMode(TorchFunctionMode):
@@ -99,7 +102,7 @@ class LocalShapeMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        marks = self.local.takes or self.local.opened
+        marks = self.local.takes or self.local.opened or self.local.shares
         if not marks or all(local_sections(each) is None for each in tensors_among(args, kwargs)):
             return self._call(func, args, kwargs)
         args, kwargs = self._with_heads_here(func, args, kwargs)
@@ -193,6 +196,16 @@ class LocalShapeMode(TorchFunctionMode):
         """
         return self.slice_.ranks.take(whole, dim, self.slice_.length, self.slice_.name)
 
+    def share(self, whole: Tensor) -> Tensor:
+        """Return a tensor that is whole on every rank and that all heads use, with the same values.
+
+        Collective over the tensor ranks in backward alone, which all-reduces the gradient.
+
+        Args:
+            whole: the tensor.
+        """
+        return self.slice_.ranks.copy(whole, self.slice_.name)
+
     def _with_heads_here(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of a function of slices, with this rank's heads of tensors that have all heads.
 
@@ -206,17 +219,24 @@ class LocalShapeMode(TorchFunctionMode):
         def cut(value: Any) -> Any:
             if type(value) in (list, tuple):
                 return type(value)(map(cut, value))
-            if not isinstance(value, Tensor) or local_sections(value) is not None or value.dim() < 3:
+            if not isinstance(value, Tensor) or local_sections(value) is not None:
                 return value
-            times, left = divmod(value.shape[-3], length)
-            if left or times * here not in places or (value is args[0] and may_write(func)):
+            if value is args[0] and may_write(func):
                 return value
+            times, left = divmod(value.shape[-3], length) if value.dim() > 2 else (0, 0)
+            if left or times * here not in places:
+                # A linear layer knows itself of which slice its weight is.
+                shared = self.local.shares and value.requires_grad and func is not functional.linear
+                if not (shared and torch.is_grad_enabled()):
+                    return value
+                # Ranks have different numbers of heads over which the tensor is expanded.
+                return self.share(_unexpanded(value)).expand(value.shape)
             self.taken += 1
             if times == 1:
                 return self.take(value, value.dim() - 3)
-            shared = value.dim() > 3
-            split = value.unflatten(-3, (length, times) if shared else (times, length))
-            return self.take(split, split.dim() - (4 if shared else 3)).flatten(-4, -3)
+            batched = value.dim() > 3
+            split = value.unflatten(-3, (length, times) if batched else (times, length))
+            return self.take(split, split.dim() - (4 if batched else 3)).flatten(-4, -3)
 
         return tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}
 
@@ -324,6 +344,13 @@ class LocalShapeMode(TorchFunctionMode):
         )
 
 
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return a tensor with one element in place of each dimension along which it is expanded."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor = tensor.narrow(dim, 0, 1) if size > 1 and stride == 0 else tensor
+    return tensor
+
+
 def _unmarked(tensor: Tensor) -> Tensor:
     same: Tensor = torch.ops.aten.alias(tensor)
     return same
@@ -422,13 +449,7 @@ class HeadParallelBlock(TensorParallelLayer):
         """
         if (hooked := find_script_hook(self.tutti_inner)) is not None:
             refuse_hook(*hooked, self.tutti_slice.name)
-        if self.tutti_forms and not any(form_of(args, kwargs, values=v) in self.tutti_forms for v in (False, True)):
-            raise UsageError(
-                f"the layer is called with other arguments ({form_of(args, kwargs)}) than when its plan was made",
-                where=self.tutti_slice.name,
-                why="with them its code may combine heads, of which each tensor rank has some",
-                remedy=f"leave it whole: strategy='tensor:whole={self.tutti_slice.name}'",
-            )
+        check_form(args, kwargs, self.tutti_forms, self.tutti_slice.name)
         local, place = self.tutti_local, self.tutti_slice
         counts, summed = local_counts(self, local.counts, place), _summed_gradients(self, local.summed, place)
         with counts, summed, LocalShapeMode(place, local) as mode:
@@ -470,6 +491,4 @@ def run_within(module: nn.Module, local: LocalForward) -> None:
     prefix = f"{module.tutti_slice.name}." if module.tutti_slice.name else ""  # type: ignore[union-attr]
     inner = [(prefix + name, each) for name, each in module.named_modules() if each is not module]
     module.tutti_inner = inner  # type: ignore[assignment]
-    # What was proved with gradients holds without them.
-    forms = frozenset(local.forms) | {form.replace(NEEDS_GRADIENT, "") for form in local.forms}
-    module.tutti_forms = forms  # type: ignore[assignment]
+    module.tutti_forms = with_fewer_gradients(local.forms)  # type: ignore[assignment]

@@ -128,6 +128,15 @@ def local_sections(tensor: object) -> tuple[int, ...] | None:
     return found
 
 
+def unmark_local(whole: Tensor) -> None:
+    """Remove the mark of ``mark_local`` from a tensor that is whole on every rank.
+
+    Args:
+        whole: the tensor, such as a sum over ranks that a function mode has taken for a slice.
+    """
+    whole.tutti_sections = None  # type: ignore[attr-defined]
+
+
 def dropped(part: Tensor, p: float, dim: int, slice_: LayerSlice) -> Tensor:
     """Apply dropout to this rank's slice of a tensor, with the random draws that one device makes for the whole tensor.
 

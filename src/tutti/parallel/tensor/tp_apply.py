@@ -24,6 +24,7 @@ from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
 from tutti.parallel.tensor.loss_parallel_plan import add_loss_parallel, hooked
 from tutti.parallel.tensor.slice_hooks import SliceHooks
 from tutti.parallel.tensor.split_reads import SplitReads, read_elsewhere
+from tutti.parallel.tensor.stacked_experts import ExpertParallelSlice, note_split
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.parallel.tensor.tp_layers import (
     ColumnParallelLinear,
@@ -59,6 +60,7 @@ _KINDS: dict[str, type[TensorParallelLayer]] = {
     "vocabulary": VocabParallelEmbedding,
     "gathered": GatheredOutput,
     "scores": LossParallelLinear,
+    "experts": ExpertParallelSlice,
     "dropout": ParallelDropout,
     "within": HeadParallelBlock,
     "widened": WidenedLayer,
@@ -293,13 +295,13 @@ def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
 def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
     """Return the names of modules, such as attention, whose unchanged forward runs on this rank's heads or features.
 
-    These modules have the role ``within`` in the tensor-parallel plan. The forward is the user's code, and the layers
-    in it are split; a graph trace must treat such a module as one operation.
+    These modules have the role ``within`` or ``experts`` in the tensor-parallel plan. The forward is the user's code,
+    and the layers or parameters in it are split; a graph trace must treat such a module as one operation.
 
     Args:
         plan: entries of the tensor-parallel plan, one for each module that does not stay whole.
     """
-    return frozenset(entry.name for entry in plan if entry.role == "within")
+    return frozenset(entry.name for entry in plan if entry.role in ("within", "experts"))
 
 
 def _blocks(plain: nn.Module, plan: Sequence[PlanEntry]) -> dict[nn.Module, nn.Module]:
@@ -363,6 +365,8 @@ def _become(layer: nn.Module, entry: PlanEntry, ranks: TensorRanks, sequence: bo
         layer.tutti_sections = entry.cuts["weight"].sections
     if entry.role == "within":
         run_within(layer, entry.local)
+    elif entry.role == "experts":
+        note_split(layer, entry.cuts, entry.local.forms)
 
 
 def _check_sequence(plain: nn.Module) -> None:

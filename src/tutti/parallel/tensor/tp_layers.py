@@ -17,7 +17,7 @@ from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.forward_hooks import find_script_hook
 from tutti.parallel.tensor.linear_layer import FormulaLinear, matrix
 from tutti.parallel.tensor.split_tensor import SplitTensor, copied, local_part, summed
-from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped, mark_local
+from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped, mark_local, unmark_local
 from tutti.torch_compat import ConvBase
 
 
@@ -113,6 +113,8 @@ class RowParallelLinear(TensorParallelLayer):
         weight = matrix(self)
         part = functional.linear(local_part(input, weight.shape[1], self.tutti_slice), weight)
         whole = summed(part, self.tutti_slice)
+        # The bias, and what the block computes next, are the same on every rank.
+        unmark_local(whole)
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
 

@@ -26,6 +26,7 @@ from tutti.nn.swap import registered_children
 from tutti.parallel.tensor.block_call import BlockArguments
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.local_shape import LocalForward
+from tutti.parallel.tensor.stacked_experts import Cuts, find_expert_cuts, holds_stacked_experts
 from tutti.parallel.tensor.tp_verify import MOST_LINEAR, BlockSplit, TensorCut, find_block_split, takes_one
 from tutti.torch_compat import (
     MODULE_ATTRIBUTES,
@@ -37,7 +38,19 @@ from tutti.torch_compat import (
     tree_flatten,
 )
 
-ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "widened", "slow")
+ROLES = (
+    "column",
+    "row",
+    "heads",
+    "vocabulary",
+    "gathered",
+    "scores",
+    "experts",
+    "dropout",
+    "within",
+    "widened",
+    "slow",
+)
 SPLIT = ("column", "row", "heads", "vocabulary", "gathered")
 """Roles that a plan by hand can give to a layer."""
 _NUMBERS = ("layer_idx", "layer_id", "layer_number")
@@ -53,13 +66,14 @@ class PlanEntry:
         name: name of the module in the unsplit model.
         role: one of ``ROLES``. Roles that split the module's parameters: ``column`` (a linear layer by outputs),
             ``row`` (by inputs), ``heads`` (attention by heads), ``vocabulary`` (an embedding by rows of its table),
-            ``gathered`` (a layer by outputs, which are all-gathered) and ``scores`` (the last linear layer by classes,
-            whose scores stay split). ``dropout`` and ``within`` hold no parameters, but draw or compute on a slice;
-            ``widened`` keeps its parameters whole and all-gathers its input (a norm over the features of all heads);
-            ``slow`` turns off PyTorch's fused kernel, which ignores slices.
+            ``gathered`` (a layer by outputs, which are all-gathered), ``scores`` (the last linear layer by classes,
+            whose scores stay split) and ``experts`` (stacked experts, each by its hidden features). ``dropout`` and
+            ``within`` hold no parameters, but draw or compute on a slice; ``widened`` keeps its parameters whole and
+            all-gathers its input (a norm over the features of all heads); ``slow`` turns off PyTorch's fused kernel,
+            which ignores slices.
         units: number of outputs, inputs, heads, rows or features that are divided over ranks.
         cuts: how each of the module's own parameters is split, by the parameter's name.
-        local: for ``within``, how the module's own code is fitted to a slice.
+        local: for ``within``, how the module's own code is fitted to a slice; for ``experts``, the kinds of arguments.
     """
 
     name: str
@@ -130,6 +144,7 @@ class PlanFinder:
         self._linears = {name for name, module in model.named_modules() if is_linear(module)}
         self._paired = {name for name in self._linears if self._may(name, "column", "row")}
         self._tried: dict[Hashable, BlockSplit | None] = {}
+        self._experts: dict[Hashable, Cuts | None] = {}
         everywhere = list(model.named_modules(remove_duplicate=False))
         self._again = {key for key, times in Counter(id(m) for _, m in everywhere).items() if times > 1}
         users: dict[int, list[tuple[str, str]]] = {}
@@ -166,6 +181,8 @@ class PlanFinder:
         for name, module in reversed(list(self._model.named_modules())):
             if is_sequence(module):
                 self._windows(name, module)
+            elif holds_stacked_experts(module):
+                self._stacked_experts(name, module)
             elif not type(module).__module__.startswith("torch.nn."):
                 self._block(name, module)
         for name, module in self._model.named_modules():
@@ -292,6 +309,19 @@ class PlanFinder:
         self._left |= within
         self._add_block(name, block_split)
 
+    def _stacked_experts(self, name: str, module: nn.Module) -> None:
+        """Split experts whose weights are stacked, if a recorded call proves the split right."""
+        call = self._calls.get(name)
+        if call is None or not self._free(name, module, once=True) or not self._may(name, "experts"):
+            return
+        key = (call.form, *(_likeness(inner, each) for inner, each in module.named_modules()))
+        if key not in self._experts:
+            self._experts[key] = find_expert_cuts(module, self._ranks, call)
+        if cuts := self._experts[key]:
+            self._add(
+                PlanEntry(name, "experts", next(iter(cuts.values())).units, cuts, LocalForward(forms=(call.form,)))
+            )
+
     def _examine(
         self, block: nn.Module, linears: Sequence[str], call: BlockArguments | None = None
     ) -> BlockSplit | None:
@@ -374,8 +404,8 @@ def blocks_with_arguments(model: nn.Module) -> list[str]:
     """Return the names of blocks whose forward does not take exactly one argument, such as attention with a mask.
 
     A block here is a module below the root that holds 2 to 16 linear layers, is of a class from outside of
-    ``torch.nn``, and is no list or dictionary of modules. Tensor parallelism can try to split such a block only with
-    the arguments of a real call, which ``record_calls`` records.
+    ``torch.nn``, and is no list or dictionary of modules; or a layer of stacked experts, with any arguments. Tensor
+    parallelism can try to split such a block only with the arguments of a real call, which ``record_calls`` records.
 
     Args:
         model: the whole, unsplit model.
@@ -383,6 +413,9 @@ def blocks_with_arguments(model: nn.Module) -> list[str]:
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     found = []
     for name, module in model.named_modules():
+        if name and holds_stacked_experts(module):
+            found.append(name)
+            continue
         inside = sum(linear.startswith(f"{name}.") for linear in linears)
         if name and 2 <= inside <= 2 * MOST_LINEAR and not type(module).__module__.startswith("torch.nn."):
             found += [] if isinstance(module, nn.ModuleList | nn.ModuleDict) or takes_one(module) else [name]

@@ -27,15 +27,15 @@ from tutti.nn.untraced import Untraced
 from tutti.parallel.tensor.block_call import BlockArguments, fill_zeros
 from tutti.parallel.tensor.linear_layer import is_linear, matrix
 from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalForward, LocalShapeMode, local_counts
-from tutti.parallel.tensor.tensor_slice import LayerSlice, SilentRanks, mark_local
+from tutti.parallel.tensor.tensor_slice import LayerSlice, SilentRanks, mark_local, unmark_local
 from tutti.torch_compat import tree_leaves
 
 MOST_LINEAR = 8
 """Linear layers of the largest block that is tried."""
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
-_SECTIONS = ("equal", "grouped", "one")
+_SECTIONS = ("equal", "grouped", "each", "one")
 """Layouts of fused outputs: sections of the width, as queries, keys and values; queries, and fewer keys and values; or
-one section, where each head has all its outputs together."""
+one section, where each head, or each group of heads that shares keys and values, has all its outputs together."""
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29)
 
 
@@ -184,6 +184,12 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
     if reference is None:
         return None
     found = _search(trial, reference, ("", "counted", "opened"))
+    by_head = any(group.heads is not None for group in reference.groups)
+    if found is None and by_head and 1 < len(reference.final) < len(linears):
+        # The other layers stay whole, and their gradients are compared.
+        inner = _Trial(block, linears, ranks, call, reference.final)
+        whole = inner.reference()
+        found = None if whole is None else _search(inner, whole, ("", "shared"))
     if found is None and reference.wide:
         # Ranks round their parts of a gradient to single precision, where the code names it, before these are summed.
         trial.exact = True
@@ -245,6 +251,7 @@ class _Whole(NamedTuple):
         dropout: whether attention itself applies dropout.
         drops: whether any call applies dropout.
         wide: inputs of layers between linear ones that have a number for each feature, such as norms, by name.
+        final: linear layers whose outputs are no inputs of further ones but of the one called last, and this one.
     """
 
     x: Tensor
@@ -256,6 +263,7 @@ class _Whole(NamedTuple):
     dropout: bool
     drops: bool
     wide: Mapping[str, Tensor]
+    final: list[str]
 
 
 class _Watch(TorchFunctionMode):
@@ -267,6 +275,7 @@ class _Watch(TorchFunctionMode):
         self.draws: list[torch.Size] = []
         self.dropout = self.drops = False
         self.events: list[tuple[str, Tensor]] = []
+        self.outputs: list[tuple[str, Tensor]] = []
         self.between: list[tuple[str, Tensor, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -324,6 +333,26 @@ class _Watch(TorchFunctionMode):
             found.insert(0, _Group(_once(names[:-1]), names[-1], heads))
         return found
 
+    def final(self) -> list[str]:
+        """Return the linear layers on whose outputs no linear layer but the one called last depends, and this one.
+
+        Of the others the outputs are inputs of further layers, as in DeepSeek's latent attention, which projects its
+        input down by one layer and up to the heads by the next one.
+        """
+        *names, last = [name for name, _ in self.events if name]
+        makers = {output.grad_fn: name for name, output in self.outputs if output.grad_fn is not None}
+        before: set[str] = set()
+        for name, given in self.events:
+            seen, left = set(), [given.grad_fn] if name in names and name != last else []
+            while left:
+                node = left.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                before |= {makers[node]} if node in makers else set()
+                left += [following for following, _ in node.next_functions]
+        return [name for name in _once([*names, last]) if name not in before]
+
 
 def _once(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
@@ -362,12 +391,16 @@ class _Probe(LocalShapeMode):
     ) -> None:
         super().__init__(slice_, local)
         self._whole, self._prefer_last, self._tap, self._exact = draws, prefer_last, tap, exact
-        self.sizes, self.draws = list[int](), list[int]()
+        self.sizes, self.draws, self._shared = list[int](), list[int](), 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._exact:
             func, args, kwargs = _in_double(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
+
+    def share(self, whole: Tensor) -> Tensor:
+        self._shared += 1
+        return self._tap(f"shared {self._shared}", whole)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         mine = self.slice_.mine
@@ -407,17 +440,27 @@ class _Tap(torch.autograd.Function):
 
 
 class _Trial:
-    """One block, on which ways to split it are tried."""
+    """One block, on which ways to split it are tried.
+
+    ``split``: names of the layers among ``linears`` that may be split, all by default; others stay whole, and their
+    gradients are compared.
+    """
 
     def __init__(
-        self, block: nn.Module, linears: Collection[str], ranks: int, call: BlockArguments | None = None
+        self,
+        block: nn.Module,
+        linears: Collection[str],
+        ranks: int,
+        call: BlockArguments | None = None,
+        split: Collection[str] | None = None,
     ) -> None:
         self.block, self.ranks, self.call = block, ranks, call
-        self.linears = {name: m for name, m in block.named_modules() if name in linears}
+        self._every = {name: m for name, m in block.named_modules() if name in linears}
+        self.linears = {name: m for name, m in self._every.items() if split is None or name in split}
         own = {id(p) for m in self.linears.values() for p in m.parameters()}
         others = [(name, p.requires_grad_()) for name, p in block.named_parameters() if id(p) not in own]
         self._names, self.others = [name for name, _ in others], [p for _, p in others]
-        features = {matrix(m).shape[1] for m in self.linears.values()}
+        features = {matrix(m).shape[1] for m in self._every.values()}
         self.index = 0 if call is None else call.main_input(features)
         self.exact = False
 
@@ -459,7 +502,7 @@ class _Trial:
 
     def _holds(self, split: BlockSplit, call: BlockArguments, prefer_last: bool) -> bool:
         """Return whether the split is right for another call. Raises any error of the block or of a slice."""
-        other = _Trial(self.block, self.linears, self.ranks, call)
+        other = _Trial(self.block, self._every, self.ranks, call, self.linears)
         other.exact = self.exact
         whole = other.reference()
         found = whole and other.prove(split, whole, prefer_last)
@@ -469,7 +512,7 @@ class _Trial:
     def _holds_or_fails(self, split: BlockSplit, call: BlockArguments, prefer_last: bool) -> bool:
         """Return whether the split is right for another call, or the whole block raises an error in it."""
         try:
-            _Trial(self.block, self.linears, self.ranks, call).reference()
+            _Trial(self.block, self._every, self.ranks, call, self.linears).reference()
         except Exception:
             return True
         try:
@@ -510,10 +553,10 @@ class _Trial:
             the block draws random numbers other than by dropout, writes attributes, calls its last linear layer twice,
             or changes leading dimensions.
         """
-        sizes = {n for m in self.linears.values() for n in matrix(m).shape}
+        sizes = {n for m in self._every.values() for n in matrix(m).shape}
         samples, positions = [p for p in _PRIMES if all(size % p for size in sizes)][:2]
         generator = torch.Generator().manual_seed(0)
-        first = matrix(next(iter(self.linears.values()))).shape[1]
+        first = matrix(next(iter(self._every.values()))).shape[1]
         shape = samples, positions, first
         if self.call is not None:
             shape = tree_leaves((self.call.args, self.call.kwargs))[self.index].shape
@@ -527,6 +570,10 @@ class _Trial:
             m.register_forward_pre_hook(lambda m, args, name=name: watch.note_between(name, m, args))
             for name, m in self.block.named_modules()
             if name not in self.linears and next(m.children(), None) is None
+        ]
+        handles += [
+            m.register_forward_hook(lambda m, args, out, name=name: watch.outputs.append((name, out)))
+            for name, m in self.linears.items()
         ]
         attributes = Untraced(self.block)
         with watch:
@@ -547,7 +594,18 @@ class _Trial:
         gradients = _gradients(learned, wanted, directions)
         plain = [out.detach() for out in outs]
         groups, wide = watch.groups(), {name: given for name, given, calls in watch.between if calls < len(order)}
-        return _Whole(x.detach(), plain, directions, gradients, groups, watch.draws, watch.dropout, watch.drops, wide)
+        return _Whole(
+            x.detach(),
+            plain,
+            directions,
+            gradients,
+            groups,
+            watch.draws,
+            watch.dropout,
+            watch.drops,
+            wide,
+            watch.final(),
+        )
 
     def propose(self, whole: _Whole, group: _Group, layout: str, fit: str) -> BlockSplit | None:
         """Return a split of a group of layers that may be right; None where the sizes do not fit.
@@ -558,7 +616,8 @@ class _Trial:
             layout: of the outputs of a layer that has more of them than the width, one of ``_SECTIONS``.
             fit: how the block's code is fitted to a slice beyond views of global sizes: "counted", attributes that
                 count heads become those of this rank; "opened", views that name the heads and leave one size open;
-                "widened", layers that need all features get them; or "". None where there is nothing of the kind.
+                "shared", whole tensors that all heads use get gradients summed over ranks; "widened", layers that need
+                all features get them; or "". None where there is nothing of the kind.
         """
         width = matrix(self.linears[group.last]).shape[1]
         heads, by_head = group.heads or width, group.heads is not None
@@ -566,8 +625,10 @@ class _Trial:
             return None
         each, outputs = width // heads, {name: len(matrix(self.linears[name])) for name in group.firsts}
         # Fewer heads of keys and values are shared by heads of queries: whole groups stay together.
-        keys = [_keys(number, width) if by_head and layout != "equal" else number for number in outputs.values()]
-        units = heads if any(number % each for number in keys) else min(heads, *(number // each for number in keys))
+        grouped = by_head and layout in ("grouped", "one")
+        keys = [_keys(number, width) if grouped else number for number in outputs.values()]
+        alone = layout == "each" or any(number % each for number in keys)
+        units = heads if alone else min(heads, *(number // each for number in keys))
         columns = {name: _cut(number, width, units, layout) for name, number in outputs.items()}
         if width % units or units < self.ranks or None in columns.values():
             return None
@@ -576,10 +637,12 @@ class _Trial:
             local = local._replace(counts=self._counts(units, heads) if by_head else ())
         elif fit == "opened":
             local = local._replace(opened=by_head)
+        elif fit == "shared":
+            local = local._replace(shares=by_head)
         elif fit == "widened":
             sizes = {number for number in outputs.values() if number % units == 0}
             local = local._replace(widened=tuple(n for n, given in whole.wide.items() if given.shape[-1] in sizes))
-        if fit and not (local.counts or local.opened or local.widened):
+        if fit and not (local.counts or local.opened or local.widened or local.shares):
             return None
         cuts = {name: cut for name, cut in columns.items() if cut}
         return BlockSplit(cuts, group.last, units, local, whole.dropout and by_head)
@@ -653,9 +716,9 @@ class _Trial:
             some = [gradient for gradient in each if gradient is not None]
             # The gradient of a key's bias is rounding alone: that of each rank, if the ranks do not sum theirs.
             alike = len(some) in (0, len(each)) and all(torch.equal(gradient, some[0]) for gradient in some)
-            if some and not alike and index >= begin and _same(torch.stack(some).sum(0), wanted, rounding):
+            if some and not alike and index >= begin and is_close(torch.stack(some).sum(0), wanted, rounding):
                 names.append(self._names[index - begin])
-            elif not all(_same(gradient, wanted, rounding) for gradient in each):
+            elif not all(is_close(gradient, wanted, rounding) for gradient in each):
                 return None
         return tuple(names)
 
@@ -693,6 +756,7 @@ class _Run:
         def row(inputs: Tensor) -> Tensor:
             self.part = part = functional.linear(inputs, cut.take(matrix(last), self._rank, ranks))
             out = part if total is None else part + (total - part).detach()
+            unmark_local(out)
             return out if last.bias is None else out + cast(Tensor, last.bias)
 
         last.forward = row
@@ -806,7 +870,7 @@ def _split_outs(found: Sequence[Tensor], whole: Sequence[Tensor], slice_: LayerS
     dims = tuple(_head_dim(out, wanted) for out, wanted in zip(found, whole, strict=True))
     here = [_heads_here(wanted, dim, slice_) for wanted, dim in zip(whole, dims, strict=True)]
     rounding = _rounding(whole)
-    return dims if all(_same(out, wanted, rounding) for out, wanted in zip(found, here, strict=True)) else None
+    return dims if all(is_close(out, wanted, rounding) for out, wanted in zip(found, here, strict=True)) else None
 
 
 def _head_dim(part: Tensor, whole: Tensor) -> int:
@@ -831,7 +895,13 @@ def _rounding(whole: Sequence[Tensor | None]) -> float:
     return 1e-12 * max((_size(tensor) for tensor in whole), default=0.0)
 
 
-def _same(one: Tensor | None, other: Tensor | None, rounding: float) -> bool:
+def is_close(one: Tensor | None, other: Tensor | None, rounding: float = 0.0) -> bool:
+    """Return whether two tensors in double precision are equal but for rounding, or both None.
+
+    Args:
+        one, other: the tensors.
+        rounding: error that is allowed beside 1e-9 of the largest number of ``other``.
+    """
     if one is None or other is None:
         return one is other
     atol = max(1e-9 * _size(other), rounding)

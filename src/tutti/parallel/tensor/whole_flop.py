@@ -51,7 +51,7 @@ def whole_flop_share(
     except Exception:
         # The first step reports the error.
         return None
-    split = {entry.name for entry in plan if entry.role in (*SPLIT, "scores")}
+    split = {entry.name for entry in plan if entry.role in (*SPLIT, "scores", "experts")}
     blocks = tuple(f"{entry.name}." if entry.name else "" for entry in plan if entry.role in ("within", "heads"))
 
     def is_divided(name: str) -> bool:
