@@ -124,7 +124,8 @@ PAGE_HEAD = """\
 # Predictions against published measurements
 
 This page says how far predictions of step times, collectives, throughput, and data and time to a target are from
-published measurements. `make backtest` writes it, from the measurements in a folder of CSV files:
+published measurements. `make backtest` writes it, from the measurements in a folder of CSV or TSV files, which may be
+gzipped:
 
 ```console
 make backtest DATA=path/to/folder
@@ -180,8 +181,8 @@ A band is an interval around a prediction that should contain 90 % of the measur
 of other published sets in the same cell, never of the predicted set. A cell is a *basis*, the measurements on which
 the prediction rests, and a *distance*, the number of devices or the batch size divided by the largest measured one.
 A prediction's own uncertainty scales the width: the spread of the law's constants, and the errors that the law leaves
-on the rows that it is fitted to. The width is chosen so that, on average over the other sets of the cell, 90 % of a set
-lies in bands that rest on the rest of them.
+on the rows that it is fitted to, once more for each doubling beyond the largest of them. The width is chosen so that,
+on average over the other sets of the cell, 90 % of a set lies in bands that rest on the rest of them.
 
 Rows of one series are not independent, so each series counts once. A cell has bands only if it has at least 30 series,
 and a prediction only if at least 9 of them, of at least 2 sets, are not of its set: fewer have no 90 % quantile, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import os
@@ -176,6 +177,52 @@ def test_a_table_is_read_in_the_encodings_of_spreadsheets(tmp_path: Path) -> Non
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "latin-1"):
         (tmp_path / f"{encoding}.csv").write_bytes(text.encode(encoding))
     assert [row.text["hardware"] for table in read_tables(tmp_path) for row in table.rows] == ["Étude"] * 4
+
+
+@pytest.mark.parametrize(
+    ("separator", "cells", "expected"),
+    [
+        (";", ("187,125", "1.024,5"), (0.187125, 1.0245)),
+        (";", ("1,024", "12.5"), (1.024, 0.0125)),
+        (",", ('"1,024"', "9 800"), (1.024, 9.8)),
+        ("\t", ("0,125", "1,024"), (0.000125, 0.001024)),
+    ],
+)
+def test_a_comma_is_the_decimal_mark_of_a_whole_table_or_of_none(
+    separator: str, cells: tuple[str, str], expected: tuple[float, float], tmp_path: Path
+) -> None:
+    lines = [f"replicas{separator}step time (ms)", f"1{separator}{cells[0]}", f"2{separator}{cells[1]}"]
+    (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
+    (table,) = read_tables(tmp_path)
+    assert tuple(row.number("step_time") for row in table.rows) == pytest.approx(expected)
+
+
+def test_packed_files_and_lines_before_the_header_are_read_and_other_data_are_named(tmp_path: Path) -> None:
+    text = "sep=;\n\n# exported, of a cluster\nGPUs;Message size (MB);Time (us)\n2;16;211\n"
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "b.tsv.gz").write_bytes(b"no gzip")
+    (tmp_path / "c.xlsx").write_bytes(b"")
+    (tmp_path / "d.md").write_bytes(b"")
+    packed, broken, sheet = read_tables(tmp_path)
+    assert packed.kind == "all-reduce" and packed.rows[0].number("ranks") == 2
+    assert "cannot be read" in broken.reason and "write it as CSV or TSV" in sheet.reason
+
+
+def test_a_table_of_trainings_is_read_by_the_words_of_its_page(tmp_path: Path) -> None:
+    head = ["benchmark", "nodes", "accelerators_per_node", "accelerator", "global batch size"]
+    rows = [["resnet", n, 8, "H100", 1024 * n, 35 + n, 6 / n] for n in (1, 2, 8)]
+    write(tmp_path / "a.csv", [*head, "epochs to target", "time to train (h)"], rows)
+    (table,) = read_tables(tmp_path)
+    assert table.kind == "data to target" and table.rows[0].number("minutes") == pytest.approx(360)
+    result = backtest.run_backtest(tmp_path)
+    assert named(result, "data to target", "extrapolated")[0]["n"] == 2
+    assert named(result, "data to target", "time, from at most 1/4 of the devices")[0]["n"] == 1
+
+
+def test_one_short_message_says_nothing_of_a_rate(tmp_path: Path) -> None:
+    header = ["hardware", "ranks", "bytes", "time (us)"]
+    write(tmp_path / "a.csv", header, [["A100", 2, 1024, 11], ["A100", 4, 2**20, 60]])
+    assert named(backtest.run_backtest(tmp_path), "all-reduce", "anchored")[0]["worst"] < 1
 
 
 def test_rows_that_are_left_out_are_named_by_their_lines(tmp_path: Path) -> None:
@@ -554,6 +601,21 @@ def test_fewer_points_than_constants_leave_the_prior_wide() -> None:
     fitted = fit_law(ALLREDUCE_LAW, one, np.array([1e-4]))
     _, sigma = fitted.predict({"ranks": np.array([8.0]), "bytes": np.array([1e9])})
     assert sigma[0] > 0.2
+
+
+def test_costs_of_which_one_device_says_nothing_count_by_their_median_sum_and_widen_with_distance() -> None:
+    inputs = {"replicas": np.ones(3), "nodes": np.ones(3), "local_batch": np.array([1.0, 2.0, 4.0])}
+    fitted = fit_law(DATA_PARALLEL_LAW, inputs, np.array([0.1, 0.15, 0.25]))
+    asked = {"replicas": np.array([16.0]), "nodes": np.array([4.0]), "local_batch": np.array([1.0])}
+    (centre,), (wide,) = fitted.predict(asked)
+    assert centre > 1.05 * DATA_PARALLEL_LAW.seconds(np.exp(fitted.log_constants), asked)[0]
+    normal = np.random.default_rng(2).standard_normal((20_000, 8)) * DATA_PARALLEL_LAW.spread
+    # Computing is known, and the first two constants are computing.
+    normal[:, :2] = 0
+    drawn = [DATA_PARALLEL_LAW.seconds(np.exp(fitted.log_constants + each), asked)[0] for each in normal]
+    assert centre == pytest.approx(np.median(drawn), rel=0.06)
+    (same,), (wider,) = fitted.predict(asked, np.array([4.0]))
+    assert same == centre and wider**2 - wide**2 == pytest.approx(4 * fitted.misfit**2)
 
 
 def test_what_the_best_constants_leave_widens_predictions() -> None:

@@ -81,7 +81,8 @@ def _fit_and_ask(
         places = np.flatnonzero(rows)
         if not len(places):
             return []
-        centre, sigma = fitted.predict({name: column[places] for name, column in inputs.items()})
+        doublings = np.log2(sizes[places] / base)
+        centre, sigma = fitted.predict({name: column[places] for name, column in inputs.items()}, doublings)
         return [
             CheckedPrediction(
                 set_name, basis, float(sizes[i] / base), series[i], float(value), float(wide), float(seconds[i])
@@ -134,7 +135,8 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
         inputs = _inputs(same, {"ranks": "ranks", "bytes": "size"})
         inputs["nodes"] = np.array([_ring_nodes(row) for row in same])
-        inputs["wire"] = np.full(len(same), usual_links(group)[1])
+        local, wire = usual_links(group)
+        inputs |= {"wire": np.full(len(same), wire), "local": np.full(len(same), local)}
         # Sizes in other units come back with a rounding error, which must not change the power of two below.
         series = [f"{group} 2^{math.floor(math.log2(size) + 1e-6)} B" for size in inputs["bytes"]]
         many = inputs["ranks"] > 1
@@ -429,6 +431,7 @@ def _nearest(job: _Job, jobs: Sequence[_Job]) -> _Job:
 def _predict(fitted: FittedLaw, pairs: Sequence[tuple[_Job, _Job]], basis: str) -> list[CheckedPrediction]:
     if not pairs:
         return []
+    # The law was fitted to jobs on several times an anchor's devices: its misfit is of such distances.
     centre, sigma = fitted.predict(_pairs(pairs))
     return [
         CheckedPrediction(

@@ -12,6 +12,8 @@ from tutti.planning.scaling_laws import Array, Inputs, ScalingLaw, samples_to_ta
 _RESIDUAL = 0.05
 """Relative error of a law at which a row's influence starts to level off (soft L1): a guess, the same for all laws."""
 
+_UNKNOWN = 0.999
+"""Posterior over prior standard deviation of a constant's logarithm above which measurements say nothing of it."""
 _HOPELESS = 1e3
 _INDEPENDENT = 100.0
 """Rows that count as independent at most: the errors of a law repeat from row to row, so a thousand rows are no
@@ -39,23 +41,41 @@ class FittedLaw:
     rows: int
     misfit: float = _RESIDUAL
 
-    def predict(self, inputs: Inputs) -> tuple[Array, Array]:
+    def predict(self, inputs: Inputs, doublings: Array | float = 0.0) -> tuple[Array, Array]:
         """Predict by the fitted law the seconds, or other quantity, of further measurements from their inputs.
+
+        Constants of which the fitted measurements say nothing, such as those of a network that one device does not use,
+        keep their prior. A sum of uncertain positive costs is larger in the median than the sum of their medians, so
+        that the prediction is the median over draws of these constants, with all other constants at the optimum.
 
         Args:
             inputs: an array (n,) for each input of the law by its name, such as ``ranks`` and ``bytes``.
+            doublings: how often the predicted size is twice the largest fitted one, 0 or more; one number or (n,).
 
         Returns:
             A pair of arrays of shape (n,), one element for each measurement: the predicted seconds, and the standard
-            deviation of the natural logarithm of a measurement. The latter is the root of a sum of two squares: the
+            deviation of the natural logarithm of a measurement. The latter is the root of a sum of squares: the
             standard deviation over random draws of the law's constants from their posterior, and ``misfit``, that of
-            the residuals of the fit.
+            the residuals of the fit, once for the measurement and once more for each doubling, because the errors of
+            a law beyond the fitted sizes are not those within them (a random walk, a guess).
         """
-        centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
         normal = np.random.default_rng(0).standard_normal((DRAWS, len(self.log_constants)))
-        draws = self.log_constants + normal @ _root(self.covariance).T
-        drawn = np.stack([self.law.seconds(np.exp(draw), inputs) for draw in draws])
-        return centre, np.hypot(np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0), self.misfit)
+        spread = np.asarray(self.law.spread)
+        unknown = np.diag(self.covariance) > (_UNKNOWN * spread) ** 2
+        if unknown.any():
+            # Each draw and its opposite, and more of them: the error of the median would be one of all predictions.
+            half = np.random.default_rng(1).standard_normal((2 * DRAWS, len(self.log_constants))) * spread * unknown
+            centre = np.median(self._logs(self.log_constants + np.concatenate([half, -half]), inputs), axis=0)
+        else:
+            centre = self._logs(self.log_constants[None], inputs)[0]
+        drawn = self._logs(self.log_constants + normal @ _root(self.covariance).T, inputs)
+        misfit = self.misfit * np.sqrt(1 + np.maximum(doublings, 0.0))
+        return np.exp(centre), np.hypot((drawn - centre).std(axis=0), misfit)
+
+    def _logs(self, log_constants: Array, inputs: Inputs) -> Array:
+        """Return log seconds of the law, (draws, n), for logarithms of its constants, (draws, constants)."""
+        seconds = np.stack([self.law.seconds(np.exp(draw), inputs) for draw in log_constants])
+        return np.log(np.maximum(seconds, 1e-300))
 
     def constants(self) -> dict[str, float]:
         """Return the constants of the scaling law, as fitted to measurements.

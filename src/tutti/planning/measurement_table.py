@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import codecs
 import csv
+import gzip
 import io
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,8 +124,11 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "version": ("version", "round"),
     "seq": ("seq",),
     "batch": ("batch", "batch_size"),
-    "last_eval": ("last_eval",),
-    "minutes": ("mean_min",),
+    "last_eval": (
+        *("last_eval", "epochs", "epochs_to_target", "epochs_to_train", "epochs_to_converge"),
+        *("samples_to_target", "samples_to_train", "samples_to_converge"),
+    ),
+    "minutes": ("mean_min", "time_to_target", "time_to_train", "training_time", "train_time"),
     "throughput": ("thr",),
     "runs": ("runs",),
     "ok": ("ok",),
@@ -134,10 +139,10 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "metric": ("metric",),
     "grad_sqr": ("grad_sqr",),
     "grad_var": ("grad_var",),
-    "model_size": ("model_size",),
+    "model_size": ("model_size", "n_params", "num_params", "num_parameters"),
     "training_flop": ("training_flop", "training_flops"),
     "training_tokens": ("training_tokens", "tokens"),
-    "loss": ("loss",),
+    "loss": ("loss", "final_loss", "eval_loss", "val_loss", "validation_loss"),
 }
 _ROLE = {name: role for role, names in _ALIASES.items() for name in names}
 
@@ -235,7 +240,7 @@ def column_role(name: str) -> tuple[str, float]:
     stem, _, unit = plain.rpartition("_")
     units = _SIZE if _ROLE.get(stem) == "size" else _TIME
     if stem in _ROLE and unit in units:
-        return _ROLE[stem], units[unit]
+        return _ROLE[stem], units[unit] / (60.0 if _ROLE[stem] == "minutes" else 1.0)
     if (per_step := _PER_STEP.fullmatch(plain)) is not None:
         return "step_time", _TIME[per_step[1]]
     for unit, factor in _RATE.items():
@@ -244,18 +249,45 @@ def column_role(name: str) -> tuple[str, float]:
     return "", 1.0
 
 
-def _number(text: str) -> float:
-    """Return the number of a cell, NaN where there is none: ``1,024.5`` and ``12,5`` are numbers, ``1,2,3`` is none."""
-    plain = text.strip().replace("_", "").lstrip("~≈")
-    if re.fullmatch(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", plain):
+_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_DECIMAL_COMMA = re.compile(r"[-+]?(0|\d*),(\d{1,2}|\d{4,})|[-+]?0,\d+|[-+]?\d{1,3}(\.\d{3})+,\d+")
+_DECIMAL_POINT = re.compile(r"[-+]?\d[\d,]*\.\d+")
+
+
+def _number(text: str, decimal_comma: bool = False) -> float:
+    """Return the number of a cell, NaN where there is none: ``1,024.5``, ``12,5`` and ``6.7B`` are numbers.
+
+    Args:
+        text: the cell.
+        decimal_comma: whether the table writes decimals with a comma, so that ``1,024`` is a bit more than one.
+
+    >>> _number("1,024"), _number("1,024", decimal_comma=True), _number("9 800"), _number("6.7B"), _number("1,2,3")
+    (1024.0, 1.024, 9800.0, 6700000000.0, nan)
+    """
+    plain = re.sub(r"(?<=\d)[ \u00a0\u202f'’](?=\d{3}(\D|$))", "", text.strip()).replace("_", "").lstrip("~≈")
+    if decimal_comma and plain.count(",") == 1:
+        plain = plain.replace(".", "").replace(",", ".")
+    elif re.fullmatch(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", plain):
         plain = plain.replace(",", "")
     elif plain.count(",") == 1 and "." not in plain:
         plain = plain.replace(",", ".")
+    scaled = re.fullmatch(r"([-+]?[\d.]+) ?([kmgbt])", plain, re.IGNORECASE)
     try:
-        value = float(plain)
+        value = float(scaled[1]) * _SCALES[scaled[2].lower()] if scaled else float(plain)
     except ValueError:
         return math.nan
     return value if math.isfinite(value) else math.nan
+
+
+def _has_decimal_comma(cells: Sequence[str], separator: str) -> bool:
+    """Return whether a table writes decimals with a comma: a cell shows it, or semicolons do and no cell has a point.
+
+    Programs separate columns by semicolons where the comma is the decimal mark.
+    """
+    texts = [text.strip() for text in cells]
+    if any(_DECIMAL_POINT.fullmatch(text) for text in texts):
+        return False
+    return separator == ";" or any(_DECIMAL_COMMA.fullmatch(text) for text in texts)
 
 
 _SIGNED = frozenset({"metric", "last_eval"})
@@ -269,7 +301,7 @@ def _plausible(role: str, value: float) -> bool:
     return 1e-15 < value < 1e15 or (role in _LARGE and 0 < value < 1e30)
 
 
-def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -> TableRow:
+def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]], decimal_comma: bool = False) -> TableRow:
     """Convert the cells of a table's row to texts and to numbers in SI units, both by the role of the column.
 
     A number is kept if it is positive and plausible: between 1e-15 and 1e15, for training FLOP and squared gradients up
@@ -279,6 +311,7 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
     Args:
         cells: text of each cell by header of its column.
         roles: role (standard name, such as ``step_time``) and unit factor of each known column, by its header.
+        decimal_comma: whether the table writes decimals with a comma.
 
     Returns:
         A ``TableRow`` with two dicts by role: ``text`` of each cell, and ``numbers`` of the cells that have a number to
@@ -291,7 +324,7 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
         if cell.lower() in _MISSING or role in text:
             continue
         text[role] = cell
-        value = _number(cell) * factor
+        value = _number(cell, decimal_comma) * factor
         if math.isfinite(value) and _plausible(role, value):
             numbers[role] = value
     return TableRow(text, numbers)
@@ -326,15 +359,29 @@ def replicas_by_node(placement: str, replicas: float = math.nan, nodes: float = 
     return []
 
 
+_COUNTED = 1e5
+"""Parameters above which a number counts them one by one: no model has so many billions."""
+
+
 def _derive(row: TableRow) -> TableRow:
     """Return a row with the numbers that its other cells determine."""
-    found = dict(row.numbers)
+    found, text = dict(row.numbers), row.text
     have = found.get
+    if have("params_b", 0.0) >= _COUNTED:
+        found["params_b"] /= 1e9
+    if "params_b" in found:
+        found.setdefault("model_size", 1e9 * found["params_b"])
+    if "global_batch" in found:
+        found.setdefault("batch", found["global_batch"])
+    if "hardware" in text:
+        text = {"acc": text["hardware"], **text}
     grid = math.prod(have(role, 1.0) for role in ("dp", "tp", "pp", "cp", "ep"))
     if "dp" in found:
         found.setdefault("devices", grid)
     elif "nodes" in found and "per_node" in found:
         found.setdefault("devices", found["nodes"] * found["per_node"])
+    if "devices" in found and "size" in found:
+        found.setdefault("ranks", found["devices"])
     if "devices" in found and "tokens_per_s" in found:
         found.setdefault("tokens_per_s_per_device", found["tokens_per_s"] / found["devices"])
     if "devices" in found and "samples_per_s_per_device" in found:
@@ -356,7 +403,7 @@ def _derive(row: TableRow) -> TableRow:
             found.setdefault("out_of_place", seconds)
     if "model_size" in found and "training_tokens" in found:
         found.setdefault("training_flop", 6 * found["model_size"] * found["training_tokens"])
-    return TableRow(row.text, found)
+    return TableRow(text, found)
 
 
 _TEXTUAL = frozenset({"set", "workload", "bench", "model"})
@@ -386,7 +433,11 @@ def _name_lines(every: int, incomplete: Mapping[str, Sequence[int]]) -> str:
 
 
 def recognise_table(
-    name: str, header: Sequence[str], cells: Sequence[Mapping[str, str]], lines: Sequence[int] | None = None
+    name: str,
+    header: Sequence[str],
+    cells: Sequence[Mapping[str, str]],
+    lines: Sequence[int] | None = None,
+    separator: str = ",",
 ) -> MeasurementTable:
     """Recognise what a published table measures by its columns, and keep the rows with all cells needed for it.
 
@@ -396,6 +447,7 @@ def recognise_table(
         cells: the rows, each with the text of its cells by column.
         lines: line of the file in which each row ends, by which ``reason`` names incomplete rows; None: one line a row,
             after the header's.
+        separator: of the columns in the file; with semicolons a comma is a decimal mark where no cell has a point.
 
     Returns:
         A ``MeasurementTable`` with its ``kind`` (``all-reduce``, ``metric by epoch``, ``data to target``, ``published
@@ -405,7 +457,9 @@ def recognise_table(
     """
     roles = {column: column_role(column) for column in header if column_role(column)[0]}
     named = {role for role, _ in roles.values()}
-    every = [_derive(read_row(each, roles)) for each in cells]
+    numeric = [column for column, (role, _) in roles.items() if role not in (*_TEXTUAL, "version", "hardware")]
+    decimal_comma = _has_decimal_comma([row.get(column) or "" for row in cells for column in numeric], separator)
+    every = [_derive(read_row(each, roles, decimal_comma)) for each in cells]
     if "last_eval" not in named and {"minutes", "throughput"} <= named:
         every = [_samples_seen(row) for row in every]
     have = named.union(*(row.numbers for row in every))
@@ -450,38 +504,64 @@ def _decode(content: bytes) -> str:
         return content.decode("latin-1")
 
 
+_TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+_OTHER_DATA = frozenset(
+    {".json", ".jsonl", ".xls", ".xlsx", ".ods", ".parquet", ".feather", ".zip", ".gz", ".bz2", ".xz", ".zst"}
+)
+"""Files that may hold measurements, and are named as not read."""
+
+
+def _lines_of_table(text: str) -> tuple[list[str], str, int]:
+    """Return the lines of a table from its header on, the separator of its columns, and the lines before the header.
+
+    The separator is a comma, semicolon or tab, the one that the header has most of. Lines before the header are empty,
+    are Excel's ``sep=;``, or are comments with ``#`` that name no known column.
+    """
+    lines = io.StringIO(text, newline="").readlines()
+    for number, line in enumerate(lines):
+        separator = max(",;\t", key=line.count)
+        comment = line.startswith("#") and not any(column_role(name)[0] for name in line.split(separator))
+        if line.strip() and not comment and not re.fullmatch(r"sep=.", line.strip().lower()):
+            return lines[number:], separator, number
+    return [], ",", 0
+
+
 def read_tables(folder: Path) -> list[MeasurementTable]:
     """Read every CSV or TSV file in a folder and its subfolders as a table of measurements, and recognise its kind.
 
-    The separator is a comma, semicolon or tab, the one that the header has most of. Nothing is raised: a file that
-    cannot be read or recognised becomes a table without rows, whose ``reason`` says why.
+    The separator is a comma, semicolon or tab, the one that the header has most of. Files may be compressed by gzip.
+    Nothing is raised: a file that cannot be read or recognised becomes a table without rows, whose ``reason`` says why.
 
     Args:
-        folder: folder that is searched for names that end in ``.csv`` or ``.tsv``.
+        folder: folder that is searched for names that end in ``.csv`` or ``.tsv``, with or without ``.gz``.
 
     Returns:
-        One ``MeasurementTable`` for each file, sorted by path, with its ``name`` (path within ``folder``), ``kind``,
-        such as ``all-reduce``, and ``rows`` in SI units. Empty where there is no such file.
+        One ``MeasurementTable`` for each file, and for each file of another kind of data, sorted by path, with its
+        ``name`` (path within ``folder``), ``kind``, such as ``all-reduce``, and ``rows`` in SI units. Empty where there
+        is no such file.
     """
     found = []
-    for path in sorted(each for each in folder.rglob("*") if each.suffix.lower() in (".csv", ".tsv")):
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = str(path.relative_to(folder))
+        if not name.lower().endswith(_TABLES):
+            if path.suffix.lower() in _OTHER_DATA:
+                found.append(MeasurementTable(name, reason="not read: write it as CSV or TSV, or gzip one of these"))
+            continue
         try:
-            with io.StringIO(_decode(path.read_bytes()), newline="") as file:
-                first = file.readline()
-                file.seek(0)
-                separator = max(",;\t", key=first.count)
-                reader = csv.DictReader(file, delimiter=separator, restkey="_rest", restval="")
-                header = [column for column in (reader.fieldnames or []) if column]
-                cells, lines = [], []
-                for row in reader:
-                    cells.append({key: value for key, value in row.items() if isinstance(value, str)})
-                    lines.append(reader.line_num)
-        except (OSError, csv.Error) as error:
+            content = path.read_bytes()
+            content = gzip.decompress(content) if path.suffix.lower() == ".gz" else content
+            table, separator, before = _lines_of_table(_decode(content))
+            reader = csv.DictReader(table, delimiter=separator, restkey="_rest", restval="")
+            header = [column for column in (reader.fieldnames or []) if column]
+            cells, lines = [], []
+            for row in reader:
+                cells.append({key: value for key, value in row.items() if isinstance(value, str)})
+                lines.append(before + reader.line_num)
+        except (OSError, EOFError, zlib.error, csv.Error) as error:
             found.append(MeasurementTable(name, reason=f"cannot be read: {error}"))
             continue
         if not header or not cells:
             found.append(MeasurementTable(name, reason="no header or no rows"))
         else:
-            found.append(recognise_table(name, header, cells, lines))
+            found.append(recognise_table(name, header, cells, lines, separator))
     return found

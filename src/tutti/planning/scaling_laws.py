@@ -79,8 +79,14 @@ _NODE_HOP = 1e-5
 """Seconds of a hop between nodes, there and back with the accelerator's part: a guess of its order."""
 
 
+_SHOWS_RATE = 2.0**16
+"""Bytes of a message whose seconds say something of a link's rate; shorter ones take its latency (a guess)."""
+
+
 def _allreduce_centre(inputs: Inputs, seconds: Array) -> Array:
     rate = float(np.median(inputs["bytes"] / seconds))
+    if "local" in inputs and inputs["bytes"].max() < _SHOWS_RATE:
+        rate = float(np.median(inputs["local"]))
     wire = float(np.median(inputs["wire"])) if "wire" in inputs else rate
     return np.array([1e-6, min(2e-5, float(seconds.min())), 1.5 * rate, 4 * rate, _NODE_HOP, wire])
 
