@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from tutti.train.argument_words import argument_words
 from tutti.train.callbacks import Callbacks
 from tutti.train.conversions import ModelConversions
 from tutti.train.custom_loop import CustomLoop
+from tutti.train.epoch_batches import EpochBatches
 from tutti.train.evaluation import BLOCK, Evaluation, evaluate_samples
 from tutti.train.lost_ranks import LostRanks
 from tutti.train.noise_probe import NoiseProbe
@@ -324,14 +326,19 @@ class Run:
             number: the epoch, from 0.
             start: first batch; default: 0, or after ``restore`` the batch after the last one consumed.
 
-        Yields:
-            This rank's samples of the next global batch, to be passed to ``step``.
+        Returns:
+            An iterator over this rank's samples of each global batch, to be passed to ``step``. Its ``len()`` is the
+            number of the epoch's global batches.
 
         Raises:
             UsageError: ``start`` is None, and ``restore`` has loaded a checkpoint of a later epoch than ``number``; or
                 the script has replaced a parameter of the model, or with pipeline stages a module.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
+        return EpochBatches(self._batches_of(number, start), partial(self.steps_of, number))
+
+    def _batches_of(self, number: int, start: int | None) -> Iterator[Batch]:
+        """Iterate over this rank's part of every global batch of an epoch; see ``epoch``."""
         with TellFailures():
             self.callbacks.end_left(self)
             self.trainability.check_replaced()
@@ -502,8 +509,9 @@ class Run:
             number: the epoch, from 0.
             start: first global batch; default: 0, or after ``restore`` the batch after the last one consumed.
 
-        Yields:
-            The micro-batch's samples as the data set or collate function gives them, on the device.
+        Returns:
+            An iterator over the samples of each micro-batch as the data set or collate function gives them, on the
+            device. Its ``len()`` is the number of the epoch's global batches, as that of the loader which it replaces.
 
         Raises:
             UsageError: the strategy or an option (CUDA graphs) has no custom training loops; the previous loop was left
@@ -511,7 +519,7 @@ class Run:
                 parameters, steps twice or uses a GradScaler although this rank has several micro-batches.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
-        return self.custom.microbatches(number, start)
+        return EpochBatches(self.custom.microbatches(number, start), partial(self.steps_of, number))
 
     def cells(self, number: int, start: int | None = None) -> Iterator[Batch]:
         """Iterate over the micro-batches of this rank in an epoch, for a custom training loop.
