@@ -44,6 +44,12 @@ CLASSICS: Mapping[str, Classic] = {
         "a device calls the model once for each micro-batch, so that it counts faster on few devices",
         "keep the number in a buffer, of which each logical worker has its own, or set it where run.stepped is true",
     ),
+    "unkeyed-draws": Classic(
+        "tutti keys PyTorch's draws by step and worker; these depend on how many workers a device computes, and ranks "
+        "with the same seed draw the same numbers",
+        "draw with PyTorch, such as torch.rand(()) or torch.distributions.Beta(a, a).sample(), or in the data set, "
+        "whose draws are keyed by sample",
+    ),
     "loss-denominator": Classic(
         "a gradient then depends on how many samples are computed together, and with it on workers and micro-batches",
         "return the mean over the batch's samples, or (sum, count)",

@@ -39,6 +39,9 @@ WorkerBatches: TypeAlias = list[tuple[int, list[MicroBatch]]]
 """Pairs (index of a logical worker, its micro-batches) of this rank's workers, in order; workers without samples have
 none."""
 
+_DRAWS = 2
+"""First steps of a run in which draws that tutti does not key are looked for; later at the turn of an epoch."""
+
 
 class StepLifecycle:
     """Begins each step of a run, opens its update, and counts it when it is over.
@@ -127,6 +130,8 @@ class StepLifecycle:
         self.check_left()
         self._script_draws = self._generator.get_state()
         self.windows.begin_step(None if self.drawn is None else self.drawn.after)
+        if run.local_step < _DRAWS or self.windows.is_open:
+            run.checks.begin_draws()
         self.step_context = self._make_step_context()
         if run.trainability.follow(late=False):
             run.hooks.watch(run.replica)
@@ -422,6 +427,7 @@ class StepLifecycle:
         elif stats is not None:
             run.samples += round(stats.count)
         self._generator.set_state(self._script_draws)
+        run.checks.end_draws()
         if run.lost_ranks is not None:
             run.lost_ranks.look()
 

@@ -32,6 +32,7 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, training_mode
 from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.metric_objects import metric_objects
+from tutti.train.script_checks.plain_numbers import generators_hash
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
 from tutti.train.script_checks.target_mixing import TargetProbe
@@ -93,6 +94,7 @@ class Checks:
         self._probe: MixingProbe | None = None
         self._targets: TargetProbe | None = None
         self._numbers: dict[str, float] = {}
+        self._generators: int | None = None
         for hook in _WATCHED.pop(run.model, ()):
             hook.remove()
 
@@ -149,6 +151,18 @@ class Checks:
                 self._first = {}
         more = self._steps < 2 or (bool(self._first) and self._steps < _STEPS)
         self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
+
+    def begin_draws(self) -> None:
+        """Note the states of Python's and NumPy's global generators before the script's code for a step runs."""
+        several = self._enabled and self._run.context.workers > 1
+        self._generators = generators_hash() if several else None
+
+    def end_draws(self) -> None:
+        """Report ``unkeyed-draws`` if the code for a step has drawn from them since ``begin_draws``."""
+        if self._generators is not None and generators_hash() != self._generators:
+            seen = "the code for a step draws from the global generator of NumPy or Python, with several workers"
+            self.diagnoses.report("unkeyed-draws", seen, self._run.global_step)
+        self._generators = None
 
     def repeated(self, epoch: int) -> None:
         """Warn that the script trains again on an epoch that was over, a common mistake; only once in a run, on rank 0.
