@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn, thinned
 from tests.scripts.oracle import global_batches
 from tutti.errors import UsageError
 
@@ -128,38 +129,32 @@ def train(made: Callable[[], Loss], strategy: str, workers: int) -> tuple[str, i
     return "", run.updates, list(run.state().values())
 
 
-@pytest.mark.parametrize("made", [of_torch, of_python, of_numpy, next_number, next_tensor])
+@pytest.mark.parametrize("made", thinned([of_torch, of_numpy, of_python, next_number, next_tensor], 2))
 def test_what_each_micro_batch_would_advance_is_refused(made: Callable[[], Loss]) -> None:
     [(error, updates, _)] = worlds.run(1, train, made=made, strategy="single", workers=2)
     assert "micro-batch" in error
     assert updates == 0
 
 
-@pytest.mark.parametrize("made", [next_tensor, of_python, of_torch])
+@pytest.mark.parametrize("made", thinned([of_python, next_tensor, of_torch], 3))
 def test_so_it_is_where_forwards_are_collective(made: Callable[[], Loss]) -> None:
-    # The first rank has workers of 2 and 2 samples, so that their calls can be compared.
     for error, updates, _ in worlds.run(2, train, made=made, strategy="sharded", workers=4):
         assert "micro-batch" in error
         assert updates == 0
 
 
-CASES = [(1, "single", 1), (1, "single", 3), (2, "mirrored", 2), (2, "tensor", 1)]
+SAME = (seeded, for_a_log, item_of_a_step)
+WORLDS = ((2, "mirrored", 2), (2, "tensor", 1), (1, "single", 3), (1, "single", 1))
 
 
-@pytest.mark.parametrize(("ranks", "strategy", "workers"), CASES)
-@pytest.mark.parametrize("made", [seeded, for_a_log, item_of_a_step])
-def test_what_is_the_same_for_all_micro_batches_is_right(
-    made: Callable[[], Loss], ranks: int, strategy: str, workers: int
-) -> None:
-    equal(made, ranks, strategy, workers)
+@pytest.mark.parametrize(("world", "made"), in_turn(WORLDS, SAME))
+def test_what_is_the_same_for_all_micro_batches_is_right(world: tuple[int, str, int], made: Callable[[], Loss]) -> None:
+    equal(made, *world)
 
 
-@pytest.mark.parametrize("made", [of_python, next_number, next_tensor])
-@pytest.mark.parametrize(("ranks", "strategy", "workers"), [CASES[0], *CASES[2:]])
-def test_a_rank_of_one_micro_batch_advances_once_a_step(
-    made: Callable[[], Loss], ranks: int, strategy: str, workers: int
-) -> None:
-    equal(made, ranks, strategy, workers)
+@pytest.mark.parametrize(("made", "world"), in_turn((of_python, next_number, next_tensor), (WORLDS[3], *WORLDS[:2])))
+def test_a_rank_of_one_micro_batch_advances_once_a_step(made: Callable[[], Loss], world: tuple[int, str, int]) -> None:
+    equal(made, *world)
 
 
 def equal(made: Callable[[], Loss], ranks: int, strategy: str, workers: int) -> None:

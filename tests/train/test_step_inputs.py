@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tests.covering import in_turn, thinned
 from tests.scripts.oracle import global_batches
 from tutti.errors import UsageError
 
@@ -117,15 +118,16 @@ def train(kind: type[Kfac], side: str, loop: bool, strategy: str, workers: int) 
     return "", run.updates, list(run.state().values())
 
 
-KINDS = [("inputs", True), ("outputs", False)]
+KINDS = (("inputs", True), ("outputs", False))
+PARTS = ((1, "single", 2), (2, "mirrored", 2), (2, "mirrored", 3))
+RIGHT = ((Kfac, 1, 1), (Exchanged, 2, 2), (Logged, 1, 3), (Logged, 2, 3))
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-@pytest.mark.parametrize(("ranks", "strategy", "workers"), [(1, "single", 2), (2, "mirrored", 2), (2, "mirrored", 3)])
-@pytest.mark.parametrize(("side", "loop"), KINDS)
-def test_a_step_that_reads_values_of_a_part_is_refused(
-    side: str, loop: bool, ranks: int, strategy: str, workers: int
-) -> None:
+@pytest.mark.parametrize(("world", "kind"), in_turn(PARTS, KINDS))
+def test_a_step_that_reads_values_of_a_part_is_refused(world: tuple[int, str, int], kind: tuple[str, bool]) -> None:
+    ranks, strategy, workers = world
+    side, loop = kind
     for error, updates, _ in worlds.run(
         ranks, train, kind=Kfac, side=side, loop=loop, strategy=strategy, workers=workers
     ):
@@ -135,7 +137,7 @@ def test_a_step_that_reads_values_of_a_part_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-@pytest.mark.parametrize("strategy", ["sharded:stage=1", "sharded"])
+@pytest.mark.parametrize("strategy", thinned(["sharded:stage=1", "sharded"], 2))
 def test_a_step_on_parts_that_reads_modules_is_refused(strategy: str) -> None:
     for error, updates, _ in worlds.run(2, train, kind=Kfac, side="outputs", loop=True, strategy=strategy, workers=2):
         assert "Kfac has modules in its attribute layers" in error
@@ -143,16 +145,15 @@ def test_a_step_on_parts_that_reads_modules_is_refused(strategy: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-@pytest.mark.parametrize(
-    ("kind", "ranks", "workers"), [(Kfac, 1, 1), (Exchanged, 2, 2), (Logged, 1, 3), (Logged, 2, 3)]
-)
-@pytest.mark.parametrize(("side", "loop"), KINDS)
+@pytest.mark.parametrize(("case", "kind"), in_turn(RIGHT, KINDS))
 def test_values_of_all_samples_and_those_for_a_log_are_right(
-    side: str, loop: bool, kind: type[Kfac], ranks: int, workers: int
+    case: tuple[type[Kfac], int, int], kind: tuple[str, bool]
 ) -> None:
+    own, ranks, workers = case
+    side, loop = kind
     for error, updates, found in worlds.run(
-        ranks, train, kind=kind, side=side, loop=loop, strategy="mirrored", workers=workers
+        ranks, train, kind=own, side=side, loop=loop, strategy="mirrored", workers=workers
     ):
         assert (error, updates) == ("", 3)
-        for own, expected in zip(found, plain(Logged if kind is Logged else Kfac, side), strict=True):
-            torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
+        for got, expected in zip(found, plain(Logged if own is Logged else Kfac, side), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)

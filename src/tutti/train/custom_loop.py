@@ -104,7 +104,8 @@ class CustomLoop:
         Raises:
             UsageError: the strategy has no custom training loops; ``compile`` is set to a mode with CUDA graphs;
                 ``start`` is None, and ``restore`` has loaded a checkpoint of a later epoch; an earlier loop over
-                micro-batches was left in the middle of a global batch; this loop begins in the body of another one,
+                micro-batches was left in the middle of a global batch, or by ``break`` after a number of its bodies,
+                where they are several for a global batch; this loop begins in the body of another one,
                 before its ``optimizer.step()``; in reproducible mode several ranks share a worker, and a rank other
                 than the worker's first has several of its micro-batches; the body makes other backward and optimizer
                 calls than for the rank's first micro-batch of the global batch, writes parameters before the last, or
