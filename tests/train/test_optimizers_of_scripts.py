@@ -109,10 +109,10 @@ def test_a_function_that_is_set_after_the_preparation_is_called_once_an_update(c
 def refused_while_a_rank_is_late(strategy: str) -> Any:
     connect = Client.__init__
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any, **more: Any) -> None:
         if tutti.rank() == 1:
             time.sleep(0.5)  # the other rank has met the servers, which end with its refusal
-        connect(*arguments)
+        connect(*arguments, **more)
 
     with patch.object(Client, "__init__", late):
         return trained(strategy, micro=None, bound=False, closure=False)
