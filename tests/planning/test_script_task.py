@@ -256,6 +256,7 @@ def test_the_command_predicts_a_script_with_its_arguments(tmp_path: Path) -> Non
     head = HEAD.replace("range(4)", "range(int(sys.argv[1]))")
     path = script(tmp_path, STEPS, head)
     shown = tutti(tmp_path, "simulate", path, "--machine", "a100x8", "--devices", "2", "--", "6")
+    assert "no step of it was run" in shown.out
     assert shown.code == 0, shown.err
     assert shown.out.startswith("sharded on a100") and "noise of the script" not in shown.out
     for words, message in ((("--devices", "2"), "list index out of range"), (("--model", "gpt"), "Leave out --data")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +16,23 @@ from torch import nn
 import tutti
 from tests import worlds
 from tutti.comm.collective_schedules import LinkCost
+from tutti.config.sync_config import AllReduceConfig
 from tutti.errors import UsageError
 from tutti.parallel.ddp.step_agreement import DIGESTS
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.cluster_network import Network
+from tutti.planning.communication_seconds import all_reduce_seconds
 from tutti.planning.conformal_band import NO_BAND, CellScores, band_unit
+from tutti.planning.device_plan import PlannedStep
 from tutti.planning.hardware_anchor import matching_anchors, shipped_anchors
 from tutti.planning.machine_choice import open_machine
 from tutti.planning.measured_costs import MeasuredCosts
 from tutti.planning.measured_curves import curve_seconds
 from tutti.planning.monte_carlo import DRAWS
+from tutti.planning.pass_prices import PassPrices
+from tutti.planning.plan_search import StepPricer
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.published_costs import published_chips
 from tutti.planning.step_builders import build_step, check_buildable
@@ -541,6 +547,33 @@ def test_ranks_at_once_have_curves_of_their_own() -> None:
     assert not prices.guesses
 
 
+@pytest.mark.parametrize(("algorithm", "each"), [("ring", 1.0), ("tree", 0.5), ("central", 0.5)])
+def test_a_message_of_one_way_takes_less_than_one_each_way_at_once(algorithm: str, each: float) -> None:
+    links = {"links/0-1": line(1e6), "one_way/0-1": line(2e6)}
+    prices = MeasuredCosts(replace(machine(), curves={**machine().curves, **links}), "fp32", Network(2))
+    # Two messages: of half the vector around a ring, else of all of it.
+    size = 1e6 if algorithm == "ring" else 5e5
+    sync = AllReduceConfig(algorithm=algorithm)
+    assert float(all_reduce_seconds(prices, sync, 2, size)[0]) == pytest.approx(2 * 0.5 * each)
+    assert float(prices.message(1e6, 2)[0]) == 0.5
+
+
+def test_what_stays_in_caches_costs_less_and_the_first_point_of_a_curve_is_no_least_cost() -> None:
+    """A small micro-batch touches few bytes: 1 GB/s as far as caches hold them, 0.1 GB/s beyond."""
+    reused = tuple(CurvePoint(size, size / rate, 0.0, 1) for size, rate in ((1e4, 1e9), (1e6, 1e9), (1e8, 1e8)))
+    product = tuple(CurvePoint(size, size / RATE, 0.0, 1) for size in (1e6, 1e7))
+    lab = {"device/elementwise": line(1e8), "device/elementwise/reused": Curve("byte", reused, 1e8, 0.0, 0.0)}
+    curves = {**machine().curves, **lab, "device/matmul/fp32": Curve("FLOP", product, RATE, 0.0, 0.0)}
+    prices = MeasuredCosts(replace(machine(), curves=curves), "fp32", Network(2))
+    moved = {"other": OperatorWork(Affine(), Affine(0, 1e5), Affine(1))}
+    few, many, unknown = (float(prices.compute([moved], 1, resident=size)[0]) for size in (2e5, 1e8, math.inf))
+    assert (few, many, unknown) == pytest.approx((1e-4, 1e-3, 1e-3))
+    small = {"matmul": OperatorWork(Affine(0, 1e4), Affine(), Affine(1))}
+    assert float(prices.compute([small], 1)[0]) == pytest.approx(1e-5)
+    step = facts(2)
+    assert PassPrices(step.workload, prices).resident(8, "none") == 2 * 2 * 4000
+
+
 def test_an_operation_in_training_costs_more_than_its_kernel() -> None:
     figures = {
         "device/operation/seconds": Figure(1e-6, "s", 5, 0.0),
@@ -646,6 +679,24 @@ def own():
     layers = lambda: nn.Sequential(nn.Linear(4, 70), nn.Tanh(), nn.Linear(70, 41), nn.Tanh(), nn.Linear(41, 1))
     return Task(name="own", model=layers, loss=lambda model, batch: model(batch[0]).square().mean(), train=data)
 """
+
+
+@pytest.mark.parametrize(("made", "priced"), [("SGD", 1.0), ("AdamW", 0.25)])
+def test_an_update_is_of_the_optimizer_that_the_task_makes(made: str, priced: float, tmp_path: Path) -> None:
+    """AdamW was not measured, and takes as long as Adam."""
+    own = f"train=data, optimizer=lambda model: torch.optim.{made}(model.parameters(), lr=0.1))"
+    (tmp_path / "task.py").write_text(TASK.replace("train=data)", own), encoding="utf-8")
+    config = run("single", 1, batch_size=12, optimizer="adam:lr=0.001")
+    slow = {"optimizer/sgd": line(1.0, unit="parameter"), "optimizer/adam": line(4.0, unit="parameter")}
+    prices = MeasuredCosts(replace(machine(), curves={**machine().curves, **slow}), "fp32", Network(2))
+    sizes = gather_sizes(f"{tmp_path}/task.py:own", config)
+    _, times = predict_step(f"{tmp_path}/task.py:own", sizes, config, prices, {})
+    parameters = sum(each.elements for each in sizes.step.tensors)
+    updates = [action for action in times.program.actions if action.phase == UPDATE]
+    assert [float(each.seconds[0]) for each in updates] == [pytest.approx(priced * parameters)]
+    pricer = StepPricer(TaskSizes(f"{tmp_path}/task.py:own", config), config, prices)
+    step = PlannedStep(1, 12, "single", 0.0, np.zeros(0), {}, "")
+    assert pricer.evaluate(step).seconds == pytest.approx(float(times.seconds[0]))
 
 
 def counted(strategy: str) -> Any:

@@ -40,9 +40,10 @@ def test_ranks_at_once_have_curves_of_every_class_and_update(tmp_path: Path) -> 
     found, other = worlds.run(2, together_on_a_rank)
     curves = {"matmul/fp32", "matmul/fp32/backward", "attention/bf16/causal/backward", "convolution/fp32", "copy"}
     curves |= {"elementwise", "transcendental", "normalisation", "optimizer/sgd", "optimizer/adam"}
+    curves |= {f"{name}/reused" for name in ("elementwise", "transcendental", "normalisation")}
     assert {f"shared/{name}/2" for name in curves} < set(found.curves) and list(found.curves) == list(other.curves)
     assert {"shared/operation/training/2", "shared/optimizer/adam/tensor/2"} < set(found.figures)
-    assert {"links/0-1", "collectives/all_reduce/2"} < set(found.curves)
+    assert {"links/0-1", "one_way/0-1", "collectives/all_reduce/2"} < set(found.curves)
     machine = Machine({}, {}, ("collectives",), found.figures, found.curves)
     write_machine(machine, tmp_path / "machine.json")
     assert read_machine(tmp_path / "machine.json") == machine

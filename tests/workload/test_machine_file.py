@@ -119,7 +119,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     assert measured.code == 0, measured.err
     assert "links/0-1" in measured.out and "start/2: " in measured.err
     found = read_machine(tmp_path / "machine.json")
-    assert set(found.curves) == {"links/0-1", "optimizer/sgd", "optimizer/adam"}
+    assert set(found.curves) == {"links/0-1", "one_way/0-1", "optimizer/sgd", "optimizer/adam"}
     assert set(found.figures) == {"start/2", "optimizer/sgd/tensor", "optimizer/adam/tensor"}
     link = found.curve("links/0-1")
     assert [point.size for point in link.points] == sorted(2.0**power for power in range(10, 26, 2))

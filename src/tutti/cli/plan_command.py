@@ -22,7 +22,7 @@ from tutti.config.strategy_choice import parse_strategy
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import UsageError, counted
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.task_or_script import TaskOrScript
+from tutti.planning.task_or_script import SCRIPT_TRACED, TaskOrScript
 from tutti.tasks import task_registry, user
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ def plan_devices(
         from tutti.planning.machine_choice import open_machine
 
         costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
+        if loaded is not None:
+            costs.rests.append(SCRIPT_TRACED)
         here = _of_machine(evidence, costs, base.precision)
         if len(here) < len(evidence):
             others = counted(len(evidence) - len(here), "run")

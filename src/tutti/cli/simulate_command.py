@@ -21,7 +21,7 @@ from tutti.errors import DiskError, ExitCode, UsageError, counted
 from tutti.host_memory import format_bytes
 from tutti.launcher.encoding import json_text, strict_json
 from tutti.planning.planned_run import PlannedRun
-from tutti.planning.task_or_script import TaskOrScript
+from tutti.planning.task_or_script import SCRIPT_TRACED, TaskOrScript
 
 if TYPE_CHECKING:
     from tutti.planning.step_costs import StepCosts
@@ -185,6 +185,8 @@ def simulate_step(
     from tutti.planning.step_prediction import prediction_json
 
     costs = open_machine(machine, chosen["precision"], devices_per_node, parse_link(network))
+    if loaded is not None:
+        costs.rests.append(SCRIPT_TRACED)
     found: list[StepPrediction] = []
     for count, (config, prediction, times) in zip(counts, _predicted(subject, runs, costs), strict=True):
         found.append(prediction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -89,8 +90,11 @@ def all_reduce_seconds(costs: StepCosts, sync: AllReduceConfig, ranks: int, size
     # All slices of a node, and the parts of its replicas, take the node's link at once.
     together = min(apart, costs.network.per_node) * (per_node if hierarchical else 1)
 
+    # Rounds of these send towards one rank, and then away from it: no link carries both ways at once.
+    ways = 1 if sync.schedule in ("tree", "central") else 2
+
     def over(size: float) -> float:
-        return costs.transfer(size, devices, together)
+        return costs.transfer(size, devices, together, ways)
 
     return np.full(DRAWS, schedule_seconds(sync.schedule, ranks, size, over, node, per_node))
 
@@ -122,7 +126,7 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
     return costs.collective(each.kind, ranks, each.bytes, apart)
 
 
-def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy") -> Array:
+def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy", resident: float = math.inf) -> Array:
     """Predict the seconds in which a device or host process copies or adds up bytes in memory.
 
     Args:
@@ -130,6 +134,7 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
         size: bytes that all operators together read and write: of a copy twice the bytes of the tensor.
         calls: number of operators.
         kind: ``copy``, or ``other`` for elementwise operators.
+        resident: bytes that the step touches between two uses of a tensor.
 
     Returns:
         Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
@@ -138,7 +143,7 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
     Raises:
         UsageError: the machine's data lack the seconds of copies or of elementwise operators.
     """
-    return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
+    return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1, resident=resident)
 
 
 def micro_batch_overhead(
@@ -170,7 +175,9 @@ def micro_batch_overhead(
         return seconds + work.of_step(len(tensors))
     if not tensors:
         return seconds
-    return seconds + copy_seconds(costs, READ_WRITE * sum(t.bytes for t in tensors), len(tensors), "other")
+    added = READ_WRITE * sum(t.bytes for t in tensors)
+    # Backward has just written what is added, into memory that is there: activations of other layers are left out.
+    return seconds + copy_seconds(costs, added, len(tensors), "other", added)
 
 
 def pass_messages(

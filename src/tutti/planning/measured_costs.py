@@ -12,7 +12,7 @@ from tutti.comm.collective_schedules import LinkCost
 from tutti.errors import UsageError, counted
 from tutti.planning.cluster_network import Network
 from tutti.planning.collective_laws import ring_passes, ring_seconds
-from tutti.planning.measured_curves import curve_seconds, ring_scaled_seconds
+from tutti.planning.measured_curves import curve_seconds, kernel_seconds, ring_scaled_seconds
 from tutti.planning.monte_carlo import DRAWS, GUESSED_JITTER, slowest_factor
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_costs import StepCosts
@@ -54,18 +54,23 @@ class MeasuredCosts(StepCosts):
         self._threads, self._memory, self._local = 1.0, 1.0, 1
         self._drawn: dict[str, Array] = {}
 
-    def compute(self, works: Sequence[PassWork], samples: float, *, backward: bool = False) -> Array:
+    def compute(
+        self, works: Sequence[PassWork], samples: float, *, backward: bool = False, resident: float = math.inf
+    ) -> Array:
         """Return the seconds of forward or backward work on one device, from the machine's measured curves.
 
         Operators with FLOP take the longer of computing and of moving their bytes, all others the seconds of their
         bytes; each call adds the fixed seconds of an operation, as measured in training, or by itself if they were not
-        measured in training.
+        measured in training. Bytes that stay in caches, because the step touches few others in between, take the
+        seconds of tensors that are used again at once, at the rate of a tensor as large as all that the step touches.
 
         Args:
             works: one or more passes, such as a backward and its recomputation, whose seconds are added up. Each maps a
                 class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
             samples: number of samples in the micro-batch, for which these functions are evaluated.
             backward: whether the first of ``works`` is a backward, which has curves of its own for some operators.
+            resident: bytes that the step touches between two uses of a tensor, such as activations, parameters and
+                gradients; what is small stays in a CPU's caches.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
@@ -83,14 +88,14 @@ class MeasuredCosts(StepCosts):
                 if not calls:
                     continue
                 moving, slower = self._here(self._moving_curve(kind if not flop else "copy"), self._memory)
-                memory = calls * curve_seconds(self.machine.curve(moving), moved / calls) * slower
+                memory = calls * self._moved_seconds(moving, moved / calls, resident) * slower
                 if not flop:
                     total += memory * self._draw(moving) + calls * operation
                     continue
                 name, slower = self._here(
                     self._curve_of(kind, each.masked_flop.at(samples) > 0, backward and not number), self._threads
                 )
-                kernels = calls * curve_seconds(self.machine.curve(name), flop / calls) * slower
+                kernels = calls * kernel_seconds(self.machine.curve(name), flop / calls, self._kernel()) * slower
                 total += np.maximum(kernels * self._draw(name), memory) + calls * operation
         return total
 
@@ -99,9 +104,24 @@ class MeasuredCosts(StepCosts):
         together = f"shared/{name.removeprefix('device/')}/{self._local}"
         return (together, 1.0) if together in self.machine.curves else (name, slower)
 
+    def _moved_seconds(self, name: str, size: float, resident: float) -> float:
+        """Return the seconds of an operator that moves so many bytes, of a step that touches ``resident`` bytes."""
+        beyond = kernel_seconds(self.machine.curve(name), size, self._kernel())
+        kind, _, ranks = name.partition("/")[2].partition("/")
+        reused = f"{name}/reused" if not name.startswith("shared/") else f"shared/{kind}/reused/{ranks}"
+        if reused not in self.machine.curves or resident == math.inf:
+            return beyond
+        curve = self.machine.curves[reused]
+        rate = max(resident, size) / curve_seconds(curve, max(resident, size))
+        return min(beyond, max(kernel_seconds(curve, size, self._kernel()), size / rate))
+
+    def _kernel(self) -> float:
+        """Return the seconds of a call of an operator on next to no data."""
+        return self.machine.figure("device/operation/seconds").value
+
     def _operation(self) -> float:
         """Return the seconds that each operator adds to those of its kernel."""
-        kernel = self.machine.figure("device/operation/seconds").value
+        kernel = self._kernel()
         for name in (f"shared/operation/training/{self._local}", "device/operation/training"):
             if name in self.machine.figures:
                 # A kernel's curve has the seconds of its call.
@@ -136,8 +156,8 @@ class MeasuredCosts(StepCosts):
     def update(self, optimizer: str, parameters: float, tensors: int = 1) -> Array:
         """Return the seconds of an optimizer step on one device, from its measured curve of seconds over parameters.
 
-        If AdamW, LAMB, LARS, Muon or NovoGrad is asked for and was not measured, the curve of Adam is taken, and a line
-        on this is added to the list ``guesses``.
+        If the optimizer was not measured, the curve of Adam is taken, and a line on this is added to the list
+        ``guesses``.
 
         Args:
             optimizer: name of the optimizer, such as ``adam``.
@@ -148,10 +168,10 @@ class MeasuredCosts(StepCosts):
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the measurement errors.
 
         Raises:
-            UsageError: the machine file has no curve of this optimizer.
+            UsageError: the machine file has no curve of this optimizer, and none of Adam.
         """
         name = f"optimizer/{optimizer}"
-        if name not in self.machine.curves and optimizer in ("adamw", "lamb", "lars", "muon", "novograd"):
+        if name not in self.machine.curves and "optimizer/adam" in self.machine.curves:
             self.note(f"a step of {optimizer} takes as long as one of adam")
             name = "optimizer/adam"
         curve, slower = self._here(name, self._memory)
@@ -190,7 +210,9 @@ class MeasuredCosts(StepCosts):
                 f"an all-reduce of few bytes over {here} ranks of a node takes {2 * (here - 1)} messages over its "
                 "measured links, as a ring does: tutti bench collectives measures it"
             )
-            found += 2 * (here - 1) * self.message(size / here, here)
+            name = self._link_name(2)
+            each = curve_seconds(self.machine.curve(name), size / here) * self._draw(name)
+            found += 2 * (here - 1) * each
         elif here > 1:
             name, known = self._measured_collective(kind, here)
             whole = ring_scaled_seconds(self.machine.curve(name), size, known, here)
@@ -231,7 +253,7 @@ class MeasuredCosts(StepCosts):
         # The curve is over the bytes that a copy reads and writes.
         return LinkCost(copy.fixed, copy.rate / 2)
 
-    def transfer(self, size: float, ranks: int, together: int = 1) -> float:
+    def transfer(self, size: float, ranks: int, together: int = 1, ways: int = 2) -> float:
         """Return the expected seconds of one message over the slowest link among a run's devices, without uncertainty.
 
         Args:
@@ -239,12 +261,13 @@ class MeasuredCosts(StepCosts):
             ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
             together: devices of a node that send such a message at the same time, over the node's link; without effect
                 on one node.
+            ways: 2 where each of two ranks sends to the other at once, 1 where one sends and the other receives.
 
         Raises:
             UsageError: links were not measured, or the cost of a link between nodes is not stated.
         """
         if self.network.nodes(ranks) == 1:
-            return curve_seconds(self.machine.curve(self._link_name()), size)
+            return curve_seconds(self.machine.curve(self._link_name(ways)), size)
         cost = self._between(ranks)
         if self.network.messages is not None:
             return curve_seconds(self.network.messages, size * together)
@@ -252,6 +275,9 @@ class MeasuredCosts(StepCosts):
 
     def message(self, size: float, ranks: int) -> Array:
         """Return the seconds of a point-to-point message over the slowest link, from its measured curve or stated cost.
+
+        One rank sends and the other receives. Where messages of one way were not measured (an older file), the message
+        takes as long as two, one each way at once.
 
         Args:
             size: bytes of the message.
@@ -266,7 +292,7 @@ class MeasuredCosts(StepCosts):
         """
         if self.network.nodes(ranks) > 1:
             return np.full(DRAWS, self.transfer(size, ranks))
-        name = self._link_name()
+        name = self._link_name(1)
         return curve_seconds(self.machine.curve(name), size) * self._draw(name)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
@@ -307,8 +333,10 @@ class MeasuredCosts(StepCosts):
         )
         return slowest_factor(ranks, sigma)
 
-    def _link_name(self) -> str:
-        names = [name for name in self.machine.curves if name.startswith("links/")]
+    def _link_name(self, ways: int) -> str:
+        """Return the curve of the slowest measured link, of messages in one or both ways at once."""
+        both = [name for name in self.machine.curves if name.startswith("links/")]
+        names = [name for name in self.machine.curves if ways == 1 and name.startswith("one_way/")] or both
         if not names:
             raise self._lacks("links", "links")
         return max(names, key=lambda name: curve_seconds(self.machine.curves[name], 2.0**20))

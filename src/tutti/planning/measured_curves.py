@@ -28,6 +28,29 @@ def curve_seconds(curve: Curve, size: float) -> float:
     return float(np.exp(np.interp(np.log(size), np.log(sizes), np.log(seconds))))
 
 
+def kernel_seconds(curve: Curve, size: float, least: float) -> float:
+    """Return the seconds of a kernel over work of a given size: ``curve_seconds``, and less below the first point.
+
+    The seconds fall in proportion from those of the smallest measured work to those of a call on next to none, so that
+    small micro-batches of a small model do not cost as much as the smallest call that was measured.
+
+    Args:
+        curve: measured points of seconds over size, and a line fitted to them.
+        size: work or bytes of one call, in the curve's unit.
+        least: seconds of a call on next to no data.
+
+    >>> from tutti.workload.machine_file import CurvePoint
+    >>> points = (CurvePoint(100.0, 1e-3, 0.0, 1), CurvePoint(200.0, 2e-3, 0.0, 1))
+    >>> round(kernel_seconds(Curve("FLOP", points, 1e5, 0.0, 0.0), 10.0, 1e-5), 6)
+    0.000109
+    """
+    if not curve.points or size >= curve.points[0].size:
+        return curve_seconds(curve, size)
+    first = curve.points[0]
+    fixed = min(least, first.seconds)
+    return fixed + (first.seconds - fixed) * size / first.size
+
+
 def ring_scaled_seconds(curve: Curve, size: float, known: int, ranks: int) -> float:
     """Return the seconds of a collective over some ranks, scaled from a measurement over another number of ranks.
 

@@ -118,7 +118,7 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
             sum(p.numel() for p in model.parameters()),
             sum(p.nbytes for p in model.parameters()),
             sum(p.nbytes for p in model.parameters() if p.requires_grad),
-            _words(_optimizer_options(task, model, config)),
+            _words(own_optimizer(task, model, config).optimizer_choice.options),
             sum(b.nbytes for b in model.buffers()),
             *wrapped_bytes(model, config.strategy_choice.sync.wrap_policy),
             _largest(config, dataset),
@@ -239,10 +239,22 @@ def reduction_buffer_bytes(trained: float, shards: int, ranks: int) -> float:
     return trained if ranks > 1 else 0.0
 
 
-def _optimizer_options(task: Task, model: nn.Module, config: PlannedRun) -> options.OptimizerConfig:
-    """Return the options of the optimizer that the task makes of ``model``, or else of the configuration."""
+def own_optimizer(task: Task, model: nn.Module, config: PlannedRun) -> PlannedRun:
+    """Return a run's configuration with the optimizer that the task itself makes, which takes precedence in a run.
+
+    Args:
+        task: the task.
+        model: the task's model, of real or fake tensors.
+        config: configuration of the run.
+
+    Returns:
+        ``config`` with the option ``optimizer`` of the task; unchanged where the task makes none, or several.
+
+    Raises:
+        UsageError: the optimizer's options are no values of ``--optimizer``.
+    """
     made = None if task.optimizer is None else optimizer_text(task.optimizer(model))
-    return config.optimizer_choice.options if made is None else options.check_optimizer(made)
+    return config if made is None or made == config.optimizer else replace(config, optimizer=made)
 
 
 def _words(chosen: options.OptimizerConfig) -> float:

@@ -57,7 +57,8 @@ class PassPrices:
 
         def price() -> Array:
             works = [group.forward] if passed == "forward" else backward_work(group, checkpointing)
-            return self.costs.compute(works, samples, backward=passed == "backward")
+            resident = self.resident(samples, checkpointing)
+            return self.costs.compute(works, samples, backward=passed == "backward", resident=resident)
 
         return self.once((group.name, passed, samples, checkpointing if passed == "backward" else ""), price)
 
@@ -84,6 +85,19 @@ class PassPrices:
             return np.asarray(sum(each, np.zeros(DRAWS)))
 
         return self.once(("total", passed, samples, checkpointing), add)
+
+    def resident(self, samples: int, checkpointing: str) -> float:
+        """Return the bytes that a micro-batch touches between two uses of a tensor.
+
+        They are the activations that its forward keeps, the parameters, and their gradients.
+
+        Args:
+            samples: number of samples in the micro-batch.
+            checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
+        """
+        groups = self.workload.groups
+        kept = sum(g.activation_bytes.get(checkpointing, g.activation_bytes["none"]).at(samples) for g in groups)
+        return max(kept, 0.0) + sum(2 * group.parameter_bytes for group in groups)
 
     def once(self, key: tuple[object, ...], price: Callable[[], Priced]) -> Priced:
         """Return the seconds cached under a key; where there are none, call ``price`` and cache its result.

@@ -159,7 +159,8 @@ class StepPricer:
 
     Attributes:
         sizes: traces of the task's model and loss, made once for each partition of the model.
-        base: configuration with the options of the run besides those of a plan.
+        base: configuration with the options of the run besides those of a plan; a task's own optimizer takes the place
+            of its ``optimizer``.
         costs: durations of computing and communication on the machine.
         factors: by name of the strategy, and under "" over all strategies: measured ÷ predicted seconds of earlier
             steps, by which predictions are multiplied, and the number of these steps.
@@ -303,7 +304,7 @@ class StepPricer:
         """Return the configuration of a plan, as ``plan_config_of`` does; options are parsed once a device mesh."""
         key, options = (step.strategy, step.devices), dict(step.options)
         if key not in self._meshes:
-            self._meshes[key] = plan_config_of(step, self.base)
+            self._meshes[key] = replace(plan_config_of(step, self.base), optimizer=self.sizes.optimizer)
         given: Any = options.get("micro_batch"), options.get("activation_checkpointing", "none")
         return self._meshes[key].sized(step.batch, *given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -86,7 +87,9 @@ class PublishedCosts(StepCosts):
             devices: ignored; number of devices of the run.
         """
 
-    def compute(self, works: Sequence[PassWork], samples: float, *, backward: bool = False) -> Array:
+    def compute(
+        self, works: Sequence[PassWork], samples: float, *, backward: bool = False, resident: float = math.inf
+    ) -> Array:
         """Return the seconds of forward or backward work on one device: FLOP ÷ the rate that published jobs reached.
 
         The seconds are at least the number of operator calls times 5 µs, a guess at the launch of one; bytes are not
@@ -166,7 +169,7 @@ class PublishedCosts(StepCosts):
         self.note(f"links within a node: {_HOST_HOP * 1e6:g} µs and {local / 1e9:g} GB/s")
         return LinkCost(_HOST_HOP, local)
 
-    def transfer(self, size: float, ranks: int, together: int = 1) -> float:
+    def transfer(self, size: float, ranks: int, together: int = 1, ways: int = 2) -> float:
         """Return the seconds of one message over the slowest link among a run's devices: latency + size ÷ bandwidth.
 
         Args:
@@ -174,7 +177,9 @@ class PublishedCosts(StepCosts):
             ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
             together: devices of a node that send such a message at the same time. These devices share one link between
                 nodes if the cost of this link was stated; if the cost is guessed, each device has a link of its own.
+            ways: ignored: links of accelerators carry both ways at once.
         """
+        del ways
         if self.network.nodes(ranks) == 1:
             cost, together = self.within(), 1
         else:

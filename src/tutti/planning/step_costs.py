@@ -6,6 +6,7 @@ is neither measured nor published it is stated by the user, or guessed and named
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -62,7 +63,9 @@ class StepCosts(Protocol):
             devices: number of devices of the run, on all nodes.
         """
 
-    def compute(self, works: Sequence[PassWork], samples: float, *, backward: bool = False) -> Array:
+    def compute(
+        self, works: Sequence[PassWork], samples: float, *, backward: bool = False, resident: float = math.inf
+    ) -> Array:
         """Return the seconds of forward or backward work on one device of the machine.
 
         Args:
@@ -70,6 +73,8 @@ class StepCosts(Protocol):
                 class of operator, such as ``matmul``, to FLOP, bytes and number of calls as functions of the samples.
             samples: number of samples in the micro-batch, for which these functions are evaluated.
             backward: whether the first of ``works`` is a backward, whose operators run at rates of their own.
+            resident: bytes that the step touches between two uses of a tensor, such as activations, parameters and
+                gradients; what is small stays in a CPU's caches.
 
         Returns:
             Seconds, array of shape (256,): one value for each of the Monte Carlo draws of the machine's uncertain
@@ -136,20 +141,21 @@ class StepCosts(Protocol):
             UsageError: the data on the machine lack transfers within a node.
         """
 
-    def transfer(self, size: float, ranks: int, together: int = 1) -> float:
+    def transfer(self, size: float, ranks: int, together: int = 1, ways: int = 2) -> float:
         """Return the expected seconds of one message over the slowest link among a run's devices, without uncertainty.
 
         Args:
             size: bytes of the message.
             ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
             together: devices of a node that send such a message at the same time, over the node's link.
+            ways: 2 where each of two ranks sends to the other at once, 1 where one sends and the other receives.
 
         Raises:
             UsageError: the cost of the link is neither measured nor stated.
         """
 
     def message(self, size: float, ranks: int) -> Array:
-        """Return the seconds of one point-to-point message between neighbouring devices.
+        """Return the seconds of one point-to-point message between neighbouring devices, of which one sends.
 
         Args:
             size: bytes of the message.

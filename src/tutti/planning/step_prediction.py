@@ -28,6 +28,7 @@ from tutti.planning.memory_plan import (
     memory_rows,
     model_facts,
     model_of,
+    own_optimizer,
     plan_memory,
     resolve_task,
     wrapped_bytes,
@@ -59,10 +60,12 @@ class ModelSizes:
     Attributes:
         step: FLOP, parameters, pipeline stages and tensor-parallel collectives of a training step.
         memory: bytes of parameters, optimizer state and activations before any split.
+        optimizer: text of ``--optimizer`` for the optimizer of the run, that of a task that makes its own.
     """
 
     step: StepFacts
     memory: Facts
+    optimizer: str
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class TaskSizes:
 
     Attributes:
         samples: number of training samples of the task.
+        optimizer: text of ``--optimizer`` for the optimizer of the run: that of a task that makes its own, or else that
+            of ``config``.
 
     Raises:
         UsageError: the task reads a stream.
@@ -134,6 +139,7 @@ class TaskSizes:
         self._config = config
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._model = model_of(self._task, config)
+            self.optimizer = own_optimizer(self._task, self._model, config).optimizer
         self._traces: dict[int, ModuleTraces] = {}
         self._workloads: dict[tuple[tuple[str, ...], int], Workload] = {}
         self._messages: dict[int, Mapping[str, tuple[GroupMessage, ...]]] = {}
@@ -393,7 +399,9 @@ def gather_sizes(task: str | Task, config: PlannedRun) -> ModelSizes:
     """
     check_buildable(config)
     sizes = TaskSizes(task, config, (config.activation_checkpointing,))
-    return ModelSizes(sizes.step(config), sizes.memory(config))
+    if config.optimizer != sizes.optimizer:
+        config = replace(config, optimizer=sizes.optimizer)
+    return ModelSizes(sizes.step(config), sizes.memory(config), sizes.optimizer)
 
 
 def predict_step(
@@ -423,6 +431,8 @@ def predict_step(
             cannot be predicted (``observe_stages``).
         DataError: the run is a pipeline, and the task's data are missing or malformed.
     """
+    if config.optimizer != sizes.optimizer:
+        config = replace(config, optimizer=sizes.optimizer)
     devices = config.device_count
     compiled = config.compile_choice
     choice = config.strategy_choice

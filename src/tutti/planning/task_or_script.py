@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from tutti.planning.script_task import ScriptTask
 
 
+SCRIPT_TRACED = "a trace of the script up to its first loss, on tensors without values: no step of it was run or timed"
+"""What predictions of a script's step rest on besides the machine, to be printed."""
+
+
 def is_script(text: str) -> bool:
     """Return whether a text names a training script and not a task of ``tutti train``: whether it ends in ``.py``.
 

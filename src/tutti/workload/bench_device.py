@@ -213,6 +213,12 @@ def _elementwise(device: torch.device, powers: range, found: Findings, seconds: 
         "normalisation": (lambda one, _: functional.layer_norm(one, (width,)), 2),
     }
     points: dict[str, list[CurvePoint]] = {name: [] for name in calls}
+    # First: measurements that keep results leave an allocator memory to reuse.
+    if not is_accelerator(device):
+        points |= {f"{name}/reused": [] for name in calls}
+        for power, (name, (call, tensors)) in product(powers[:-1], calls.items()):
+            make = partial(_reused, call, tensors, 2**power // 4 // width, width)
+            _add_point(points[f"{name}/reused"], make, device, seconds / 2, 1)
     for power, (name, (call, tensors)) in product(powers[:-1], calls.items()):
         results = _results(2**power, device)
         make = partial(_kept, call, tensors, 2**power // 4 // width, width, results, device)
@@ -242,6 +248,15 @@ def _kept(
     other = torch.randn(rows, width, device=device)
     pairs = [(inputs[number % len(inputs)], other) for number in range(results)]
     return float(tensors * other.nbytes), lambda: [call(*pair) for pair in pairs]
+
+
+def _reused(call: Callable[[Tensor, Tensor], Tensor], tensors: int, rows: int, width: int) -> _Work:
+    """Return a call on tensors (rows, width) that it has just used, and whose result takes the memory of the last one.
+
+    Activations of a small micro-batch stay in a CPU's caches like this, as far as caches hold them.
+    """
+    one, other = torch.randn(rows, width), torch.randn(rows, width)
+    return float(tensors * other.nbytes), lambda: call(one, other)
 
 
 def _results(size: int, device: torch.device) -> int:

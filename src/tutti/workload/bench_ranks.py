@@ -29,19 +29,20 @@ _SHARED = 0.03
 
 
 def bench_links(world: World, found: Findings) -> None:
-    """Measure the seconds of point-to-point messages between ranks I and I + 1, one each way at the same time.
+    """Measure the seconds of messages between ranks I and I + 1: one each way at the same time, and one way alone.
 
     The pairs are measured one after the other. The last rank exchanges no message with rank 0; a single rank measures
     nothing.
 
     Ring algorithms use links both ways at once. On some links each direction is slower then, because acknowledgements
-    share its rate. The function is collective over all ranks: before each message all ranks all-gather one number, as a
-    barrier, and rank I broadcasts the curve of its pair.
+    share its rate, or because both take the same cores. A message of one way takes half the seconds of one there and
+    one back, so that no clock of another rank is read. The function is collective over all ranks: before each message
+    all ranks all-gather one number, as a barrier, and rank I broadcasts the curve of its pair.
 
     Args:
         world: this process's membership in the launch: rank, number of ranks and device; all ranks are measured.
-        found: receives the curves ``links/I-J`` of median seconds over bytes, I and J being the two ranks; equal on all
-            ranks.
+        found: receives the curves ``links/I-J`` (both ways) and ``one_way/I-J`` of median seconds over bytes, I and J
+            being the two ranks; equal on all ranks.
 
     Raises:
         PeerError: a rank is lost, or does not take part within the timeout.
@@ -49,8 +50,9 @@ def bench_links(world: World, found: Findings) -> None:
     comms = Communicators(world, RankMesh(replica=world.identity.size, rank=world.identity.rank))
     line = comms.p2p_channels({"there": 1, "back": -1}, "replica")
     for sender in range(line.size - 1):
-        points = [_message(line, sender, size, world.device) for size in _SIZES]
-        _draw(line, f"links/{sender}-{sender + 1}", points, sender, found)
+        for name, call in (("links", _both_ways), ("one_way", _there_and_back)):
+            points = [_message(line, sender, size, world.device, call) for size in _SIZES]
+            _draw(line, f"{name}/{sender}-{sender + 1}", points, sender, found)
 
 
 def bench_collectives(
@@ -218,25 +220,43 @@ def _draw(line: Communicator, name: str, points: list[CurvePoint], sender: int, 
     found.draw_link(name, known)
 
 
-def _message(line: Communicator, sender: int, size: int, device: torch.device) -> CurvePoint:
-    """Time messages of ``size`` bytes between two ranks, one each way; other ranks return a point without meaning."""
+_Messages = Callable[[Communicator, int, Tensor, Tensor], float]
+"""Sends and receives a tensor, and returns the number of messages that follow each other."""
+
+
+def _both_ways(line: Communicator, sender: int, sent: Tensor, received: Tensor) -> float:
+    other, (out, back) = (sender + 1, ("there", "back")) if line.rank == sender else (sender, ("back", "there"))
+    pending = line.start_send(sent, other, out)
+    line.receive(received, other, back)
+    pending.wait()
+    return 1.0
+
+
+def _there_and_back(line: Communicator, sender: int, sent: Tensor, received: Tensor) -> float:
+    if line.rank == sender:
+        line.start_send(sent, sender + 1, "there").wait()
+        line.receive(received, sender + 1, "back")
+    else:
+        line.receive(received, sender, "there")
+        line.start_send(sent, sender, "back").wait()
+    return 2.0
+
+
+def _message(line: Communicator, sender: int, size: int, device: torch.device, call: _Messages) -> CurvePoint:
+    """Time messages of ``size`` bytes between two ranks; other ranks return a point without meaning."""
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     rounds = 30 if size < 2**20 else 8
     seconds, memory = [], _unrelated(device)
     line.all_gather(torch.zeros(1), "before messages")
-    here = line.rank == sender
-    other, (out, back) = (sender + 1, ("there", "back")) if here else (sender, ("back", "there"))
     for _ in range(rounds):
         memory.add_(1.0)
         line.all_gather(torch.zeros(1), "before a message")
         if line.rank not in (sender, sender + 1):
             continue
         begin = time.perf_counter()
-        pending = line.start_send(sent, other, out)
-        line.receive(received, other, back)
-        pending.wait()
+        number = call(line, sender, sent, received)
         synchronize(device)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append((time.perf_counter() - begin) / number)
     return curve_point(size, seconds[2:]) if seconds else CurvePoint(size, 1.0, 0.0, 0)
 
 

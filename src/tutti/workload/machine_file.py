@@ -230,7 +230,13 @@ def _curve(entry: Mapping[str, Any]) -> Curve:
     return Curve(**{**entry, "points": tuple(CurvePoint(**point) for point in entry["points"])})
 
 
-_RANKS = {"collectives": r"\w+/\d+", "links": r"\d+-\d+", "jitter": r"\w+/\d+", "shared": r"[\w/]+/\d+"}
+_RANKS = {
+    "collectives": r"\w+/\d+",
+    "links": r"\d+-\d+",
+    "one_way": r"\d+-\d+",
+    "jitter": r"\w+/\d+",
+    "shared": r"[\w/]+/\d+",
+}
 _RANKS |= {"scaling": r"[\w.:-]+/[1-9]\d*"}
 """What follows the first part of a name that ends with ranks, as a regular expression."""
 
