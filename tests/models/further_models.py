@@ -136,6 +136,18 @@ DECODERS = {
     "Qwen3-MoE": _causal("Qwen3MoeForCausalLM", head_dim=4, **_EXPERTS),
     "OLMoE": _causal("OlmoeForCausalLM", **_EXPERTS),
     "GPT-OSS": _causal("GptOssForCausalLM", **_EXPERTS, head_dim=4, num_local_experts=3, sliding_window=4),
+    "Llama 4": _causal(
+        "Llama4ForCausalLM", config="Llama4TextConfig", **GROUPED, head_dim=4, intermediate_size_mlp=48,
+        num_local_experts=3, num_experts_per_tok=1, interleave_moe_layer_step=1, attention_chunk_size=4,
+    ),
+    "GLM-4.5": _causal(
+        "Glm4MoeForCausalLM", **{**_EXPERTS, "head_dim": 4}, n_routed_experts=4, n_shared_experts=1,
+        first_k_dense_replace=1, n_group=1, topk_group=1,
+    ),
+    "ERNIE 4.5": _causal(
+        "Ernie4_5_MoeForCausalLM", **GROUPED, moe_intermediate_size=16, moe_num_experts=3, moe_k=2,
+        moe_num_shared_experts=1, experts_implementation="eager",
+    ),
     "DeepSeek V2": _causal("DeepseekV2ForCausalLM", topk_method="greedy", **_LATENT),
     "DeepSeek V3": _causal("DeepseekV3ForCausalLM", **_LATENT),
     "Mamba": _causal("MambaForCausalLM", vocab_size=WORDS, hidden_size=24, state_size=4, num_hidden_layers=3, **TOKENS),

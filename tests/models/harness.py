@@ -198,20 +198,7 @@ def check(case: Case) -> Verdict:
     return verdict
 
 
-REFUSED = (
-    (
-        "Wav2Vec 2;HuBERT;WavLM",
-        "*",
-        "pipeline*;model_parallel;hybrid, stages",
-        "its own forward computes a CTC loss, which PyTorch's tensors without values lack",
-    ),
-    (
-        "Time Series Transformer",
-        "*",
-        "pipeline*;model_parallel;hybrid, stages",
-        "its own forward checks the values of what blocks return, in torch.distributions",
-    ),
-)
+REFUSED: tuple[tuple[str, str, str, str], ...] = ()
 """Models, forms and strategies that are refused, and why."""
 
 

@@ -82,7 +82,7 @@ def table(records: Sequence[Path]) -> str:
     text += _rows([name for name, entry in zoo.MODELS.items() if not entry.strategies], list(harness.STRATEGIES), lines)
     text += ["", "Further architectures, in one form of loss; `tensor` and `pipeline` on two and three devices:", ""]
     text += _rows(list(FURTHER), list(FEW), lines)
-    text += ["", "Refused:", ""]
+    text += ["", "Refused:", ""] if harness.REFUSED else []
     text += [f"- {model} under {strategies}: {why}." for model, _, strategies, why in harness.REFUSED]
     versions = sorted({line["version"] for line in lines if "version" in line})
     return "\n".join([*text, "", f"Tried with {', '.join(versions)}."]) + "\n"
