@@ -19,7 +19,7 @@ from tutti.comm.collective_schedules import LinkCost
 from tutti.config.sync_config import AllReduceConfig
 from tutti.errors import UsageError
 from tutti.parallel.ddp.step_agreement import DIGESTS
-from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
+from tutti.parallel.local_sgd.local_sgd import STEP_SUMS
 from tutti.parallel.pipeline import stage_partition
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.cluster_network import Network
@@ -200,7 +200,7 @@ def test_sharding_sends_rows_and_updates_a_part() -> None:
 def test_local_steps_average_parameters_once_in_a_period() -> None:
     step = facts(2, elements=1_000_000)
     own = 0.048 + 2e-3
-    sums = 2 * (LINK.alpha + 8 * LOSS_LANES / LINK.beta)
+    sums = 2 * (LINK.alpha + 8 * STEP_SUMS / LINK.beta)
     average = 2 * (LINK.alpha + 8e6 / LINK.beta)
     for period in (1, 4, 100):
         found = seconds_of(step, run(f"local_sgd:period={period}", 2), costs())
