@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.contract.table import largest_difference
 from tests.covering import in_turn
 from tests.train.test_custom_loop import BATCH, DATA, made
 from tutti.errors import UsageError
+from tutti.train.script_checks.body_counters import counted_loss
 
 WEIGHTS = torch.linspace(1, 2, 40, dtype=torch.float64)
 Body = Callable[[Any, Any, nn.Module, Tensor, Tensor, dict[str, Any]], Tensor]
@@ -206,6 +208,70 @@ def test_an_average_in_every_second_of_several_bodies_is_refused(how: str) -> No
             assert "in every n-th of its bodies" in said and "test_body_trace.py:" in said and updates == 0, said
     want = worlds.alone(counted, how=how, strategy="single", workers=1)
     assert isinstance(want, dict), want
+
+
+def bodies(found: list[str]) -> Iterator[Tensor]:
+    """Yields two batches, and records what ``counted_loss`` finds in the loop."""
+    for inputs in DATA.tensors[0][:4].split(2):
+        found.append(counted_loss())
+        yield inputs
+
+
+def counting(how: str, found: list[str]) -> None:
+    """Loops whose loss depends on a count of bodies, or does not."""
+    model, number, history = made(), 0, list[int]()
+    numbers = itertools.count()
+    match how:
+        case "remainder":
+            for at, inputs in enumerate(bodies(found)):
+                loss = model(inputs).mean()
+                if at % 8 == 7:
+                    loss = loss * 2
+                loss.backward()
+        case "next":
+            for inputs in bodies(found):
+                weight = 2.0 if next(numbers) % 8 else 1.0
+                loss = model(inputs).mean() * weight
+                loss.backward()
+        case "threshold":
+            for inputs in bodies(found):
+                number = number + 1
+                late = number > 100
+                loss = model(inputs).mean()
+                if late:
+                    loss = loss.square()
+                loss.backward()
+        case "length":
+            for inputs in bodies(found):
+                history.append(1)
+                if len(history) // 50 % 2:
+                    continue
+                model(inputs).mean().backward()
+        case "logged":
+            for at, inputs in enumerate(bodies(found)):
+                out = model(inputs)
+                loss = out.mean()
+                loss.backward()
+                if at % 50 == 0:
+                    out = out.argmax(1)
+                    loss = out.sum()
+                if at % 2:
+                    continue
+                number += 1
+        case "updates":
+            for at, inputs in enumerate(bodies(found)):
+                loss = model(inputs).mean() * (2 if number % 2 else 1)
+                loss.backward()
+                if at:
+                    number += 1
+
+
+@pytest.mark.parametrize("how", ["remainder", "next", "threshold", "length", "logged", "updates"])
+def test_a_loss_by_a_count_of_bodies_is_found_before_it_differs(how: str) -> None:
+    found = list[str]()
+    counting(how, found)
+    assert len(found) == 2 and all(bool(each) == (how not in ("logged", "updates")) for each in found), found
+    assert all("test_body_trace.py:" in each for each in found if each)
 
 
 def test_an_average_after_every_second_update_is_right() -> None:

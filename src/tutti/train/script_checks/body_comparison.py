@@ -18,7 +18,7 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import parameters
 from tutti.python_compat import LiveObjects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
-from tutti.train.script_checks.body_counters import edit_condition
+from tutti.train.script_checks.body_counters import counted_loss, edit_condition
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -78,12 +78,25 @@ class BodyComparison:
 
         Args:
             final: whether this is the rank's last micro-batch in the global batch, whose body may write parameters.
+
+        Raises:
+            UsageError: the rank has several micro-batches, and the body computes another loss in every n-th body
+                (``counted_loss``).
         """
         self._final, self._events, self._at_forward, self._hooks_at_forward = final, [], None, None
         if self.several:
             self._written = self._values()
             self._watch_forward()
             if self._first is None:
+                if self._compares_values() and (line := counted_loss()):
+                    raise UsageError(
+                        "the loss is another one in every n-th body of the loop, with several micro-batches a rank",
+                        where=line,
+                        why="this rank runs the body several times a global batch, so that on another number of devices"
+                        " another part of the samples would get that loss",
+                        remedy="count global batches (run.global_step), not bodies; or take as many workers as data"
+                        f" ranks ({self._run.context.mesh.data_ranks}), and no micro_batch",
+                    )
                 own = self._run.shared_settings.schedulers() if self._compares_values() else []
                 self._schedulers = [(each, _steps_of(each)) for each in own]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from types import FrameType
 
@@ -15,18 +15,20 @@ from tutti.train.script_checks.skipped_bodies import parsed_source
 _METHOD = "microbatches"
 _EDITS = re.compile("grad|clip|noise", re.IGNORECASE)
 """Parts of names in code that edits gradients (a guess)."""
+_NUMBERS = frozenset(("len", "next", "int", "float", "min", "max", "abs", "round"))
+"""Functions whose result counts as a counter if an argument is one."""
 
 
 def counting_condition() -> str:
     """Return the ``if`` of the script, as ``FILE:LINE``, by which the running code runs in some bodies of a loop alone.
 
     Such an ``if`` is in a loop over ``run.microbatches`` and tests the remainder of a number that counts the loop's
-    bodies: the number of ``enumerate``, or a variable that every body adds a constant to. A variable that is counted
-    under an ``if``, such as ``if run.stepped``, does not count bodies. Returns an empty text for other code.
+    bodies (``_Counters``). A variable that is counted under an ``if``, such as ``if run.stepped``, does not count
+    bodies. Returns an empty text for other code.
     """
     for file, line, loop in _running_loops():
         for each in _conditions(loop):
-            if any(_has(child, line) for child in each.body) and _takes_remainder(each.test, _counters(loop)):
+            if any(_has(child, line) for child in each.body) and _counters(loop, file).takes_remainder(each.test):
                 return f"{file}:{each.lineno}"
     return ""
 
@@ -40,7 +42,7 @@ def edit_condition() -> str:
     for file, _, loop in _running_loops():
         for each in _conditions(loop):
             names = {word for child in each.body for word in _words(child)}
-            if _takes_remainder(each.test, _counters(loop)) and any(_EDITS.search(name) for name in names):
+            if _counters(loop, file).takes_remainder(each.test) and any(_EDITS.search(name) for name in names):
                 return f"{file}:{each.lineno}"
     return ""
 
@@ -57,7 +59,7 @@ def break_out_of_loop() -> tuple[str, bool]:
         for leaves in exits:
             around = [each for each in _conditions(loop) if any(_has(child, leaves.lineno) for child in each.body)]
             tests = [node for each in around for node in ast.walk(each.test) if isinstance(node, ast.Compare)]
-            counted = any(_named(part) in _counters(loop) for test in tests for part in ast.walk(test))
+            counted = any(map(_counters(loop, file).are_in, tests))
             return f"{file}:{line}", counted
     return "", False
 
@@ -86,9 +88,35 @@ def _words(node: ast.AST) -> Iterator[str]:
             yield each.attr
 
 
-def _named(node: ast.AST) -> str:
-    """Return the text of a variable or an attribute, such as ``self.count``; an empty text for another expression."""
-    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+def counted_loss() -> str:
+    """Return the ``backward`` of a loop, as ``FILE:LINE``, whose loss is another one in every n-th of its bodies.
+
+    To be called while the iterator of a ``for`` loop of the script advances. A loss is another one if the script
+    computes it from a condition, a remainder or a floor division of a number that counts bodies (``_Counters``), as
+    ``if number % 8 == 0: loss = loss + penalty`` does; so is the loss of a ``backward`` under such a condition. The
+    statements of the body are followed in their order, but not into functions. Returns an empty text for other loops.
+    """
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package != "tutti" and (line := _counted_backward(file, frame.f_lineno)):
+            return f"{file}:{line}"
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _counted_backward(file: str, line: int) -> int:
+    """Return the line of the ``backward`` that ``counted_loss`` looks for in the loop whose header is at a line."""
+    if not any("backward(" in each for each in linecache.getlines(file)):
+        # To parse a library takes tenths of a second.
+        return 0
+    for loop in ast.walk(parsed_source(file)):
+        if isinstance(loop, ast.For) and loop.lineno <= line <= (loop.iter.end_lineno or line):
+            flow = _LossFlow(_Counters(loop, file))
+            flow.follow(loop.body)
+            return flow.line
+    return 0
 
 
 @cache
@@ -105,23 +133,167 @@ def _is_method(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == _METHOD
 
 
-def _counters(loop: ast.For) -> set[str]:
-    """Return the names of numbers that each body of a loop counts up."""
-    found = set[str]()
-    match loop:
-        case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=ast.Name(id="enumerate"))):
-            found.add(name)
-    for each in loop.body:
-        match each:
-            case ast.AugAssign(target=ast.Name() | ast.Attribute() as target, op=ast.Add(), value=ast.Constant()):
-                found.add(_named(target))
-    return found
+class _Counters:
+    """The numbers that each body of a loop counts up.
+
+    These are the number of ``enumerate``; a variable or attribute that every body adds a constant to; ``next`` of an
+    ``itertools.count`` in the file, also as a member of ``zip``; and the length of a list that every body appends to.
+
+    Args:
+        loop: the loop.
+        file: its source file.
+    """
+
+    def __init__(self, loop: ast.For, file: str) -> None:
+        self._names, self._lists, self._counts = set[str](), set[str](), set[str]()
+        for each in ast.walk(parsed_source(file)):
+            match each:
+                case ast.Assign(targets=[target], value=value) if _is_count(value):
+                    self._counts.add(ast.unparse(target))
+        match loop:
+            case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=ast.Name(id="enumerate"))):
+                self._names.add(name)
+            case ast.For(target=ast.Tuple(elts=targets), iter=ast.Call(func=ast.Name(id="zip"), args=members)):
+                pairs = zip(targets, members, strict=False)
+                self._names |= {ast.unparse(target) for target, member in pairs if self._is_counting(member)}
+        for statement in loop.body:
+            match statement:
+                case ast.AugAssign(target=target, op=ast.Add(), value=ast.Constant(value=int() | float())):
+                    self._names.add(ast.unparse(target))
+                case ast.Assign(targets=[target], value=ast.BinOp(left=left, op=ast.Add(), right=ast.Constant())) if (
+                    ast.unparse(left) == ast.unparse(target)
+                ):
+                    self._names.add(ast.unparse(target))
+                case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr="append"))):
+                    self._lists.add(ast.unparse(target))
+
+    def _is_counting(self, node: ast.expr) -> bool:
+        return _is_count(node) or ast.unparse(node) in self._counts
+
+    def are_in(self, node: ast.AST) -> bool:
+        """Return whether an expression has such a number."""
+        return any(self._is_counter(each) for each in ast.walk(node))
+
+    def _is_counter(self, node: ast.AST) -> bool:
+        match node:
+            case ast.Call(func=ast.Name(id="next"), args=[counted]):
+                return self._is_counting(counted)
+            case ast.Call(func=ast.Name(id="len"), args=[counted]):
+                return ast.unparse(counted) in self._lists
+            case ast.Name() | ast.Attribute():
+                return ast.unparse(node) in self._names
+        return False
+
+    def takes_remainder(self, test: ast.expr) -> bool:
+        """Return whether a condition tests the remainder of one of these numbers."""
+        remainders = (each for each in ast.walk(test) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod))
+        return any(self.are_in(each.left) for each in remainders)
+
+    def decide(self, node: ast.AST) -> bool:
+        """Return whether an expression has a comparison, a remainder or a floor division of one of these numbers."""
+        for each in ast.walk(node):
+            match each:
+                case ast.Compare() | ast.BinOp(op=ast.Mod() | ast.FloorDiv()) if self.are_in(each):
+                    return True
+        return False
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Follow an assignment: a number that is computed from a counter is a counter, too."""
+        calls = (each for each in ast.walk(value) if isinstance(each, ast.Call))
+        name, is_number = ast.unparse(target), all(ast.unparse(each.func) in _NUMBERS for each in calls)
+        if is_number and self.are_in(value):
+            self._names.add(name)
 
 
-def _takes_remainder(test: ast.expr, names: set[str]) -> bool:
-    """Return whether a condition tests the remainder of one of these numbers."""
-    remainders = (each for each in ast.walk(test) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod))
-    return any(_named(each) in names for remainder in remainders for each in ast.walk(remainder.left))
+@cache
+def _counters(loop: ast.For, file: str) -> _Counters:
+    """Return the counters of a loop, which are read alone."""
+    return _Counters(loop, file)
+
+
+def _is_count(node: ast.AST) -> bool:
+    """Return whether an expression makes an ``itertools.count``."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("count", "itertools.count")
+
+
+class _LossFlow:
+    """Follows, through the statements of a loop's body, the values that a counter of bodies decides on, up to a loss.
+
+    Args:
+        counters: the loop's counters.
+
+    Attributes:
+        line: of the first ``backward`` of such a value, or under a condition by a counter; 0 for none.
+    """
+
+    def __init__(self, counters: _Counters) -> None:
+        self._counters, self._decided = counters, set[str]()
+        self.line = 0
+
+    def follow(self, statements: Iterable[ast.stmt], conditional: bool = False) -> bool:
+        """Follow statements in their order.
+
+        Args:
+            statements: the statements.
+            conditional: whether they run in some bodies alone.
+
+        Returns:
+            Whether the statements after these run in some bodies alone, because of a ``continue``.
+        """
+        for each in statements:
+            match each:
+                case ast.Assign(targets=targets, value=value):
+                    self._note_calls(value, conditional)
+                    for target in targets:
+                        self._assign(target, value, conditional)
+                case (
+                    ast.AugAssign(target=target, value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
+                ):
+                    is_decided = conditional or self._depends(value)
+                    is_decided |= isinstance(each, ast.AugAssign) and self._depends(target)
+                    self._assign(target, value, is_decided)
+                case ast.If():
+                    conditional = self._follow_if(each, conditional)
+                case ast.For() | ast.While() | ast.With() | ast.Try():
+                    for part in ("body", "handlers", "orelse", "finalbody"):
+                        inner = getattr(each, part, [])
+                        conditional |= self.follow((s for s in inner if isinstance(s, ast.stmt)), conditional)
+                case ast.Continue():
+                    return conditional
+                case ast.Expr():
+                    self._note_calls(each, conditional)
+        return conditional
+
+    def _follow_if(self, statement: ast.If, conditional: bool) -> bool:
+        decides = self._counters.decide(statement.test) or self._depends(statement.test)
+        before, skips = set(self._decided), False
+        for branch in (statement.body, statement.orelse):
+            after, self._decided = self._decided, set(before)
+            self.follow(branch, conditional or decides)
+            skips |= decides and any(isinstance(each, ast.Continue) for each in branch)
+            self._decided |= after - before
+        return conditional or skips
+
+    def _assign(self, target: ast.expr, value: ast.expr, conditional: bool) -> None:
+        self._counters.assign(target, value)
+        is_decided = conditional or self._depends(value)
+        for name in _names(target):
+            (self._decided.add if is_decided else self._decided.discard)(name)
+
+    def _depends(self, value: ast.expr) -> bool:
+        return self._counters.decide(value) or not self._decided.isdisjoint(_names(value))
+
+    def _note_calls(self, node: ast.AST, conditional: bool) -> None:
+        for each in ast.walk(node):
+            match each:
+                case ast.Call(func=ast.Attribute(value=loss, attr="backward"), args=arguments):
+                    # A loss is the argument of run.backward, and the object of its own method.
+                    if conditional or self._depends(loss) or any(map(self._depends, arguments[:1])):
+                        self.line = self.line or each.lineno
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
 
 
 def _has(node: ast.stmt, line: int) -> bool:
