@@ -62,6 +62,7 @@ from tutti.torch_compat import (
     calls_forward,
     chunk_cat,
     compiled_module,
+    constant_operand,
     convert_module,
     count_of_nansum,
     cross_entropy_of,
@@ -103,6 +104,7 @@ from tutti.torch_compat import (
     hook_ids,
     hooks_registered,
     in_backward,
+    index_of_node,
     inductor_mode_options,
     is_compiled,
     is_dtensor,
@@ -120,6 +122,7 @@ from tutti.torch_compat import (
     make_wrapper_subclass,
     mark_stepped,
     mark_wrapped_by_scheduler,
+    mask_of_node,
     module_buffers,
     module_parameters,
     next_node_sequence,
@@ -433,6 +436,14 @@ def losses_say_what_they_are_means_over() -> None:
     assert is_scalar_node(fifth.grad_fn) and not is_scalar_node((scores * 2).grad_fn)
     assert shape_of_node((scores * 2).grad_fn) == tuple(scores.shape) and shape_of_node(fifth.grad_fn) == ()
     assert shape_of_node(scores.unbind()[0].grad_fn) is None
+    row, weights = scores[0], scores[1].detach()
+    for product in (row.dot(weights), weights.dot(row), torch.bmm(row[None, None], weights[None, :, None])):
+        constant = constant_operand(product.grad_fn)
+        assert constant is not None and constant.flatten().equal(weights)
+    assert constant_operand(row.dot(row).grad_fn) is constant_operand(row.grad_fn) is None
+    assert [index_of_node(each.grad_fn) for each in (scores[1], scores[-1], scores[:, 0])] == [1, len(scores) - 1, None]
+    chosen = (scores[scores > 0], scores.masked_select(scores > 0), scores[[0, 1]], scores[0])
+    assert [mask_of_node(each.grad_fn) is None for each in chosen] == [False, False, True, True]
 
 
 def modes_are_counted() -> None:
@@ -964,7 +975,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     losses_say_what_they_are_means_over: """
         CrossEntropyNode cross_entropy_of divisor_of_cross_entropy divisor_of_node is_scalar_node label_smoothing_of
         shape_of_node factor_of_node count_of_nansum sums_losses reduces_first_dimension
-        reduces_losses
+        reduces_losses constant_operand index_of_node mask_of_node
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode

@@ -91,6 +91,7 @@ __all__ = [
     "calls_forward",
     "chunk_cat",
     "compiled_module",
+    "constant_operand",
     "convert_module",
     "count_of_nansum",
     "cross_entropy_of",
@@ -132,6 +133,7 @@ __all__ = [
     "hook_ids",
     "hooks_registered",
     "in_backward",
+    "index_of_node",
     "inductor_lacks",
     "inductor_mode_options",
     "is_compiled",
@@ -150,6 +152,7 @@ __all__ = [
     "make_wrapper_subclass",
     "mark_stepped",
     "mark_wrapped_by_scheduler",
+    "mask_of_node",
     "module_buffers",
     "module_parameters",
     "mps_generator",
@@ -722,6 +725,54 @@ def reduces_losses(node: Any) -> bool:
         node: an autograd node; False for one of another function.
     """
     return getattr(node, "_saved_reduction", 0) != 0
+
+
+def constant_operand(node: Any) -> Tensor | None:
+    """Return the operand without a gradient of an inner or a batched matrix product that autograd has recorded.
+
+    Args:
+        node: an autograd node; that of ``torch.dot`` is ``DotBackward0``, of ``torch.bmm`` ``BmmBackward0``.
+
+    Returns:
+        The tensor; None for other operators, and where both operands need a gradient.
+    """
+    if node.name() not in ("DotBackward0", "BmmBackward0"):
+        return None
+    (first, _), (second, _) = node.next_functions
+    other: Tensor | None = node._saved_tensor if node.name() == "DotBackward0" else node._saved_mat2
+    return node._saved_self if first is None else other if second is None else None
+
+
+def index_of_node(node: Any) -> int | None:
+    """Return the index in the first dimension at which a selection that autograd has recorded takes its elements.
+
+    Args:
+        node: an autograd node; that of ``tensor[3]`` is ``SelectBackward0``.
+
+    Returns:
+        The index, from 0; None for other operators, and for a selection in another dimension.
+    """
+    if node.name() != "SelectBackward0" or node._saved_dim:
+        return None
+    index = int(node._saved_index)
+    # Negative indices are kept as numbers without a sign.
+    return index if index < 2**63 else index - 2**64 + (shape_of_node(node.next_functions[0][0]) or (0,))[0]
+
+
+def mask_of_node(node: Any) -> Tensor | None:
+    """Return the booleans by which a choice of elements that autograd has recorded was made, such as ``losses[mask]``.
+
+    Args:
+        node: an autograd node.
+
+    Returns:
+        The first tensor of booleans among the indices; None for other operators, and for a choice by numbers alone.
+    """
+    if node.name() == "MaskedSelectBackward0":
+        mask: Tensor = node._saved_mask
+        return mask
+    indices = node._saved_indices if node.name() == "IndexBackward0" else ()
+    return next((each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)), None)
 
 
 def reduces_first_dimension(node: Any) -> bool:

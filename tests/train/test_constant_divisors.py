@@ -74,6 +74,11 @@ def weighted_by_shares(outputs: Tensor, targets: Tensor) -> Tensor:
     return (weights / weights.sum() * by_sample(outputs, targets)).sum()
 
 
+def of_weights(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A sum with weights by sample, as of log probabilities times advantages."""
+    return (weights_of(targets) * by_sample(outputs, targets)).sum()
+
+
 def masked(outputs: Tensor, targets: Tensor) -> Tensor:
     mask = (targets > -0.5).flatten()
     return ((outputs - targets).flatten().square() * mask).sum() / mask.sum().clamp(min=1)
@@ -113,6 +118,7 @@ UNEVEN: dict[str, tuple[Loss, str]] = {
     "mean over weights": (weighted, "a mean or a sum over the micro-batch's"),
     "mean over weights by a number": (weighted_by_number, "a mean or a sum over the micro-batch's|a sum divided by"),
     "shares of weights": (weighted_by_shares, "a mean or a sum over the micro-batch's"),
+    "sum with weights": (of_weights, "a sum over"),
     "mean over a mask of elements": (masked, "a mean or a sum over the micro-batch's|a sum divided by"),
 }
 OF_SAMPLES: dict[str, Loss] = {

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_output import read_loss
+from tutti.parallel.ddp.loss_shape import undivided_sum
 from tutti.types.micro_batch import MicroBatch
 
 SAMPLES = 8
@@ -56,7 +57,6 @@ REFUSED: dict[str, Loss] = {
     "mean over a mask": lambda net, out, want, mask: masked(out, want, mask) / mask.sum(),
     "mean over at least one": lambda net, out, want, mask: masked(out, want, mask) / mask.sum().clamp(min=1),
     "sum over a constant": lambda net, out, want, mask: masked(out, want, mask) / 100,
-    "mean over chosen rows": lambda net, out, want, mask: mse(out[mask > 0, 0], want[mask > 0, 0]),
     "largest": lambda net, out, want, mask: (out - want).square().max(),
     "smallest of samples": lambda net, out, want, mask: (out - want).square().mean(1).amin(),
     "median": lambda net, out, want, mask: (out - want).abs().median(),
@@ -107,6 +107,10 @@ REFUSED: dict[str, Loss] = {
     "largest of as many losses": lambda net, out, want, mask: torch.stack([mse(out, want)] * SAMPLES).max(),
     "mean of sums": lambda net, out, want, mask: (out - want).square().sum(0).mean(),
     "chosen rows beside": lambda net, out, want, mask: bce(out[mask > 0, 0], mask[mask > 0]) + out.square().mean(),
+    "mean of a mask beside": lambda net, out, want, mask: (
+        (out - want).square().mean(1)[mask > 0].mean() + out.square().mean()
+    ),
+    "means of masks": lambda net, out, want, mask: sum(mse(out[mask == each], want[mask == each]) for each in (0, 1)),
 }
 TAKEN: dict[str, Loss] = {
     "mean": lambda net, out, want, mask: mse(out, want),
@@ -171,6 +175,7 @@ TAKEN: dict[str, Loss] = {
     "hinge": lambda net, out, want, mask: (1 - out * want).relu().mean(),
     "cross-entropy of chosen rows": lambda net, out, want, mask: entropy(out[mask > 0], want.argmax(1)[mask > 0]),
     "sum and count": lambda net, out, want, mask: (masked(out, want, mask), mask.sum()),
+    "mean over chosen rows": lambda net, out, want, mask: mse(out[mask > 0, 0], want[mask > 0, 0]),
     "root as one says": lambda net, out, want, mask: (mse(out, want).sqrt() * len(out), len(out)),
 }
 
@@ -194,6 +199,64 @@ def test_a_mean_of_columns_counts_samples() -> None:
 @pytest.mark.parametrize("name", TAKEN)
 def test_means_over_samples_are_taken(name: str) -> None:
     read(TAKEN[name])
+
+
+def errors(out: Tensor, want: Tensor) -> Tensor:
+    return (out - want).square().mean(1)
+
+
+UNDIVIDED: dict[str, Loss] = {
+    "weights of samples": lambda net, out, want, mask: (errors(out, want) * mask).sum(),
+    "inner product": lambda net, out, want, mask: errors(out, want) @ mask,
+    "einsum": lambda net, out, want, mask: -torch.einsum("b,b->", errors(out, want), mask),
+    "divided targets": lambda net, out, want, mask: (out * (want / 3)).sum(1).neg().sum(),
+    "sum of samples": lambda net, out, want, mask: sum(
+        each.abs() * weight for each, weight in zip(errors(out, want), 1 + mask, strict=True)
+    ),
+    "stacked samples": lambda net, out, want, mask: (
+        lambda each: torch.stack([each[k] * (1 + mask[k]) for k in range(SAMPLES)]).sum()
+    )(errors(out, want)),
+    "parts of samples": lambda net, out, want, mask: (
+        sum((out[k, : 1 + k % 3] - 1).square().sum() for k in range(SAMPLES)) / 13
+    ),
+    "trace": lambda net, out, want, mask: torch.trace((out - want) @ (out - want).T),
+    "sum of chosen samples": lambda net, out, want, mask: errors(out, want)[mask > 0].sum() / 5,
+    "Poisson": lambda net, out, want, mask: functional.poisson_nll_loss(out, want.abs(), reduction="sum"),
+}
+DIVIDED: dict[str, Loss] = {
+    "inner product over samples": lambda net, out, want, mask: errors(out, want) @ mask / SAMPLES,
+    "mean of samples": lambda net, out, want, mask: torch.stack(list(errors(out, want))).mean(),
+    "sum of samples over their number": lambda net, out, want, mask: sum(errors(out, want).unbind()) / SAMPLES,
+    "parts of samples over their number": lambda net, out, want, mask: (
+        sum(out[k, :2].mean() for k in range(SAMPLES)) / SAMPLES
+    ),
+    "chosen samples over their number": lambda net, out, want, mask: errors(out, want)[mask > 0].sum() / SAMPLES,
+    "mean of chosen samples": lambda net, out, want, mask: errors(out, want)[mask > 0].mean(),
+    "mean of rows": lambda net, out, want, mask: errors(out, want)[:5].mean(),
+    "columns": lambda net, out, want, mask: sum(mse(out[:, k], want[:, k]) for k in range(3)),
+    "smoothing": lambda net, out, want, mask: entropy(out, want.argmax(1), label_smoothing=0.1),
+    "without NaN": lambda net, out, want, mask: torch.where(mask > 0, errors(out, want), torch.nan).nanmean(),
+}
+
+
+PAIRS = ("sum and count", "root as one says")
+
+
+def adds(loss: Loss, may_divide: bool) -> bool:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, SAMPLES), nn.Tanh(), nn.Linear(SAMPLES, 3)).double()
+    inputs, mask = torch.randn(SAMPLES, 3, dtype=torch.float64), (torch.arange(SAMPLES) < 5).double()
+    return undivided_sum(loss(net, net(inputs), inputs, mask).grad_fn, SAMPLES, lambda _: may_divide, may_divide)
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_a_sum_over_samples_that_nothing_divides_is_found(name: str) -> None:
+    assert adds(UNDIVIDED[name], may_divide=False)
+
+
+@pytest.mark.parametrize("name", [*DIVIDED, *(name for name in TAKEN if name not in PAIRS)])
+def test_a_mean_over_samples_is_no_undivided_sum(name: str) -> None:
+    assert not adds((TAKEN | DIVIDED)[name], may_divide=True)
 
 
 def test_a_single_sample_may_be_divided_by_one() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tutti.errors import UsageError, script_line
 from tutti.parallel.ddp.loss_shape import (
     TARGETS,
+    averages_masked,
     check_adds_up,
     count_of_nanmean,
     host_divisor,
@@ -87,9 +88,9 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         The divisor, a tensor (), where the loss is one cross-entropy alone, with or without label smoothing, which is a
         mean or a sum divided by the samples or the targets. Where the micro-batch is not the whole batch, also for
         three losses without a cross-entropy: for the ``nanmean()`` of a tensor the number of elements that are not NaN;
-        for the ``mean()`` of a tensor its number of rows, unless the samples are along another dimension; and 0 for a
-        loss that is multiplied by 0, as scripts return it for samples without targets. None for any other loss, which
-        the caller then takes for a mean over samples.
+        for the ``mean()`` of a tensor, and a mean loss of PyTorch of chosen elements, its number of rows, unless the
+        samples are along another dimension; and 0 for a loss that is multiplied by 0, as scripts return it for samples
+        without targets. None for any other loss, which the caller then takes for a mean over samples.
 
     Raises:
         UsageError: the micro-batch is one of several of the global batch, and their losses cannot be added up, for one
@@ -124,6 +125,24 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
                 " have other weights",
             )
     return None
+
+
+def is_mean_over_samples(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> bool:
+    """Return whether the count that ``loss_count`` has found is in proportion to the samples of each micro-batch.
+
+    It is not where targets were ignored or weighted, or elements chosen by a mask: other micro-batches have another
+    number of them, also where this one has a multiple of its samples.
+
+    Args:
+        objective: () the loss of the micro-batch.
+        count: its count.
+        micro_batch: the micro-batch.
+    """
+    means, _ = _terms(objective.grad_fn)
+    if means:
+        return float(count) == means[0].targets or (means[0].reduction == "sum" and float(count) == micro_batch.samples)
+    chosen = count_of_nanmean(objective.grad_fn) is not None or averages_masked(objective.grad_fn, micro_batch.samples)
+    return not chosen and not float(count) % micro_batch.samples
 
 
 def _terms(root: Any) -> tuple[list[_Term], bool]:

@@ -7,7 +7,7 @@ samples count, as a mask does. Such a loss depends on how the batch is divided o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from tutti.errors import UsageError, counted, script_line
 from tutti.parallel.ddp.output_graph import graph_within, leaf_of_node, nodes_below
 from tutti.torch_compat import (
+    constant_operand,
     count_of_nansum,
     divisor_of_node,
     factor_of_node,
+    index_of_node,
     is_scalar_node,
     label_smoothing_of,
+    mask_of_node,
     reduces_first_dimension,
     reduces_losses,
     shape_of_node,
@@ -77,6 +80,14 @@ _FACTORS = frozenset(("NegBackward0", "MulBackward0", "DivBackward0", "ViewBackw
 """Nodes that multiply a number by a constant, or pass it on."""
 _CHOICES = frozenset(("IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0"))
 """Nodes that choose elements or rows of a tensor, as by a mask."""
+_ADDITIVE = (
+    _BY_ELEMENT
+    | _REDUCTIONS
+    | _VIEWS
+    | _TRANSPOSES
+    | {"Squeeze", "Unsqueeze", "Stack", "Cat", "Slice", "Select", "ToCopy", "Expand"}
+)
+"""Functions between a loss and what it adds up of the samples that divide by no number of them."""
 TARGETS = "tutti.targets"
 """Key of a node's metadata for the number of targets of the loss that it computed."""
 _STAGED = "_ThroughBackward"
@@ -110,8 +121,11 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
         if node is None or node in seen or not _lacks_samples(node, samples) or is_zero(node):
             continue
         seen.add(node)
+        if (rows := _masked_rows_of_mean(node, samples)) is not None and node is not _below_factors(root):
+            raise _refused(f"the loss adds other terms to a mean over {rows} rows that a mask has chosen")
         if _reduces(node, samples):
-            _check_elements(node, micro_batch)
+            if node is not _below_factors(root) or not _is_mean_of_chosen(node):
+                _check_elements(node, micro_batch)
             continue
         before = [each for each, _ in node.next_functions if each is not None]
         name = _function(node)
@@ -127,6 +141,24 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
         ahead += before
     _check_divisor(root, micro_batch)
     _check_sums(root, samples)
+
+
+def averages_masked(root: Any, samples: int) -> bool:
+    """Return whether a loss is the mean of rows or elements that a mask has chosen of values by sample.
+
+    Args:
+        root: ``grad_fn`` of the loss.
+        samples: number of samples of the micro-batch.
+    """
+    node = _below_factors(root)
+    return node is not None and _masked_rows_of_mean(node, samples) is not None
+
+
+def _masked_rows_of_mean(node: Any, samples: int) -> int | None:
+    """Return how many rows of the samples a mask has chosen for a node's mean; None for no mean of such rows."""
+    is_mean = _function(node) == "Mean" or _is_mean_of_elements(node)
+    alike = _alike(node.next_functions[0][0]) if is_mean else ()
+    return next((rows for each in alike if (rows := _rows_of_mask(each, samples)) is not None), None)
 
 
 def _check_elements(node: Any, micro_batch: MicroBatch) -> None:
@@ -185,8 +217,91 @@ def _check_sums(root: Any, samples: int) -> None:
             ahead += [(each, host_divisor(node)) for each in before]
 
 
-def _is_divided(nodes: list[Any], samples: int) -> bool:
-    """Return whether a constant may have divided values by the number of samples, or weighted each of the samples."""
+def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool], may_scale: bool) -> bool:
+    """Return whether a loss has a sum over samples that neither a number nor a constant tensor has divided.
+
+    The sum may be one of a tensor, an inner product, or one of as many pieces as there are samples, such as in
+    ``sum(losses)``. The function searches the loss's autograd graph, at most 4,096 nodes, from the loss through
+    functions of each element and sums. It leaves out cross-entropies, which ``loss_count`` examines.
+
+    Args:
+        root: ``grad_fn`` of the loss.
+        samples: number of samples of the micro-batch.
+        may_divide: whether a constant factor of several elements may be divided by the number of samples.
+        may_scale: whether a number above one may be that of all data, divided by the samples.
+    """
+    ahead: list[tuple[Any, int, tuple[float, ...]]] = [(root, 0, ())]
+    seen, pieces = set[Any](), dict[Any, set[int]]()
+    while ahead and len(seen) < _DEEP:
+        node, output, divisors = ahead.pop()
+        node = graph_within(node)
+        if node is None or (node, output) in seen or is_zero(node) or TARGETS in node.metadata:
+            continue
+        seen.add((node, output))
+        before, name = [edge for edge in node.next_functions if edge[0] is not None], _function(node)
+        inputs = [each for each, _ in before]
+        piece = output if name == "Unbind" and reduces_first_dimension(node) else index_of_node(node)
+        if piece is not None and samples > 1 and _has_samples_first(inputs[0], samples):
+            of_samples = pieces.setdefault(inputs[0], set())
+            of_samples.add(piece)
+            adds = len(of_samples) == samples
+        elif (rows := _rows_of_mask(node, samples)) is not None:
+            # Where a mask has as many rows as the samples, or twice as many, they are no number of samples.
+            adds, divisors = True, tuple(each for each in divisors if each != rows)
+        else:
+            adds = _adds_samples(node, samples) and count_of_nansum(node) not in divisors
+            adds = adds and not _of_stack(node, samples)
+        if adds:
+            constant = constant_operand(node)
+            is_divided = any(_is_multiple(each, samples) or (may_scale and abs(each) < 1) for each in divisors)
+            is_divided |= constant is not None and constant.numel() > 1 and may_divide(constant)
+            if not (is_divided or _is_divided(inputs, samples, may_divide)):
+                return True
+        elif name in _ADDITIVE and _lacks_samples(node, samples) and not _divides_samples(node, samples):
+            number = _divisor_in(node)
+            below = divisors if number is None else (*divisors, number)
+            if label_smoothing_of(node) is None:
+                ahead += [(*edge, below) for edge in (before[:1] if name == "Div" else before)]
+    return False
+
+
+def _adds_samples(node: Any, samples: int) -> bool:
+    """Return whether a node is a sum, a trace or an inner product over the samples."""
+    if _function(node) == "Bmm":
+        return _contracts_alone(node, samples)
+    return _function(node) in (*_SUMS, "Trace") and _over_samples(node, samples)
+
+
+def _rows_of_mask(node: Any, samples: int) -> int | None:
+    """Return the number of rows that a mask has chosen of values by sample.
+
+    None for other nodes, and where the mask has chosen all rows, or as many of each sample, as a one-hot mask does.
+    """
+    mask = mask_of_node(node)
+    inputs = _only_input(node) if mask is not None else None
+    if mask is None or inputs is None or not _has_samples_first(inputs, samples):
+        return None
+    by_sample = mask.flatten(1).sum(1) if mask.dim() > 1 and len(mask) == samples > 1 else mask.flatten()
+    return None if bool((by_sample == by_sample[:1]).all()) else (shape_of_node(node) or (0,))[0]
+
+
+def _divides_samples(node: Any, samples: int) -> bool:
+    """Return whether a node is the mean over samples, of values that were put together, or of chosen ones."""
+    if _function(node) != "Mean":
+        return False
+    alike = _alike(node.next_functions[0][0])
+    put = any(_function(each) in ("Stack", "Cat") or each.name() in _CHOICES for each in alike)
+    return put or _over_samples(node, samples)
+
+
+def _is_divided(nodes: list[Any], samples: int, may_divide: Callable[[Tensor], bool] | None = None) -> bool:
+    """Return whether a constant may have divided values by the number of samples, or weighted each of the samples.
+
+    Args:
+        nodes: the nodes of the values.
+        samples: number of samples of the micro-batch.
+        may_divide: whether a constant of several elements may do so; None: each may.
+    """
     ahead, seen = list(nodes), set[Any]()
     while ahead and len(seen) < _MOST:
         node = graph_within(ahead.pop())
@@ -194,7 +309,7 @@ def _is_divided(nodes: list[Any], samples: int) -> bool:
             continue
         seen.add(node)
         factor = factor_of_node(node)
-        if factor is not None and factor.numel() > 1:
+        if factor is not None and factor.numel() > 1 and (may_divide is None or may_divide(factor)):
             return True
         number = _divisor_in(node)
         if number is not None and _is_multiple(number, samples):
@@ -362,7 +477,8 @@ def rows_of_mean(root: Any, samples: int) -> int | None:
         tensor, as in the outputs of a recurrent network.
     """
     node = _below_factors(root)
-    inputs = None if node is None or node.name() != "MeanBackward0" else node.next_functions[0][0]
+    is_mean = node is not None and (_function(node) == "Mean" or _is_mean_of_elements(node))
+    inputs = node.next_functions[0][0] if is_mean else None
     shape = None if inputs is None else shape_of_node(inputs)
     if not shape or not _of_outputs(node, samples) or _holds(inputs, samples):
         return None
@@ -440,6 +556,22 @@ def _reduces(node: Any, samples: int) -> bool:
 def _is_loss(node: Any) -> bool:
     """Return whether a node is that of a loss function of PyTorch that reduces the batch."""
     return node.name() in _LOSSES and reduces_losses(node)
+
+
+def _is_mean_of_elements(node: Any) -> bool:
+    """Return whether a node is that of a loss function of PyTorch that is the mean over all elements of its input."""
+    return _is_loss(node) and node.name() not in _COUNTED and not sums_losses(node)
+
+
+def _is_mean_of_chosen(node: Any) -> bool:
+    """Return whether a node is that of such a loss function, of elements or rows that are chosen, as by a mask."""
+    return _is_mean_of_elements(node) and any(each.name() in _CHOICES for each in _alike(node.next_functions[0][0]))
+
+
+def _alike(node: Any) -> Iterator[Any]:
+    """Yield a node, and those below it through nodes of as many rows."""
+    first = (shape_of_node(node) or ())[:1] if node is not None else ()
+    return map(graph_within, nodes_below(node, lambda each: (shape_of_node(each) or ())[:1] == first) if first else ())
 
 
 def _over_samples(node: Any, samples: int) -> bool:

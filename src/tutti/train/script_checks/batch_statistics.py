@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,10 @@ from tutti.train.script_checks.storage_records import MemoryRecords, memory_of
 _REDUCTIONS = frozenset(("sum", "mean", "nansum", "nanmean", "count_nonzero"))
 """Names of functions that add up elements."""
 _DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
+_MULTIPLICATIONS = frozenset(("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__"))
+_IN_PLACE = frozenset(("div_", "divide_", "true_divide_", "__itruediv__", "__idiv__"))
+_NORMALISING = frozenset(("softmax", "log_softmax", "softmin", "normalize"))
+"""Names of functions that may divide elements by a sum of all samples."""
 _READS = frozenset(("item", "__int__", "__float__"))
 """Names of functions that return the number of a tensor of one element."""
 
@@ -29,10 +33,14 @@ class BatchStatistics:
 
     Args:
         samples: number of samples of the micro-batch; 0 records nothing.
+        batch: memory of the micro-batch's tensors.
     """
 
-    def __init__(self, samples: int = 0) -> None:
+    def __init__(self, samples: int = 0, batch: Iterable[StorageWeakRef] = ()) -> None:
         self._samples = samples
+        # Whether values in memory may have been divided by a number of samples, or by a sum over them.
+        self._divided = MemoryRecords[bool]()
+        self._divided |= dict.fromkeys(batch, False)
         # The value that each has where all elements are one, and the memory of what it was computed from.
         self._found = MemoryRecords[tuple[float, StorageWeakRef | None]]()
         self._numbers: dict[float, float] = {}
@@ -52,6 +60,7 @@ class BatchStatistics:
         source = None if given is None or not self._samples else memory_of(given)
         if given is None or source is None:
             return
+        self._note_division(name, args, result)
         if name in _READS:
             if (found := self._found.get(source)) is not None:
                 self._numbers[float(result)] = found[0]
@@ -69,6 +78,36 @@ class BatchStatistics:
         elif name in _DIVISIONS and self._is_of(source, args[1:2]):
             self._normalised.add(made)
         self._found.drop_freed()
+
+    def _note_division(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Record whether the result of a call may have been divided by a number of samples, or by a sum over them."""
+        memory = memory_of(result) if isinstance(result, Tensor) else None
+        if memory is None:
+            return
+        scales = name in _DIVISIONS | _IN_PLACE | _MULTIPLICATIONS
+        numbers = [abs(each) for each in args if type(each) in (int, float) and each] if scales else []
+        by_size = any(
+            each >= 1 and not each % self._samples for number in numbers for each in (number, round(1 / number, 6))
+        )
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        found = [self._statistic(each) for each in tensors[1:]] if scales else []
+        by_sum = any(each is not None and each[0] != 1.0 for each in found)
+        # Tensors that no call of the script has made, such as class weights, may be anything.
+        pairs = [(memory_of(each), not each.requires_grad) for each in tensors]
+        of_divided = any(other if key is None else self._divided.get(key, other) for key, other in pairs)
+        self._divided[memory] = name in _NORMALISING or by_size or by_sum or of_divided
+        self._divided.drop_freed()
+
+    def may_divide(self, weights: Tensor, reads_sizes: bool) -> bool:
+        """Return whether a constant factor of several elements may have been divided by the number of samples.
+
+        Args:
+            weights: the factor.
+            reads_sizes: whether the script has read a size of the micro-batch, by which it may have made the factor
+                where no call on a tensor of the batch did.
+        """
+        memory = memory_of(weights)
+        return self._divided.get(memory, reads_sizes) if memory is not None else reads_sizes
 
     def _is_of(self, source: StorageWeakRef, divisors: Sequence[Any]) -> bool:
         """Return whether a divisor is a statistic that was computed from the tensor with this memory."""
@@ -89,7 +128,7 @@ class BatchStatistics:
             found = self._statistic(tensor)
             if found is not None and not math.isclose(float(tensor), found[0], rel_tol=1e-5):
                 return float(tensor)
-        for number in scaled.divisors if scaled.is_sum else ():
+        for number in scaled.divisors if scaled.is_sum or scaled.weights else ():
             ones = next((self._numbers[each] for each in self._numbers if math.isclose(each, number)), number)
             if not math.isclose(ones, number, rel_tol=1e-5):
                 return number

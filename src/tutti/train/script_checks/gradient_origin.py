@@ -22,7 +22,7 @@ from tutti.errors import MismatchError, UsageError, counted, script_line
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.nn.partial_gradient import PartGradient, real_numbers
-from tutti.parallel.ddp.loss_count import loss_count
+from tutti.parallel.ddp.loss_count import is_mean_over_samples, loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
 from tutti.torch_compat import FunctionModesDisabled, local_tensor, tensor_version
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL
@@ -170,7 +170,7 @@ class GradientOrigin:
         except UsageError as error:
             remedy = f"call run.backward, and give it what the loss function would return: {error.remedy}"
             return partial(UsageError, error.what, where=where, why=error.why, remedy=remedy)
-        if count is None or not float(count) % micro_batch.samples:
+        if count is None or is_mean_over_samples(loss, count, micro_batch):
             return None
         return partial(
             UsageError,

@@ -6,7 +6,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import numpy as np
@@ -18,10 +19,11 @@ from tutti.errors import UsageError, counted, script_line
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
 from tutti.parallel.ddp.loss_count import loss_count
-from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions
+from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions, undivided_sum
 from tutti.torch_compat import FunctionModesDisabled, functorch_level, leave_function_mode, tree_leaves
 from tutti.train.script_checks.batch_statistics import BatchStatistics
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
+from tutti.train.script_checks.storage_records import memories_of
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ _SCALING = frozenset(
     for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
 )
 """Names of functions that multiply or divide."""
+_MEANS = (
+    "return (sum, n) of n samples for the mean over the global batch; or (sum * batch_size, n) for its sum, as plain"
+    " PyTorch gives it; or divide by the number of samples, such as len(targets)"
+)
 _READS = 8
 """Most reads of sizes in a body that are recorded (a guess)."""
 
@@ -103,7 +109,7 @@ class LossWatch(TorchFunctionMode):
         # Other leaves, such as lists, may tell the script how many samples there are.
         self._reads_sizes = not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         self._factors = set()
-        self._statistics = BatchStatistics(micro_batch.samples)
+        self._statistics = BatchStatistics(micro_batch.samples, memories_of(batch_tensors(batch)))
         self.begin(micro_batch, batch)
 
     def note_call(self, func: Any, args: Sequence[Any]) -> None:
@@ -179,11 +185,7 @@ class LossWatch(TorchFunctionMode):
                     "divide by the number of samples of the micro-batch, such as len(targets), or give (sum, count)"
                 )
             elif (factor := self._constant_factor(each, samples)) is not None:
-                what = f"a sum over {counted(samples, 'sample')} times {factor:g}, and no mean"
-                remedy = (
-                    "return (sum, n) of n samples for the mean over the global batch; or (sum * batch_size, n) for its"
-                    " sum, as plain PyTorch gives it; or divide by the number of samples, such as len(targets)"
-                )
+                what, remedy = f"a sum over {counted(samples, 'sample')} times {factor:g}, and no mean", _MEANS
             elif (number := self._statistics.divisor_of(each)) is not None and not _is_count(loss, micro_batch, number):
                 what = f"divided by {number:g}, a mean or a sum over the micro-batch's samples"
                 remedy = (
@@ -191,13 +193,19 @@ class LossWatch(TorchFunctionMode):
                     " weights.sum())"
                 )
             if what:
-                raise UsageError(
-                    f"the loss is {what}",
-                    where=f"step {self._run.global_step + 1}, {script_line()}",
-                    why="this micro-batch is a part of the global batch, and tutti takes a scalar for the mean over the"
-                    " micro-batch",
-                    remedy=remedy,
-                )
+                self._refuse_divisor(what, remedy)
+        may_divide = partial(self._statistics.may_divide, reads_sizes=self._reads_sizes)
+        if undivided_sum(loss.grad_fn, samples, may_divide, may_scale=self._reads_sizes):
+            self._refuse_divisor(f"a sum over {counted(samples, 'sample')}, and no mean", _MEANS)
+
+    def _refuse_divisor(self, what: str, remedy: str) -> NoReturn:
+        raise UsageError(
+            f"the loss is {what}",
+            where=f"step {self._run.global_step + 1}, {script_line()}",
+            why="this micro-batch is a part of the global batch, and tutti takes a scalar for the mean over the"
+            " micro-batch",
+            remedy=remedy,
+        )
 
     def _is_divided_by_batch(self, scaled: Scaled, samples: int) -> bool:
         """Return whether a sum is divided by the global batch's size, a constant, and by no multiple of the samples."""
