@@ -269,6 +269,12 @@ def by_hand(loss: Any, **options: Any) -> None:
         run.optimizer.zero_grad()
 
 
+def centred(net: Any, batch: Any) -> Any:
+    """The mean of a layer's outputs over the batch, which a model by hand takes away."""
+    hidden = net[0](batch)
+    return (net[2](hidden - hidden.mean(0)) + 0 * net(batch)).mean()
+
+
 MIXING = {mean: False, counted: False, ignored: False, in_batch_negatives: True, variance: True, two_views: True}
 
 
@@ -280,6 +286,25 @@ def test_the_loss_of_a_body_that_mixes_samples(loss: Any, strategy: str) -> None
     assert names(2, partial(by_hand, loss, strategy=strategy)) == ["mixed-samples"] * MIXING[loss]
     if strategy.startswith("sharded"):
         assert names(2, partial(trained, loss, strategy=strategy)) == ["mixed-samples"] * MIXING[loss]
+
+
+def plainly(loss: Any) -> None:
+    run = prepare(None)
+    for batch in islice(run.microbatches(0), 2):
+        loss(run.model, batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loss", [in_batch_negatives, centred])
+def test_the_loss_of_a_plain_backward_that_mixes_samples(loss: Any) -> None:
+    assert names(2, partial(plainly, loss)) == ["mixed-samples"]
+
+
+def cosines(net: Any, batch: Any) -> Any:
+    """Similarities with the targets of all samples, of which each sample has one."""
+    outputs, targets = net(batch).expand(-1, 2) * torch.tensor([1.0, 2.0]) + 1, nn.functional.normalize(batch[:, :2])
+    return nn.functional.cross_entropy(outputs @ targets.T, torch.arange(len(batch)))
 
 
 def advantages(net: Any, batch: Any) -> Any:
@@ -331,12 +356,12 @@ def with_average(net: Any, batch: Any) -> Any:
     return (net(batch) - AVERAGE).square().mean()
 
 
-BY_TARGETS = [advantages, by_frequency, hardest, trimmed, middle, standardised, with_average, drawn, clipped]
+BY_TARGETS = [advantages, by_frequency, hardest, trimmed, middle, standardised, with_average, drawn, clipped, cosines]
 
 
 @pytest.mark.parametrize(("loss", "strategy"), in_turn(BY_TARGETS, ["mirrored", "sharded", "sharded:stage=1"]))
 def test_the_loss_of_a_body_that_mixes_samples_by_its_targets(loss: Any, strategy: str) -> None:
-    fires = loss in (advantages, by_frequency, hardest, trimmed, middle)
+    fires = loss in (cosines, advantages, by_frequency, hardest, trimmed, middle)
     # Of an average that several workers of a rank share, each would get the values of the one before.
     options: dict[str, Any] = {"workers": 2} if loss is with_average else {}
     assert names(2, partial(by_hand, loss, strategy=strategy, **options)) == ["mixed-samples"] * fires

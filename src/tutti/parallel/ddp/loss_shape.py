@@ -265,6 +265,26 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
     return False
 
 
+def reads_statistic(root: Any, samples: int) -> bool:
+    """Return whether values by sample are computed from a mean, a sum, a norm or a variance over the samples.
+
+    Batch norms that are a function of PyTorch do not count, nor statistics without a gradient. The function searches
+    the loss's autograd graph, at most 4,096 nodes.
+
+    Args:
+        root: ``grad_fn`` of the loss.
+        samples: number of samples of the micro-batch.
+    """
+    for node in nodes_below(root, lambda _: True, _DEEP):
+        inputs = [graph_within(each) for each, _ in graph_within(node).next_functions if each is not None]
+        if len(inputs) == 2 and (shape_of_node(node) or ())[:1] == (samples,) and not _is_reduced(node, samples):
+            others = [each for each in inputs if samples not in (shape_of_node(each) or (samples,))]
+            below = (each for other in others for each in nodes_below(other, lambda b: _lacks_samples(b, samples)))
+            if any(_reduces_samples(each, samples) and _of_outputs(each, samples) for each in map(graph_within, below)):
+                return True
+    return False
+
+
 def _adds_samples(node: Any, samples: int) -> bool:
     """Return whether a node is a sum, a trace or an inner product over the samples."""
     if _function(node) == "Bmm":

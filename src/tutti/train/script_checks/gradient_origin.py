@@ -156,6 +156,7 @@ class GradientOrigin:
             with FunctionModesDisabled(), torch.enable_grad():
                 loss = loss.sum()
         if loss.numel() == 1 and micro_batch.samples and not micro_batch.whole:
+            self._run.checks.end_body(loss)
             self._error = self._error_of(loss, micro_batch, f"step {self._run.global_step + 1}, {script_line()}")
         try:
             yield

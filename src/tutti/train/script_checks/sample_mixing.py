@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tutti.parallel.ddp.loss_shape import reads_statistic
+
 _MOST = 1_000_000
 """Largest number of elements of the model's outputs, whose second derivatives take memory."""
 _SMALL = 1e-7
@@ -55,7 +57,8 @@ class MixingProbe:
     def mixes(self, loss: Any) -> bool:
         """Return whether a loss mixes samples: whether one sample's gradient depends on the model's outputs for others.
 
-        False where that cannot be told, such as for functions without a second derivative. Ends the probe.
+        True also where the model or the loss gives each sample a statistic of all, such as their mean. False where that
+        cannot be told, such as for functions without a second derivative. Ends the probe.
 
         Args:
             loss: what the loss function returned, or what ``run.backward`` was given; if it is a tuple or list, its
@@ -69,8 +72,9 @@ class MixingProbe:
             return False
         # Not every function has a second derivative.
         with suppress(Exception), torch.enable_grad():
-            return _depends(total.sum(), outputs)
-        return False
+            if _depends(total.sum(), outputs):
+                return True
+        return reads_statistic(total.grad_fn, self._samples)
 
 
 def _depends(total: Tensor, outputs: list[Tensor]) -> bool:

@@ -81,7 +81,8 @@ class TargetProbe(TorchFunctionMode):
         if func in METADATA and not isinstance(result := func(*args, **kwargs), Tensor):
             return result
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
-        if getattr(func, "__name__", "").startswith(("rand", "normal", "bernoulli", "multinomial", "dropout")):
+        name = getattr(func, "__name__", "")
+        if name.startswith(("rand", "normal", "bernoulli", "multinomial", "dropout")) and name != "normalize":
             self._calls = None
         if not any(id(leaf) in self._known for leaf in given):
             return func(*args, **kwargs)
