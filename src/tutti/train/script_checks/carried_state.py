@@ -53,6 +53,8 @@ from tutti.types.micro_batch import MicroBatch
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
+_NOT_OF_SCRIPT = ("tutti.", "torch.distributed.")
+"""Packages whose code runs in a backward without being a hook of the script, as FSDP2's, which gathers weights."""
 _WATCHED = 2
 """Global batches in which values that pass between workers are looked for."""
 _OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
@@ -562,13 +564,15 @@ class CarriedValues(LossWatch):
         """Call a function of PyTorch, and note what a hook of the script has computed with it in a backward."""
         if func is Tensor.backward:
             return backward_within(self, *args, **kwargs)
-        if func in METADATA or calling_module(calling_frame(1)).startswith("tutti."):
+        if func in METADATA or calling_module(calling_frame(1)).startswith(_NOT_OF_SCRIPT):
             return func(*args, **kwargs)
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
         before = tensor_versions(given)
         result = func(*args, **kwargs)
         written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]
-        for memory in memories_of((*written, *tree_leaves(result))):
+        # Not views, such as the transpose of a weight in the backward of the script's own function.
+        made = memories_of(tree_leaves(result)) - memories_of(given)
+        for memory in made | memories_of(written):
             self._found[memory] = {self._here: ""}
         return result
 
