@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,9 @@ from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
+
+
+_UNWATCHED = nullcontext()
 
 
 class StepInputs(TorchFunctionMode):
@@ -79,22 +82,28 @@ class StepInputs(TorchFunctionMode):
         """
         run = self._run
         self._steps += 1
+        if not (is_watched_step(self._steps) or run.lifecycle.windows.is_open):
+            if self._is_due:
+                self._is_due, self._lines, self._batch = False, MemoryRecords(), set()
+            return
         micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         self._several = len(micro_batches) > 1
         together = run.gradient_sync.loss_normalisation == "step" and run.context.comms.replica.size > 1
-        due = (is_watched_step(self._steps) or run.lifecycle.windows.is_open) and (self._several or together)
         # The mode does not see the calls of compiled code.
         parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
-        own = due and any(map(_has_code_of_script, run.custom.optimizers))
+        own = (self._several or together) and any(map(_has_code_of_script, run.custom.optimizers))
         self._is_due = own and not has_compiled_code(parts, run.context)
         self._lines = MemoryRecords()
         self._batch = set()
         if self._is_due:
             self._batch = memories_of(tensor for each in micro_batches for tensor in batch_tensors(each.batch))
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Return a context manager for forwards, backwards and the update of ``run.step``, after ``begin_batch``."""
+        return self._watched() if self._is_due else _UNWATCHED
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         self.begin()
         try:
             yield
@@ -114,16 +123,16 @@ class StepInputs(TorchFunctionMode):
             self._active = False
             leave_function_mode(self)
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context manager for the code of an optimizer's step, which must read no values of samples.
 
         Args:
             optimizer: the script's optimizer, which an error names.
         """
-        if not self._active:
-            yield
-            return
+        return self._reading(optimizer) if self._active else _UNWATCHED
+
+    @contextmanager
+    def _reading(self, optimizer: Optimizer) -> Iterator[None]:
         self._note_own()
         self._stepping = optimizer
         try:
