@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tutti.comm.collective_schedules import LinkTraffic
 from tutti.comm.file_all_gather import FileAllGather
+from tutti.comm.graph_breaks import ends_graph
 from tutti.comm.process_groups import channel_purpose, count_message, process_groups
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.shared_memory import CONTROL_BYTES, SmallMessages, attach_small
@@ -414,6 +415,7 @@ class Communicator:
             self._count_collective("broadcast", tensor)
             self._wait(dist.broadcast(tensor, self.ranks[source], group=self._gradient_group, async_op=True), text)
 
+    @ends_graph
     def _transfer(self, tensor: Tensor, source: int, to: int, kind: str, sending: bool = False) -> Pending:
         # A broadcast in a group of two: Gloo closes the connection if a receive is waited for with a timeout, whereas
         # the wait for a broadcast may be split into short ones.
