@@ -10,10 +10,12 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "forget_exit_handlers",
     "import_uncollected",
     "join_threads",
+    "local_variables",
     "run_exit_handlers",
 ]
 
@@ -30,6 +33,25 @@ _T = TypeVar("_T")
 calling_frame = sys._getframe
 """Return the frame ``depth`` calls up the stack. Documented as specific to CPython; the public ``inspect.stack()``
 reads source files at each call."""
+
+
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """Return the local and enclosing variables of a running function by name; empty for a module or a class body.
+
+    Before Python 3.13 a frame keeps the dict that ``f_locals`` makes, and with it objects that the function deletes
+    later. This function empties that dict, unless the script has it, too, from ``locals()``.
+
+    Args:
+        frame: frame of the function.
+    """
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return {}
+    table = frame.f_locals
+    found = dict(table)
+    # The frame, the variable here and the argument of getrefcount refer to it.
+    if type(table) is dict and sys.getrefcount(table) <= 3:
+        table.clear()
+    return found
 
 
 def forget_exit_handlers() -> None:

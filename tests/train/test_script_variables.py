@@ -6,7 +6,7 @@ import sys
 from typing import Any
 from weakref import ref
 
-from tutti.train.script_checks.script_variables import _local_values
+from tutti.python_compat import local_variables
 
 
 class Held:
@@ -16,7 +16,7 @@ class Held:
 def test_what_a_function_deletes_after_its_variables_were_read_is_freed() -> None:
     held = Held()
     known = ref(held)
-    assert any(value is held for value in _local_values(sys._getframe()))
+    assert any(value is held for value in local_variables(sys._getframe()).values())
     del held
     assert known() is None
 
@@ -24,5 +24,5 @@ def test_what_a_function_deletes_after_its_variables_were_read_is_freed() -> Non
 def test_variables_that_a_script_has_asked_for_stay() -> None:
     held = Held()
     asked: dict[str, Any] = locals()
-    assert any(value is held for value in _local_values(sys._getframe()))
+    assert any(value is held for value in local_variables(sys._getframe()).values())
     assert asked["held"] is held

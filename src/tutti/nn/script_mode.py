@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tutti.nn.owned_hooks import OwnedHook
-from tutti.python_compat import calling_frame
+from tutti.python_compat import calling_frame, local_variables
 from tutti.torch_compat import TorchFunctionDisabled, calls_forward, top_function_mode
 
 SIZES = frozenset(
@@ -293,18 +293,17 @@ def self_of(frame: FrameType) -> Any:
 
     A function counts as a method if its first argument is named ``self``, and also, under any name of the argument, if
     it is the method ``step`` of the argument's class, as of an optimizer. Local variables of other functions are not
-    read, since CPython then keeps a copy of all of them with the frame, and objects that the script deletes would not
-    be freed.
+    read, which takes a copy of all of them.
 
     Args:
         frame: the frame.
     """
     code = frame.f_code
     if code.co_varnames[:1] == ("self",):
-        return frame.f_locals.get("self")
+        return local_variables(frame).get("self")
     if code.co_name != "step" or not code.co_argcount:
         return None
-    first = frame.f_locals.get(code.co_varnames[0])
+    first = local_variables(frame).get(code.co_varnames[0])
 
     def runs(method: Any) -> bool:
         return getattr(method, "__code__", None) is code

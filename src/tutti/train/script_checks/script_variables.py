@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from inspect import CO_OPTIMIZED
-from sys import getrefcount
 from types import FrameType
 from typing import Any
 
 from tutti.errors import is_script_file
-from tutti.python_compat import calling_frame
+from tutti.python_compat import calling_frame, local_variables
 from tutti.train.script_checks.python_state import is_of_script
 
 _FEW = 64
 """Most elements of a container that is searched (a guess)."""
-_REFERENCES = 3
-"""References to a frame's dict of local variables: of the frame, of the reader's variable, and of ``getrefcount``."""
 _CONTAINERS = (list, tuple, dict, deque)
 
 
@@ -30,7 +26,7 @@ def script_values() -> Iterator[Any]:
     seen = set[int]()
     while frame is not None:
         if is_script_file(frame.f_code.co_filename):
-            values = _local_values(frame)
+            values = list(local_variables(frame).values())
             if id(frame.f_globals) not in seen:
                 seen.add(id(frame.f_globals))
                 values += frame.f_globals.values()
@@ -38,21 +34,6 @@ def script_values() -> Iterator[Any]:
                 yield value
                 yield from _held(value)
         frame = frame.f_back
-
-
-def _local_values(frame: FrameType) -> list[Any]:
-    """Return the values of a function's local and enclosing variables; none for a module, whose locals are its globals.
-
-    Before Python 3.13 a frame keeps the dict that it has made of its variables, and so what the script deletes later,
-    such as a run. The dict is emptied, unless the script has it, too, from ``locals()``.
-    """
-    if not frame.f_code.co_flags & CO_OPTIMIZED:
-        return []
-    table = frame.f_locals
-    values = list(table.values())
-    if type(table) is dict and getrefcount(table) <= _REFERENCES:
-        table.clear()
-    return values
 
 
 def _held(value: Any) -> Iterator[Any]:
