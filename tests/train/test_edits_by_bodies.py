@@ -291,3 +291,54 @@ def test_an_edit_by_what_a_hook_has_kept_is_refused() -> None:
     assert "depends on one of several micro-batches" in said
     assert updates == 0
     assert worlds.run(1, scaled_by_hooks, workers=1) == [("", 4)]
+
+
+class Product(torch.autograd.Function):
+    """A product with a backward in Python, which reads a transposed weight."""
+
+    @staticmethod
+    def forward(context: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(inputs, weight)
+        return inputs @ weight
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = context.saved_tensors
+        return gradient @ weight.T, inputs.T @ gradient
+
+
+class OfProducts(nn.Module):
+    """A model whose layer is a function of the script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+        self.head = nn.Linear(3, 1).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.head(Product.apply(inputs, self.weight).tanh())
+        return result
+
+
+def clipped_beside_a_function(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    model, data = OfProducts(), torch.randn(24, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = None
+    if strategy != "plain":
+        run = tutti.prepare(model, optimizer, data, batch_size=12, workers=4, shuffle=False, strategy=strategy)
+    for batch in data.split(12) if run is None else run.microbatches(0):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward() if run is None else run.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    state = model.state_dict() if run is None else run.state()
+    return [float(value.sum()) for value in state.values()]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("sharded", 2)])
+def test_a_function_with_a_backward_of_its_own_leaves_gradients_free_to_be_edited(strategy: str, ranks: int) -> None:
+    want = clipped_beside_a_function("plain")
+    for got in worlds.run(ranks, clipped_beside_a_function, strategy=strategy):
+        assert got == pytest.approx(want, abs=1e-12)
