@@ -6,11 +6,13 @@ import gc
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import pytest
 
 from tutti import python_compat
-from tutti.python_compat import LiveObjects, calling_frame, import_uncollected
+from tutti.python_compat import LiveObjects, calling_frame, import_uncollected, local_variables
 
 ENDING = """
 import atexit, os, sys, time
@@ -96,6 +98,25 @@ def test_no_garbage_is_collected_while_a_module_is_imported(
     assert collecting == [False, True][: 1 + before]
 
 
+class Held:
+    """An object that a function deletes."""
+
+
+def test_what_a_function_deletes_after_its_variables_were_read_is_freed() -> None:
+    held = Held()
+    known = ref(held)
+    assert any(value is held for value in local_variables(sys._getframe()).values())
+    del held
+    assert known() is None
+
+
+def test_variables_that_a_script_has_asked_for_stay() -> None:
+    held = Held()
+    asked: dict[str, Any] = locals()
+    assert any(value is held for value in local_variables(sys._getframe()).values())
+    assert asked["held"] is held
+
+
 def test_every_name_is_touched() -> None:
     assert set(python_compat.__all__) == {
         "LiveObjects",
@@ -103,5 +124,6 @@ def test_every_name_is_touched() -> None:
         "forget_exit_handlers",
         "import_uncollected",
         "join_threads",
+        "local_variables",
         "run_exit_handlers",
     }
