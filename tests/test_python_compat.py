@@ -83,6 +83,40 @@ def test_live_objects_without_weak_references_are_found_too() -> None:
     assert len(found.all()) == 4
 
 
+SEARCHING = """
+import sys, threading
+from tutti.python_compat import LiveObjects
+
+class Held: pass
+
+held, found, failed, searching = Held(), LiveObjects(Held), [], True
+
+def build():
+    while searching and not failed:
+        try:
+            tuple(number for number in range(300))
+        except SystemError as error:
+            failed.append(error)
+
+sys.setswitchinterval(1e-5)
+threads = [threading.Thread(target=build) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(200):
+    found._moves = ()  # a search of all generations
+    assert held in found.all()
+searching = False
+for thread in threads:
+    thread.join()
+assert not failed, failed
+"""
+
+
+def test_other_threads_build_tuples_while_all_objects_are_searched() -> None:
+    done = subprocess.run([sys.executable, "-c", SEARCHING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_no_garbage_is_collected_while_a_module_is_imported(
     before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

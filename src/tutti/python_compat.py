@@ -14,7 +14,9 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, groupby, starmap
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -84,11 +86,18 @@ def import_uncollected(names: Iterable[str]) -> None:
     Raises:
         ImportError: a module cannot be imported. Other errors of a module's code pass through.
     """
+    with _uncollected():
+        for name in names:
+            importlib.import_module(name)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Return a context manager in which no garbage is collected unless by a call."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for name in names:
-            importlib.import_module(name)
+        yield
     finally:
         if enabled:
             gc.enable()
@@ -130,34 +139,46 @@ class LiveObjects(Generic[_T]):
         The list keeps the objects alive. Objects that the garbage collector does not track are missing.
         """
         if self._referenced and self._moves == _collections():
-            for generation in (0, 1):
-                # One list at a time: a second one could hold the first, and itself, and with it all objects.
-                objects = gc.get_objects(generation)
-                self._keep(objects, set(map(type, objects)))
-                del objects
+            self._keep(_tracked((0, 1), self._kinds))
         if not self._referenced or self._moves != _collections():
-            moves, objects = _collections(), gc.get_objects()
-            kinds = set(map(type, objects))
+            moves = _collections()
+            found = _tracked((0, 1, 2), tuple(kind for each in _SEARCHES for kind in each._kinds))
             for each in _SEARCHES:
-                each._keep(objects, kinds)
+                each._keep(found)
                 each._moves = moves
             if not self._referenced:
-                return self._own(objects, kinds)
-        found = {key: item for key, reference in self._known.items() if (item := reference()) is not None}
-        self._known = {key: self._known[key] for key in found}
-        return list(found.values())
+                return self._own(found)
+        known = {key: item for key, reference in self._known.items() if (item := reference()) is not None}
+        self._known = {key: self._known[key] for key in known}
+        return list(known.values())
 
-    def _own(self, objects: list[Any], kinds: set[type]) -> list[_T]:
-        """Return those of ``objects``, whose classes are ``kinds``, that are of the own classes."""
-        own = {each for each in kinds if issubclass(each, self._kinds)}
-        return [item for item in objects if type(item) in own] if own else []
+    def _own(self, found: list[Any]) -> list[_T]:
+        return [item for item in found if issubclass(type(item), self._kinds)]
 
-    def _keep(self, objects: list[Any], kinds: set[type]) -> None:
+    def _keep(self, found: list[Any]) -> None:
         """Keep weak references to the objects of the own classes."""
         try:
-            self._known |= {id(item): weakref.ref(item) for item in self._own(objects, kinds)}
+            self._known |= {id(item): weakref.ref(item) for item in self._own(found)}
         except TypeError:
             self._referenced = False
+
+
+def _tracked(generations: Iterable[int], kinds: tuple[type, ...]) -> list[Any]:
+    """Return the objects of some classes in generations of the garbage collector, with a few others.
+
+    No bytecode runs while a list of all objects exists, so that no other thread goes on meanwhile. A thread that is
+    building a tuple from an iterator, as a background save does, would fail with SystemError: the collector tracks the
+    tuple already, and CPython resizes no tuple to which something else refers. A collection would run finalizers.
+    """
+    with _uncollected():
+        present = set(map(type, chain.from_iterable(map(gc.get_objects, generations))))
+        others: dict[type, Iterable[Any]] = {each: () for each in present if not issubclass(each, kinds)}
+        if len(others) == len(present):
+            return []
+        objects = chain(chain.from_iterable(map(gc.get_objects, generations)), (None,))
+        # Runs of objects of one class: of the other classes an empty tuple stands for a run.
+        runs: Iterable[Any] = starmap(others.get, groupby(objects, type))
+        return list(chain.from_iterable(runs))
 
 
 def _collections() -> tuple[int, ...]:
