@@ -45,14 +45,19 @@ def thinned(rows: Sequence[Any], of: int, turn: int = 0) -> list[Any]:
     ]
 
 
-def fewest(held: Sequence[AbstractSet[Hashable]]) -> set[int]:
-    """Numbers of few sets that together hold what all of them hold."""
+def fewest(held: Sequence[AbstractSet[Hashable]], *, spread: bool = False) -> set[int]:
+    """Numbers of few sets that together hold what all of them hold.
+
+    Greedy: the set with most that is missing, the first of several; with ``spread`` the one of them whose members the
+    chosen sets hold least often.
+    """
     missing: set[Hashable] = set().union(*held)
-    chosen = set()
+    used, chosen = Counter[Hashable](), set[int]()
     while missing:
-        best = max(range(len(held)), key=lambda number: len(held[number] & missing))
+        best = max(range(len(held)), key=lambda n: (len(held[n] & missing), -spread * sum(used[m] for m in held[n])))
         chosen.add(best)
         missing -= held[best]
+        used.update(held[best])
     return chosen
 
 
@@ -64,14 +69,7 @@ def every_value(cases: Sequence[Row]) -> set[int]:
     >>> sorted(every_value(list(product("ab", "x"))))
     [0, 1]
     """
-    held = [set(enumerate(case)) for case in cases]
-    missing, used, chosen = set[Any]().union(*held), Counter[Any](), set[int]()
-    while missing:
-        best = max(range(len(held)), key=lambda n: (len(held[n] & missing), -sum(used[value] for value in held[n])))
-        chosen.add(best)
-        missing -= held[best]
-        used.update(held[best])
-    return chosen
+    return fewest([set(enumerate(case)) for case in cases], spread=True)
 
 
 def table(*columns: Sequence[Any], strength: int = 2) -> list[Any]:

@@ -60,8 +60,10 @@ LISTED = {
     "tutti.train.metric_loggers": ("an exit handler of each logger",),
     "tutti.train.preemption": ("`run.stopping()`",),
     "tutti.train.prepare": ("`torch.set_num_threads(1)`",),
-    "tutti.train.script_checks.loss_watch": ("a function mode follows values from batches to losses",),
-    "tutti.train.script_checks.step_inputs": ("another one follows them to the step of an optimizer",),
+    "tutti.train.script_checks.entered_mode": (
+        "a function mode follows values from batches to losses",
+        "another one follows them to the step of an optimizer",
+    ),
 }
 """Modules that change the process of a user's script, with words of the page for each change."""
 

@@ -96,9 +96,10 @@ def messages_on(ranks: tuple[int, ...], purpose: str) -> int | None:
 
 
 def replace_channel(ranks: tuple[int, ...], purpose: str) -> None:
-    """Leave a channel to the messages that are still on it: ``process_groups`` makes new groups next. Sends nothing.
+    """Forget the process groups of a channel, so that the next ``process_groups`` makes new ones. Sends nothing.
 
-    All ranks of the job must make the same call, because ``process_groups`` is then collective again.
+    Messages that are still on the old groups are never received. All ranks of the job must make the same call, because
+    ``process_groups`` is then collective again.
     """
     key = _key(ranks, purpose)
     del _cache[key]

@@ -1,4 +1,4 @@
-"""Two checks of one step's losses, as one."""
+"""The checks of values between micro-batches and of values kept from earlier steps, together in one step."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, counted, script_line
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions, undivided_sum
-from tutti.torch_compat import FunctionModesDisabled, functorch_level, leave_function_mode, tree_leaves
+from tutti.torch_compat import FunctionModesDisabled, functorch_level, tree_leaves
 from tutti.train.script_checks.batch_statistics import BatchStatistics
+from tutti.train.script_checks.entered_mode import EnteredMode
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.train.script_checks.storage_records import memories_of
 from tutti.types.micro_batch import LossFn, MicroBatch
@@ -58,7 +58,7 @@ _READS = 8
 """Most reads of sizes in a body that are recorded (a guess)."""
 
 
-class LossWatch(TorchFunctionMode):
+class LossWatch(EnteredMode):
     """Base of torch-function modes that follow values through a script's calls of PyTorch, and check its losses.
 
     A mode is entered (``begin``) for the code that computes the loss of one micro-batch, the loss function or the body
@@ -76,7 +76,6 @@ class LossWatch(TorchFunctionMode):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
-        self._active = False
         self._rows, self._by_batch, self._reads_sizes = 0, False, False
         self._factors = set[float]()
         self._statistics = BatchStatistics()
@@ -291,22 +290,6 @@ class LossWatch(TorchFunctionMode):
             return result
 
         return watch
-
-    def enter(self) -> None:
-        """Put this mode on PyTorch's stack of function modes; an implementation of ``begin`` calls this at its end."""
-        self._active = True
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """Leave this function mode after the code for a micro-batch; do nothing if ``begin`` has not entered it."""
-        if self._active:
-            self._active = False
-            # A loop that the script leaves early ends when modes of its run, or of a later one, lie above this mode.
-            leave_function_mode(self)
-            self.ended()
-
-    def ended(self) -> None:
-        """Clean up after the code for a micro-batch; ``end`` calls this. The base class does nothing."""
 
     def backward(self) -> AbstractContextManager[None]:
         """Return a context manager for ``run.backward``. In the base class this mode follows no tensors in it."""

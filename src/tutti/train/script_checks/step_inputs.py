@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.ac_and_compile import has_compiled_code
@@ -20,11 +19,11 @@ from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     functorch_level,
     in_backward,
-    leave_function_mode,
     step_hooks,
     tensor_versions,
     tree_leaves,
 )
+from tutti.train.script_checks.entered_mode import EnteredMode
 from tutti.train.script_checks.loss_watch import batch_tensors, leaves_of_call
 from tutti.train.script_checks.storage_records import MemoryRecords, memories_of, memory_of
 from tutti.train.script_checks.watch_windows import is_watched_step
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 _UNWATCHED = nullcontext()
 
 
-class StepInputs(TorchFunctionMode):
+class StepInputs(EnteredMode):
     """Function mode that raises UsageError where an optimizer's step reads values kept of a part of the global batch.
 
     Hooks of K-FAC keep second moments of activations and of their gradients, and the optimizer's step multiplies
@@ -67,7 +66,7 @@ class StepInputs(TorchFunctionMode):
         super().__init__()
         self._run = run
         self._steps = 0
-        self._is_due = self._several = self._active = False
+        self._is_due = self._several = False
         self._stepping: Optimizer | None = None
         # Memory of the batch; of parameters, gradients and buffers; and the script's line that has computed a tensor
         # from samples, empty for a tensor that does not depend on them.
@@ -114,14 +113,7 @@ class StepInputs(TorchFunctionMode):
         """Enter this function mode if the update is watched; ``end`` leaves it. Called for each body of a loop."""
         if self._is_due and not self._active:
             self._note_own()
-            self._active = True
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """Leave this function mode; do nothing if ``begin`` has not entered it."""
-        if self._active:
-            self._active = False
-            leave_function_mode(self)
+            self.enter()
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context manager for the code of an optimizer's step, which must read no values of samples.

@@ -6,9 +6,9 @@ from tutti.data.reader import Position
 
 FIRST = 5
 """First steps of a run, in which checks act by themselves."""
-_FIRST = 4
+_TURNS = 4
 """Turns of epochs that are all checked (a guess)."""
-_APART = 192
+_STEPS_EACH = 192
 """Steps of a run for each later turn that is checked: at most one step in 64 is checked (a guess)."""
 
 
@@ -44,7 +44,7 @@ class WatchWindows:
             return
         if after.epoch != self._turn:
             self._turn = after.epoch
-            self._chosen = self._windows < _FIRST or self._steps >= self._windows * _APART
+            self._chosen = self._windows < _TURNS or self._steps >= self._windows * _STEPS_EACH
             self._windows += self._chosen
         self.is_open = self._chosen
 
