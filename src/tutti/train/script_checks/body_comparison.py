@@ -90,7 +90,7 @@ class BodyComparison:
             if self._first is None:
                 if self._compares_values() and (line := counted_loss()):
                     raise UsageError(
-                        "the loss is another one in every n-th body of the loop, with several micro-batches a rank",
+                        "the loop computes a different loss in every n-th body, with several micro-batches a rank",
                         where=line,
                         why="this rank runs the body several times a global batch, so that on another number of devices"
                         " another part of the samples would get that loss",

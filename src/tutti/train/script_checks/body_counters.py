@@ -89,11 +89,11 @@ def _words(node: ast.AST) -> Iterator[str]:
 
 
 def counted_loss() -> str:
-    """Return the ``backward`` of a loop, as ``FILE:LINE``, whose loss is another one in every n-th of its bodies.
+    """Return the ``backward`` of a loop, as ``FILE:LINE``, whose loss differs in every n-th body.
 
-    To be called while the iterator of a ``for`` loop of the script advances. A loss is another one if the script
+    To be called while the iterator of a ``for`` loop of the script advances. A loss differs if the script
     computes it from a condition, a remainder or a floor division of a number that counts bodies (``_Counters``), as
-    ``if number % 8 == 0: loss = loss + penalty`` does; so is the loss of a ``backward`` under such a condition. The
+    ``if number % 8 == 0: loss = loss + penalty`` does; so does the loss of a ``backward`` under such a condition. The
     statements of the body are followed in their order, but not into functions. Returns an empty text for other loops.
     """
     frame: FrameType | None = calling_frame(1)

@@ -136,7 +136,7 @@ class WorkerTrials:
 
     def _refuse_drawn(self, name: str) -> NoReturn:
         raise UsageError(
-            f"the loss of a micro-batch depends on draws from the generator {name}, which another one has advanced",
+            f"the loss of a micro-batch depends on the generator {name}, which another micro-batch has advanced",
             where=f"step {self._run.global_step + 1}, in the loss function or the model's forward",
             why="this rank computes several logical workers in turn, and each would draw the same on its own device",
             remedy="draw by PyTorch's default generator, or seed the generator by run.global_step in each step; or take"
