@@ -151,6 +151,9 @@ class Pool:
                     os.killpg(pid, number)
 
     def close(self) -> None:
+        """Kill the ranks. Does nothing in a closed pool: other processes may have the ids of its ranks by then."""
+        if self.closed:
+            return
         for pipe in self._pipes:
             pipe.close()
         self._pipes = []
