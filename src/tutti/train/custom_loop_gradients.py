@@ -43,7 +43,11 @@ _ALL_WAIT = "take strategy='parameter_server' with mode=sync and no backup"
 
 
 class CustomLoopGradients:
-    """Computes the gradients of the bodies of a custom training loop, and reduces those of a global batch.
+    """Computes the gradients of a custom training loop's micro-batches, and reduces those of each global batch over
+    ranks.
+
+    A body is one pass of the script's loop over ``run.microbatches``: the code for one micro-batch. A reduction is a
+    call of ``run.backward`` or ``run.reduce_gradients`` in the body; a body may make several, as with several losses.
 
     Args:
         run: the run to train.
@@ -53,8 +57,8 @@ class CustomLoopGradients:
         calls: number of reductions so far in the body under way.
         pending: results of the reductions since the last update.
         latest: result of the last reduction; None before the first.
-        is_pushed: whether parameter servers have a gradient of which no update was made.
-        evaluated_again: whether a closure's evaluation under way is not the first of its step.
+        is_pushed: whether this rank has pushed a gradient to parameter servers since the last update.
+        evaluated_again: whether the optimizer is calling its closure a second or later time in this step.
     """
 
     def __init__(self, run: Run, state: CustomLoopState) -> None:
@@ -72,7 +76,7 @@ class CustomLoopGradients:
         self.evaluated_again = False
 
     def begin_body(self) -> None:
-        """Begin to count the reductions of a body."""
+        """Set the counters of reductions to 0, before the script's loop body runs for a micro-batch. Not collective."""
         self.calls, self._reductions, self._origin.exchanged = 0, 0, False
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
@@ -148,13 +152,19 @@ class CustomLoopGradients:
             self.exchange_local(micro_batch, means=True)
 
     def exchange_local(self, micro_batch: MicroBatch, means: bool = False) -> None:
-        """Contribute gradients that the script computed without ``run.backward``, as means over the micro-batch.
+        """Average the gradients of a plain ``loss.backward()`` over the samples of the global batch, as ``backward``
+        does.
 
-        Collective as ``backward``.
+        Takes the gradients from ``.grad``. Collective over the data ranks in the rank's last micro-batch of a global
+        batch; before it, gradients are added to this rank's sums.
 
         Args:
             micro_batch: the micro-batch of the body.
-            means: see ``GradientOrigin.local``.
+            means: whether every ``.grad`` is taken for a mean over this micro-batch's samples, as in
+                ``run.reduce_gradients``; False: only gradients that autograd has computed outside of ``run.backward``.
+
+        Raises:
+            UsageError: the model is split over ranks, or the run has ``gradient_noise``.
         """
         self._bodies.note("gradients", 0)
         parameter = self._origin.script_parameters()[0]
@@ -190,20 +200,33 @@ class CustomLoopGradients:
     # --- the gradient of one body -------------------------------------------------------------------------------------
 
     def shown(self) -> Gradients:
-        """Return the gradients that the script sees in ``.grad``."""
+        """Return ``.grad`` of the parameters of the script's model, by parameter; those without a gradient are left
+        out.
+
+        The tensors are the gradients themselves, not copies. Not collective.
+        """
         return {p: p.grad for p in self._origin.script_parameters() if p.grad is not None}
 
     def show(self, gradients: Gradients) -> None:
-        """Set every ``.grad`` that the script sees to its entry in ``gradients``, or None.
+        """Set ``.grad`` of each parameter of the script's model to its entry in ``gradients``, or to None without an
+        entry.
 
         Args:
-            gradients: gradient by parameter of the script's model.
+            gradients: gradient by parameter, as ``shown`` returns it.
         """
         for parameter in self._origin.script_parameters():
             parameter.grad = gradients.get(parameter)
 
     def follow_script(self) -> None:
-        """Follow what the script has done to parameters since: cleared gradients, and ``requires_grad``."""
+        """Take over that the script has cleared gradients, or has changed ``requires_grad`` of parameters, since the
+        last call.
+
+        Collective over the data ranks if the script has set ``requires_grad`` to True: an all-gather of digests.
+
+        Raises:
+            UsageError: the strategy cannot train a parameter that the script has unfrozen, or the bodies of this global
+                batch have made different calls.
+        """
         self._sync.apply_clearing()
         if self._state.batch.bank and self._run.trainability.changed:
             # Before ranks wait for each other in the change: ranks with a single body go on to the update.
@@ -364,10 +387,14 @@ class CustomLoopGradients:
         run.stats = self.latest = stats
 
     def end_banked_worker(self, call: int, worker: int) -> None:
-        """Pass a worker's banked gradients to ``GradientSync.end_worker``, for sums worker by worker.
+        """Hand a logical worker's gradients of earlier bodies to ``GradientSync.end_worker``; do nothing if there are
+        none.
+
+        For strategies that sum gradients worker by worker. A worker is a fixed share of the global batch. ``.grad`` is
+        the same before and after. Not collective.
 
         Args:
-            call: number of the reduction in the body.
+            call: index of the reduction in the body, from 0.
             worker: index of the logical worker.
         """
         kept = self._state.batch.bank.pop((call, worker), None)
@@ -397,13 +424,15 @@ class CustomLoopGradients:
         self.pending.append(self.latest)
 
     def join_losses(self, local: AloneLoopSync, micro_batch: MicroBatch) -> None:
-        """Take part in the reductions of losses of a step whose body this rank has skipped, and other ranks may not.
+        """Take part in the other ranks' reductions of losses, where this rank's body has called no ``run.backward``.
 
-        A worker that makes updates of its own may leave out a batch by its content. Collective as ``run.backward`` in
-        the other ranks' bodies, if the loop has called it in an earlier step.
+        Under local SGD, where each worker makes updates of its own, a body may skip a batch because of its content.
+        This rank then contributes a loss of no samples, as many times as its last body with ``run.backward`` made
+        reductions. Called at the end of each body. Collective over the data ranks, as ``run.backward`` in the bodies of
+        the other ranks.
 
         Args:
-            local: the synchronisation.
+            local: the gradient synchronisation.
             micro_batch: the micro-batch of the body.
         """
         if self._reductions:
@@ -431,14 +460,24 @@ class CustomLoopGradients:
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def check_pending(self) -> None:
-        """Compare edits of gradients that wait for an update, before others are added to them. Collective if edited."""
+        """Compare over ranks the script's edits of gradients that wait for an update, before others are added to them.
+
+        Collective over the data ranks if the script has edited such a gradient: all-gathers. Under local SGD nothing is
+        compared.
+
+        Raises:
+            UsageError: ranks have edited a gradient in different ways.
+        """
         for stats in self.pending:
             stats.known()
         if self.pending and not self._state.batch.alone and self._origin.edited(self._origin.script_parameters()):
             self._origin.check_edits()
 
     def check_served(self) -> None:
-        """Raise UsageError for a global batch without an update on parameter servers, which take a gradient a step."""
+        """Raise UsageError with asynchronous parameter servers for a global batch in which the script made no update.
+
+        Such servers take one gradient of each rank in every step. Not collective; called at the end of a global batch.
+        """
         if self._sync.gradient_at == "servers":
             raise UsageError(
                 f"a global batch without an update {_NOT_COMBINED}",

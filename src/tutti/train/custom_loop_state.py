@@ -30,8 +30,9 @@ class Contribution:
 
     Attributes:
         gradients: gradient by parameter; parameters without a gradient are missing.
-        used: under FSDP2, whose backward reduces gradients by itself: for each parameter of ``pop_reached``, in its
-            order, whether a backward on this rank has given it a gradient; empty under other strategies.
+        used: under FSDP2, whose backward reduces gradients by itself: for each parameter, in the order of
+            ``GradientSync.pop_reached``, whether a backward on this rank has given it a gradient; empty under other
+            strategies.
         loss_sums: loss sums of each logical data-parallel worker (a fixed share of the global batch) by its number, in
             increasing order.
     """
@@ -43,20 +44,24 @@ class Contribution:
 
 @dataclass
 class GlobalBatchState:
-    """State of the global batch that the bodies of a custom training loop train on this rank; it lasts until the next.
+    """State of one global batch in a custom training loop on this rank, from its first loop body to the next batch.
+
+    A body is one pass of the script's loop: the code for one micro-batch. A worker is a logical worker, a fixed share
+    of the global batch.
 
     Attributes:
         is_open: whether the batch has begun, and neither an update nor the end of the last body has ended it.
-        is_counted: whether it counts as consumed.
-        busy: workers of this rank with samples in it, in order.
-        idle: workers of this rank without.
-        is_watched: whether the losses of its bodies are checked for values of other workers' samples.
-        bank: gradients of earlier bodies, by reduction of the body and by worker (-1: of all together).
-        settings: the optimizers' settings at each reduction of the first body, by which ranks of any number of bodies
-            compare them.
-        alone: whether workers make updates of their own in this step (local SGD).
-        ending: the step, until the parameters of such workers are averaged where that is due; None otherwise.
-        averaged: whether they were averaged in this step.
+        is_counted: whether the run's step number and data position count the batch as consumed.
+        busy: indices of this rank's workers with samples in the batch, in increasing order.
+        idle: indices of this rank's workers without samples in it.
+        is_watched: whether ``CarriedValues`` or ``KeptValues`` checks the losses of its bodies.
+        bank: gradients of the rank's earlier bodies, by index of the reduction in the body and index of the worker; -1
+            in place of the worker where the strategy sums all workers together.
+        settings: text of the optimizers' settings, such as ``lr``, at each reduction of the first body, which ranks
+            compare.
+        alone: whether each worker makes an update of its own in this step (local SGD).
+        ending: the step's context while an average of the workers' parameters may still be due; else None.
+        averaged: whether the workers' parameters were averaged in this step.
         measured: measures the gradient noise in the first reduction of the batch; None where it is not measured.
     """
 
@@ -74,7 +79,9 @@ class GlobalBatchState:
 
 
 class CustomLoopState:
-    """Global batch and body under way in a custom training loop, and the records of what the script does in it.
+    """State of a custom training loop: the global batch and loop body under way, and records of the script's calls.
+
+    A body is one pass of the script's loop: the code for one micro-batch.
 
     Args:
         run: the run to train.
@@ -82,16 +89,15 @@ class CustomLoopState:
 
     Attributes:
         optimizers: as given.
-        origin: tells reduced gradients from those of one micro-batch.
-        bodies: compares the calls that the script makes in the bodies of a global batch.
-        local: the synchronisation where workers may make updates of their own (local SGD); None for all others.
+        origin: tells gradients that were reduced over ranks from those of one micro-batch.
+        bodies: compares the script's calls in the bodies of a global batch, which must be the same in each.
+        local: the gradient synchronisation if each logical worker may make its own updates (local SGD); else None.
         batch: the global batch under way, or the last one.
         micro_batch: the micro-batch of the body under way, or of the last one; None before the first and after the last
             body of a global batch.
         in_body: whether the script is in a body.
-        is_last_body: whether that body is of the rank's last micro-batch of the global batch.
-        void: undoes the body of a worker without samples, where workers make updates of their own; None in other
-            bodies.
+        is_last_body: whether that body is for the rank's last micro-batch of the global batch.
+        void: under local SGD, undoes the effects of a body of a worker without samples; None in other bodies.
     """
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
@@ -104,13 +110,13 @@ class CustomLoopState:
         self.void: VoidBody | None = None
 
     def micro_batch_of_body(self, call: str) -> MicroBatch:
-        """Return the micro-batch of the body that the script is in.
+        """Return the micro-batch for which the script's loop body is running; raise UsageError outside of a body.
 
         Args:
-            call: the script's call, for the message.
+            call: the script's call that needs it, such as ``run.backward``, for the message.
 
         Raises:
-            UsageError: the call is outside of a body.
+            UsageError: no body of a loop over ``run.microbatches`` is running.
         """
         if self.micro_batch is None or not self.in_body:
             raise UsageError(

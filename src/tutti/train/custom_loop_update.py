@@ -111,7 +111,10 @@ class CustomLoopUpdate:
         return True
 
     def check_not_averaged(self) -> None:
-        """Raise UsageError for an update after ``run.save`` in the body has ended the step with an average."""
+        """Raise UsageError if ``run.save`` in this loop body has already averaged the workers' parameters (local SGD).
+
+        The average ends the step, and an update after it would belong to no step. Not collective.
+        """
         if not self._state.batch.averaged:
             return
         raise UsageError(
@@ -164,14 +167,21 @@ class CustomLoopUpdate:
     # --- the gradient and the step of an update -----------------------------------------------------------------------
 
     def stats_for(self, members: Sequence[nn.Parameter], edited: bool) -> StepStats:
-        """Return the reduced results of the gradients of ``members``.
+        """Return loss, metrics, gradient norm and finite flag of the gradients of some parameters, reduced over ranks.
 
-        Collective where the norm must be taken anew: after edits, several reductions, with several optimizers, and for
-        clipping.
+        Takes the results of the reductions since the last update, and sets ``run.stats``. Collective over the ranks
+        among which a gradient is split where its norm is computed anew: after edits, after several reductions, with
+        several optimizers, with pipeline stages, and for clipping.
 
         Args:
-            members: parameters of the update.
-            edited: whether the script edited one of their gradients.
+            members: the parameters that the update changes.
+            edited: whether the script has edited one of their gradients.
+
+        Returns:
+            A ``StepStats``, equal on all ranks of the step; losses of several reductions are added.
+
+        Raises:
+            UsageError: with parameter servers no gradient was computed since the last update.
         """
         run, sync = self._run, self._sync
         pending, self._gradients.pending = self._gradients.pending, []
@@ -230,11 +240,18 @@ class CustomLoopUpdate:
         return run.adascale(replace(reductions[0].known(), finite=stats.finite), step_context)
 
     def make_update(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Make the update: of all workers together, or by this rank's worker alone, if it has samples in this step.
+        """Update the parameters: by ``GradientSync.optimizer_step``, or under local SGD by this rank's worker's own
+        optimizer.
+
+        The collectives are those of the strategy's update (see ``step``). Under local SGD nothing is sent, and a worker
+        without samples in this step makes no update.
 
         Args:
             stats: results of the gradient of the update.
             step_context: the step under way.
+
+        Returns:
+            An ``UpdateResult``, whose ``skipped`` is True if the gradient is not finite.
         """
         if not self._state.batch.alone or self._local is None:
             return self._sync.optimizer_step(stats, step_context)
@@ -242,12 +259,17 @@ class CustomLoopUpdate:
         return replace(own, skipped=own.skipped or not stats.finite)
 
     def count_update(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:
-        """Count an update; the global batch's first update counts the batch as consumed, too.
+        """Add an update to the run's counters, schedulers, weight average and loss scale. Not collective.
+
+        The first update of a global batch also counts the batch as consumed.
 
         Args:
             stats: results of the gradient of the update.
             updated: the update's result.
             index: index of the optimizer that has made it; None for all.
+
+        Raises:
+            NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
         first, self._state.batch.is_counted = not self._state.batch.is_counted, True
         if first:

@@ -29,11 +29,12 @@ from tutti.types.step_records import StepContext, StepStats
 
 
 class StepNoise(NamedTuple):
-    """Estimates of gradient noise from one step; None where there is none.
+    """Estimates of tr Σ and |G|² (trace of the covariance of a sample's gradient, squared norm of its mean) from one
+    step.
 
     Attributes:
-        simple: of the gradient.
-        scaled: of the gradient scaled by Adam's preconditioner.
+        simple: estimates for the gradient; None if the step gave none.
+        scaled: estimates for the gradient scaled by Adam's preconditioner; None without Adam's second moments.
     """
 
     simple: NoiseEstimate | None = None
@@ -41,23 +42,37 @@ class StepNoise(NamedTuple):
 
 
 class SilentHook:
-    """A gradient-ready hook that starts no message during backward: gradients are measured before they are sent."""
+    """Gradient-ready hook that sends nothing during backward, so that each part's gradient can be measured by itself.
+
+    Takes the place of the strategy's hook in steps whose gradient noise is measured.
+    """
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing: the reduction begins in ``reduce_gradients``."""
+        """Do nothing: in a measured step the reduction of gradients begins in ``GradientSync.reduce_gradients``.
+
+        Args:
+            part: unused.
+        """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing."""
+        """Do nothing: in a measured step no gradient is sent before backward ends.
+
+        Args:
+            parameter: unused.
+        """
 
 
 class MeasuredParts:
-    """Sums the squares of the gradients of a step's parts, to compare them with the gradient of the global batch.
+    """Sums the squared gradient norms of the parts of a global batch, from which the gradient noise is estimated.
+
+    A part is a micro-batch, or all micro-batches of a logical worker (fixed share of the global batch) where a pipeline
+    runs them together. ``estimates`` compares the parts' gradients with the gradient of the global batch.
 
     Args:
         own: parameters in whose ``.grad`` backward leaves the parts' gradients, and their optimizers.
         step_context: the step under way.
-        apart: whether each micro-batch is a part; False where the micro-batches of a worker are one.
-        roots: where ranks share the update out (``own.pieces``), the factors of ``gathered_roots``.
+        apart: whether each micro-batch is a part; False where all micro-batches of a worker are one part.
+        roots: the result of ``gathered_roots``, where each rank updates other parameters (``own.pieces``); else None.
     """
 
     def __init__(
@@ -72,7 +87,7 @@ class MeasuredParts:
             own.take_squares()
 
     def run(self, replica: ReplicaRunner, micro_batches: Sequence[MicroBatch], loss: LossFn) -> LossSums:
-        """Run forward and backward of a logical worker's micro-batches as ``ReplicaRunner.run``, and note squares.
+        """Run forward and backward of a worker's micro-batches as ``ReplicaRunner.run``, and add up squared norms.
 
         A logical worker is a fixed share of the global batch. Nothing is sent during backward.
 
@@ -96,15 +111,15 @@ class MeasuredParts:
         return total
 
     def measure(self, compute: Callable[[], LossSums], worker: int, samples: int) -> LossSums:
-        """Compute the gradient of one part by itself, note its square, and add it to the gradients of earlier parts.
+        """Run backward of one part, add its squared gradient norm to the sums, and add its gradient to that of earlier
+        parts.
 
-        Gradients of earlier parts are set aside and added in the order of autograd, so that ``.grad`` has the same bits
-        as without the measurement. Not collective besides ``compute``.
+        ``.grad`` has the same bits afterwards as without the measurement. Performs only the collectives of ``compute``.
 
         Args:
-            compute: runs the part's backward, which leaves its gradient in ``.grad``; returns its loss sums.
-            worker: the logical worker of the part.
-            samples: samples of the part; 0 for a dummy, which is not noted.
+            compute: runs the part's backward, which leaves the gradient in ``.grad``, and returns its loss sums.
+            worker: index of the part's logical worker, a fixed share of the global batch.
+            samples: samples of the part; 0 for a dummy micro-batch, which is not counted.
 
         Returns:
             The result of ``compute``.
@@ -129,12 +144,13 @@ class MeasuredParts:
         return sums
 
     def end_worker(self, worker: int, part: LossSums) -> None:
-        """Note that ``.grad`` has the gradient of a logical worker's samples, where it is needed. Not collective.
+        """Do nothing; subclasses measure here the gradient of all of a logical worker's samples, which ``.grad`` now
+        has.
 
-        Called after the worker's last backward, before ``GradientSync.end_worker``.
+        Called after the worker's last backward, before ``GradientSync.end_worker``. Not collective.
 
         Args:
-            worker: index of the worker.
+            worker: index of the logical worker, a fixed share of the global batch.
             part: the worker's loss sums, with ``samples`` and ``whole``.
         """
 
@@ -150,8 +166,8 @@ class MeasuredParts:
 
         Returns:
             A ``StepNoise``; without estimates if a gradient is not finite or if the batch has a single part, which has
-            no variance. ``scaled`` is measured where the ranks have the second moments of their whole gradients, or of
-            pieces of them.
+            no variance. ``scaled`` is None unless every rank has Adam's second moments of the gradients, or slices of
+            gradients, that it updates.
         """
         comms, mesh = run_context.comms, run_context.mesh
         able = self._factors(0) is not None
@@ -200,15 +216,18 @@ class MeasuredParts:
 
 
 class MeasuredWorkers(MeasuredParts):
-    """Compares the gradients of a worker's micro-batches with the worker's gradient, at the worker's own parameters.
+    """Estimates the gradient noise of each logical worker from its micro-batches, where each worker has its own
+    parameters.
 
-    For logical workers (fixed shares of the global batch) that make updates of their own. The step's estimates are
-    means over the workers.
+    For strategies whose logical workers (fixed shares of the global batch) make updates of their own, such as local
+    SGD: a worker's micro-batches are compared with the worker's gradient. The step's estimates are means over the
+    workers.
 
     Args:
         own: parameters in whose ``.grad`` backward leaves the gradients of micro-batches, and the workers' optimizers.
         step_context: the step under way.
-        meets: whether all ranks make the step together; if not, the estimates are those of this rank's workers.
+        meets: whether all ranks make the step together, so that the means are over the workers of all ranks; False:
+            over this rank's workers alone.
     """
 
     def __init__(self, own: OwnGradients, step_context: StepContext, meets: bool) -> None:
@@ -267,11 +286,12 @@ class MeasuredWorkers(MeasuredParts):
 
 
 class MeasuredRound(MeasuredParts):
-    """Compares the gradients of logical workers with that of the batch, while all workers have equal parameters.
+    """Estimates the gradient noise from the gradients of logical workers, in the first step after an average (local
+    SGD).
 
-    For local SGD in the first step after an average: the only step in which one micro-batch of each worker says
-    something about the variance. The gradient of the batch, which local SGD never computes, is summed for it. Workers'
-    optimizers differ, so that there is no preconditioner of the batch.
+    All workers (fixed shares of the global batch) then have equal parameters, so that their gradients are comparable
+    even with one micro-batch each. Their sum, the gradient of the global batch, is computed for this measurement alone.
+    The noise of the preconditioned gradient is not estimated, because workers' optimizers differ.
 
     Args:
         own: parameters in whose ``.grad`` backward leaves the workers' gradients.
@@ -286,10 +306,11 @@ class MeasuredRound(MeasuredParts):
 
     @torch.no_grad()
     def end_worker(self, worker: int, part: LossSums) -> None:
-        """Add the worker's gradient, as that of the sum of its losses, to the gradient of the batch. Not collective.
+        """Add a worker's gradient, times its number of samples or targets, to the gradient of the global batch. Not
+        collective.
 
         Args:
-            worker: index of the worker.
+            worker: index of the logical worker, a fixed share of the global batch.
             part: its loss sums, with ``samples`` and ``whole``.
         """
         squares, parts, count = self._squares, self._parts, float(part.sums[1])
@@ -332,11 +353,16 @@ class MeasuredRound(MeasuredParts):
 
 @torch.no_grad()
 def preconditioner_roots(own: OwnGradients, optimizers: Sequence[Optimizer]) -> list[Tensor] | None:
-    """Return (√v̂ + ε)^(-1/2) of each parameter from Adam's second moments; None where any has none.
+    """Return the factors (√v̂ + ε)^(-1/2) that scale a gradient for the preconditioned noise, from Adam's second
+    moments v̂.
 
     Args:
         own: the parameters.
-        optimizers: the optimizers that have their state.
+        optimizers: the optimizers that hold the parameters' state.
+
+    Returns:
+        One tensor for each of ``own.parameters``, of its shape and in its order. None if a parameter has no second
+        moments, if there is no optimizer, or if backward itself reduces gradients (FSDP2).
     """
     if own.take_squares is not None or not optimizers:
         return None
@@ -347,17 +373,19 @@ def preconditioner_roots(own: OwnGradients, optimizers: Sequence[Optimizer]) -> 
 
 @torch.no_grad()
 def gathered_roots(own: OwnGradients, comm: Communicator) -> list[Tensor] | None:
-    """Return (√v̂ + ε)^(-1/2) of each whole parameter on every rank, where ranks share the update out.
+    """Gather the factors (√v̂ + ε)^(-1/2) of all parameters on every rank, where each rank updates only some of them.
 
-    Collective over the ranks of ``comm``: a broadcast of names and shapes by each rank, and the pieces of the factors,
-    together as many bytes as the parameters have.
+    v̂ are Adam's second moments. Collective over the ranks of ``comm``: a broadcast of names and shapes by each rank,
+    and of its slices of the factors, together as many elements as the parameters have. Nothing is sent without
+    ``own.pieces``.
 
     Args:
-        own: the parameters, and this rank's pieces of them.
+        own: the parameters, and the parameters or slices that this rank updates (``pieces``).
         comm: all ranks.
 
     Returns:
-        The factors in the order of the parameters, equal on all ranks; None where any has no second moments.
+        One tensor for each of ``own.parameters``, in order and equal on all ranks. None if a parameter has no second
+        moments, or without ``own.pieces``.
     """
     if own.pieces is None:
         return None

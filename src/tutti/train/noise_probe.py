@@ -28,12 +28,12 @@ Runner = Callable[[Sequence[MicroBatch], LossFn, GradientReadyHook], LossSums]
 
 
 class NoiseProbe:
-    """Measures the simple noise scale, and that of the gradient scaled by Adam's preconditioner, every few steps.
+    """Measures the gradient noise scale every few steps, of the gradient and of the gradient preconditioned as by Adam.
 
     The simple noise scale is tr Σ / |G|², in samples: Σ is the covariance of one sample's gradient, G the expected
     gradient (McCandlish et al. 2018, arXiv 1812.06162). With P = diag(√v̂ + ε), the denominator of Adam before the
     step, the second is the simple noise scale of P^(-1/2)·g: squared norms are Σ g²/(√v̂ + ε). It is measured where
-    each rank has the second moments of its whole gradients, or of pieces that no other rank updates.
+    each rank has the second moments of all parameters, or of the slices that it alone updates.
 
     Args:
         sync: gradient synchronisation.
@@ -58,13 +58,12 @@ class NoiseProbe:
         self._latest: dict[str, float] = {}
 
     def begin(self, step_context: StepContext) -> MeasuredParts | None:
-        """Begin a training step, and return what measures it; None in a step that is not measured.
+        """Begin a training step, and return the object that measures its gradients; None if the step is not measured.
 
-        Collective over all ranks in a measured step of a strategy whose ranks share the update out, as ZeRO stage 1 and
-        central storage do: the factors of Adam's preconditioner are gathered.
-
-        Every ``every``-th step is measured, from the first one. Where the noise is measured in steps that begin with
-        equal parameters on all logical workers (shares of the global batch), it is the next such step.
+        Every ``every``-th step is measured, from the first one. Under local SGD, where noise is measured only in steps
+        in which all logical workers (shares of the global batch) begin with equal parameters, the next such step is
+        measured. Collective over all ranks in a measured step of ZeRO stage 1 and central storage, whose ranks each
+        update other parameters: the factors of Adam's preconditioner are gathered (``gathered_roots``).
 
         Args:
             step_context: the step, whose number decides.

@@ -99,12 +99,12 @@ class BatchStatistics:
         self._divided.drop_freed()
 
     def may_divide(self, weights: Tensor, reads_sizes: bool) -> bool:
-        """Return whether a constant factor of several elements may have been divided by the number of samples.
+        """Return whether a constant tensor of several elements, such as weights, may already include 1 / samples.
 
         Args:
-            weights: the factor.
-            reads_sizes: whether the script has read a size of the micro-batch, by which it may have made the factor
-                where no call on a tensor of the batch did.
+            weights: the tensor, a factor of the losses.
+            reads_sizes: the result for a tensor that no call on a tensor of the batch has made: whether the script has
+                read the number of samples of the micro-batch.
         """
         memory = memory_of(weights)
         return self._divided.get(memory, reads_sizes) if memory is not None else reads_sizes

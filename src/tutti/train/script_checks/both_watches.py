@@ -13,10 +13,10 @@ from tutti.types.micro_batch import LossFn, MicroBatch
 
 
 class BothWatches:
-    """Two function modes that follow values up to the losses of one step, with the methods of a ``LossWatch``.
+    """Combines two ``LossWatch`` modes, which check values that losses depend on, into one with the same methods.
 
-    At the turn of an epoch a rank with several micro-batches has both: values that pass between its micro-batches, and
-    values that it has kept of its own samples.
+    At the turn of an epoch a rank with several micro-batches has both: ``CarriedValues``, for values that pass from one
+    micro-batch to another, and ``KeptValues``, for values that the rank has kept of its own samples.
 
     Args:
         outer: the mode that is entered first.
@@ -32,7 +32,11 @@ class BothWatches:
         return self._inner.size_lines
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
-        """Enter both modes for the body of a custom loop; see ``LossWatch``."""
+        """Enter both modes before the body of a custom training loop runs for a micro-batch.
+
+        Args:
+            micro_batch: the micro-batch.
+        """
         self._outer.begin_body(micro_batch)
         self._inner.begin_body(micro_batch)
 
@@ -42,29 +46,52 @@ class BothWatches:
         self._outer.end()
 
     def check(self, loss: Any) -> None:
-        """Check the values on which a loss depends by both modes; see ``LossWatch``."""
+        """Raise UsageError if a loss depends on values that either mode refuses; see ``check`` of each.
+
+        Args:
+            loss: the loss of the micro-batch, as the loss function returns it or ``run.backward`` is given it.
+        """
         self._inner.check(loss)
         self._outer.check(loss)
 
     def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Check a loss for constants and divisors; see ``LossWatch``."""
+        """Raise UsageError if constants or divisors in a loss keep the micro-batches' losses from adding up.
+
+        Args:
+            loss: the loss of the micro-batch.
+            micro_batch: the micro-batch.
+        """
         self._inner.check_divisor(loss, micro_batch)
 
     def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
-        """Record the gradients that ``run.backward`` has left; see ``LossWatch``."""
+        """Record in both modes the gradients that ``run.backward`` has left in ``.grad``.
+
+        Args:
+            gradients: the tensors.
+            complete: whether they are gradients of the global batch, and not of one micro-batch.
+        """
         self._inner.note_gradients(gradients, complete)
 
     def check_edits(self, gradients: Mapping[str, Tensor]) -> None:
-        """Check on what the script's edits of complete gradients depend; see ``LossWatch``."""
+        """Raise UsageError if the script's edits of gradients depend on values that either mode refuses.
+
+        Args:
+            gradients: the edited gradients of the global batch, by the parameters' names.
+        """
         self._inner.check_edits(gradients)
 
     def watched(self, loss: LossFn, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> LossFn:
-        """Return a function that calls the loss function of ``run.step`` within both modes; see ``LossWatch``."""
+        """Return a function that calls the loss function of ``run.step`` within both modes, and checks its result.
+
+        Args:
+            loss: the loss function.
+            work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
+        """
         return self._outer.watched(self._inner.watched(loss, work), work)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context manager for ``run.backward``."""
+        """Return a context manager for ``run.backward``, which enters ``backward`` of both modes."""
         with self._outer.backward(), self._inner.backward():
             yield
 

@@ -413,9 +413,10 @@ class CarriedValues(LossWatch):
         refuse_carried(self._run, what, line)
 
     def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
-        """Record the gradients that ``run.backward`` has left in ``.grad``, to follow what the script computes of them.
+        """Record the gradients that ``run.backward`` has left in ``.grad``, to follow tensors computed from them.
 
-        Those of the global batch depend on no micro-batch; those of an earlier body depend on its own. Not collective.
+        Complete gradients depend on no single micro-batch; those of an earlier body depend on its micro-batch. Not
+        collective.
 
         Args:
             gradients: the tensors.
@@ -431,9 +432,9 @@ class CarriedValues(LossWatch):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context manager for ``run.backward``, in which hooks of the script may keep values of gradients.
+        """Return a context manager for ``run.backward``, in which tensors that the script's hooks keep are followed.
 
-        Tensors that the script's code computes or writes there depend on the present micro-batch.
+        A tensor that the script's hooks compute or write in backward counts as dependent on the present micro-batch.
         """
         with self.updating():
             self._in_backward = self._due

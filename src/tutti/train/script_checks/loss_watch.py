@@ -155,15 +155,15 @@ class LossWatch(EnteredMode):
                 self._statistics.note(name, args, result)
 
     def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Raise UsageError for a loss whose constants or divisors make the losses of micro-batches not add up.
+        """Raise UsageError if constants or divisors in a loss keep the micro-batches' losses from adding up.
 
         ``(output - target).square().sum() / 64`` is the mean over a global batch of 64 samples. For a micro-batch it is
         smaller than the micro-batch's mean, for which tutti takes a scalar loss. ``0.5 * output.sum()`` grows with the
         samples, and ``(weights * losses).mean() / weights.mean()`` divides by a statistic of the micro-batch alone.
         Nothing is checked if the micro-batch is the whole global batch. Constants are not judged if the script has read
         the size of a tensor with a dimension of the samples, or if the batch has leaves that are no tensors, because
-        the script may then mean to divide by the samples. Does nothing outside of ``begin`` and
-        ``end``. Not collective.
+        the script may then mean to divide by the samples. Does nothing outside of ``begin`` and ``end``. Not
+        collective.
 
         Args:
             loss: the loss of the micro-batch, or another result of a loss function; a result that is no tensor passes.
@@ -251,10 +251,12 @@ class LossWatch(EnteredMode):
         """
 
     def check_edits(self, gradients: Mapping[str, Tensor]) -> None:
-        """Check on what the script's edits of complete gradients depend, before the update. The base does nothing.
+        """Raise UsageError if the script's edits of gradients depend on one micro-batch; the base class checks nothing.
+
+        Called before the update. Not collective.
 
         Args:
-            gradients: the edited gradients, by the parameters' names.
+            gradients: the edited gradients of the global batch, by the parameters' names.
 
         Raises:
             UsageError: an edit depends on values that are not the same for every micro-batch of this rank.
@@ -292,7 +294,9 @@ class LossWatch(EnteredMode):
         return watch
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context manager for ``run.backward``. In the base class this mode follows no tensors in it."""
+        """Return a context manager for ``run.backward``, in which this mode follows no tensors; a subclass may
+        differ.
+        """
         return self.updating()
 
     def updating(self) -> AbstractContextManager[None]:
@@ -386,7 +390,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def batch_tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, also those in attributes of its leaves, such as of a graph or a packed sequence."""
+    """Yield the tensors of a batch: those in containers, and in attributes of objects such as graphs."""
     for leaf in tree_leaves(batch):
         for each in (leaf, *vars(leaf).values()) if hasattr(leaf, "__dict__") else (leaf,):
             if isinstance(each, Tensor):

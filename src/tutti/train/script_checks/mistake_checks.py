@@ -153,12 +153,17 @@ class Checks:
         self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
 
     def begin_draws(self) -> None:
-        """Note the states of Python's and NumPy's global generators before the script's code for a step runs."""
+        """Record the states of Python's and NumPy's global random generators, before the script's code for a step
+        runs.
+        """
         several = self._enabled and self._run.context.workers > 1
         self._generators = generators_hash() if several else None
 
     def end_draws(self) -> None:
-        """Report ``unkeyed-draws`` if the code for a step has drawn from them since ``begin_draws``."""
+        """Warn (mistake ``unkeyed-draws``) if the step's code has drawn from Python's or NumPy's global generators.
+
+        Such draws depend on the number of micro-batches of the rank. Compares the states with those of ``begin_draws``.
+        """
         if self._generators is not None and generators_hash() != self._generators:
             seen = "the code for a step draws from the global generator of NumPy or Python, with several workers"
             self.diagnoses.report("unkeyed-draws", seen, self._run.global_step)

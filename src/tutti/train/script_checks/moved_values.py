@@ -96,7 +96,11 @@ class MovedValues:
         self._sources, self._own, self._read, self._weights = MemoryRecords(), own, MemoryRecords(), weights
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Forget what the script has moved in the memory of tensors that now have values of the run, not of a body."""
+        """Delete the records of writes to tensors whose values the run has just replaced, such as by its update.
+
+        Args:
+            tensors: the tensors.
+        """
         for tensor in tensors if self._moved else ():
             if (memory := self._memory_of(tensor)) is not None:
                 self._moved.pop(memory, None)

@@ -31,11 +31,11 @@ _KEYS = 1 << 33
 
 
 class PlainNumber(NamedTuple):
-    """A Python number, or an array, that a line of the script gives to PyTorch.
+    """A Python number, or a NumPy array, that a line of the script has passed to PyTorch.
 
     Attributes:
         line: the line, as ``FILE:LINE``.
-        shapes: hash of the shapes of the batch and of all results before, in this micro-batch.
+        shapes: hash of the shapes of the batch and of all results of PyTorch so far in this micro-batch.
         digest: hash of the value.
     """
 
@@ -45,15 +45,15 @@ class PlainNumber(NamedTuple):
 
 
 class PlainNumbers:
-    """Records the numbers of a step that can differ between data ranks for one reason: ranks have kept other values.
+    """Records Python numbers that data ranks compare, to find ranks that have kept values of their own samples.
 
-    A number that a script computes from losses of earlier steps by ``float``, ``math``, NumPy or in an ``if`` is a
-    plain number, like any constant. Two ranks whose tensors have had equal shapes so far in their micro-batches, and
-    whose code has read no value of a tensor there, know nothing else of their samples. Their numbers at one line are
-    then constants, draws, or kept; so is a number that the script had in a variable before the micro-batch. A number
-    counts as kept if the line has had other ones in earlier steps, or this one after a read, or none before the turn of
-    an epoch, and no generator of Python or NumPy has drawn since the watched step before. ``KeptValues``, a
-    torch-function mode, makes the calls. Not collective.
+    A number that a script computes by ``float``, ``math`` or NumPy from losses of earlier steps looks to PyTorch like
+    any constant. Ranks compare the numbers at one line of the script if they must be equal without kept values: the
+    tensors of their micro-batches have had equal shapes so far, and the code has read no value of a tensor. So it is
+    with numbers that the script had in variables before the micro-batch. A difference is then due to kept values or
+    random draws. A number counts as kept if its line had other numbers in earlier steps, if it had this one after a
+    read of a tensor's value, or if the line is new at the turn of an epoch; and if no generator of Python or NumPy has
+    drawn since the last watched step. ``KeptValues``, a torch-function mode, makes the calls. Not collective.
     """
 
     def __init__(self) -> None:
@@ -137,9 +137,10 @@ class PlainNumbers:
                 indices; ints are then not recorded.
 
         Returns:
-            The number with its line, for ``reach`` once a loss depends on it. None if ``value`` is not recorded, and if
-            ranks cannot compare the number: it may be of this micro-batch's samples, as the script did not have it
-            before, and the code has read values of a tensor in this micro-batch, or a leaf is no tensor.
+            The number with its line, for ``reach`` once a loss depends on it. None if ``value`` is not recorded. None
+            also if ranks cannot compare the number, as it may come from this micro-batch's samples: the script did not
+            have it before the micro-batch, and its code has read values of a tensor there, or the batch has leaves that
+            are no tensors.
         """
         is_number = isinstance(value, _KINDS[with_ints]) and not isinstance(value, bool | FollowedNumber)
         digest = plain_digest(value) if is_number or isinstance(value, np.ndarray) else None

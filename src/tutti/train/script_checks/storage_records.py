@@ -23,11 +23,11 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 class MemoryRecords(dict[StorageWeakRef, _R]):
-    """Records of tensors by their memory, of which ``drop_freed`` removes those of freed memory.
+    """Dict from a tensor's storage (a weak reference) to a record; ``drop_freed`` removes those of freed storages.
 
-    A weak reference keeps the storage's header. Before its version 2.38 glibc's malloc uses a freed block between two
-    such headers for no new tensor of the same size: with a header kept of each intermediate result of a forward, the
-    process would take new memory for each one.
+    A weak reference keeps the storage's header in memory. Before version 2.38, glibc's malloc reuses a freed block
+    between two such headers for no new tensor of the same size, so that the process would take new memory for each
+    intermediate result of a forward.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,9 @@ class MemoryRecords(dict[StorageWeakRef, _R]):
         self._most = _FEWEST
 
     def drop_freed(self) -> None:
-        """Remove the records of freed memory, once the number of records has doubled since the last removal."""
+        """Remove the entries of freed storages, if the number of entries has at least doubled since the last
+        removal.
+        """
         if len(self) >= self._most:
             for memory in [each for each in self if each.expired()]:
                 del self[memory]

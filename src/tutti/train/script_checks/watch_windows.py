@@ -50,5 +50,11 @@ class WatchWindows:
 
 
 def is_watched_step(step: int) -> bool:
-    """Return whether a step, counted from 1, is watched: two in a row, of which the second can find kept values."""
+    """Return whether the checks of kept values run in a step: in steps 1 to 5, 2ᵏ and 2ᵏ + 1.
+
+    The step after 2ᵏ is among them because a check may need values that it has recorded in the step before.
+
+    Args:
+        step: number of the step, from 1.
+    """
     return step <= FIRST or not step & (step - 1) or not (step - 1) & (step - 2)

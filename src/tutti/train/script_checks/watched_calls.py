@@ -28,7 +28,11 @@ _CONVERSIONS = frozenset(("to", "type_as"))
 
 
 def own_tensors(parts: Sequence[nn.Module]) -> Iterator[Any]:
-    """Yield the parameters and their gradients, this rank's rows where they are sharded, and all buffers."""
+    """Yield the parameters of modules, their gradients and all buffers; where parameters are sharded, this rank's rows.
+
+    Args:
+        parts: the modules.
+    """
     for part in parts:
         for parameter in part.parameters():
             for each in (parameter, parameter.grad):
@@ -38,7 +42,7 @@ def own_tensors(parts: Sequence[nn.Module]) -> Iterator[Any]:
 
 
 def calling_module(caller: FrameType | None) -> str:
-    """Return the name of the module that makes a call of PyTorch.
+    """Return the name of the Python module that makes a call of PyTorch; empty if there is none.
 
     Args:
         caller: the frame that calls ``__torch_function__``; further function modes may be between.
@@ -78,7 +82,16 @@ def backward_within(
 
 
 def values_read(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments from whose values a function computes its result."""
+    """Return the leaves of a call's arguments whose values its result depends on.
+
+    Left out are arguments of which only the shape or dtype counts, such as in ``zeros_like``; running statistics of
+    norms; and a tensor that the call overwrites as a whole, such as by ``copy_``.
+
+    Args:
+        func: the function of PyTorch.
+        name: its name.
+        args, kwargs: arguments of the call.
+    """
     if func in _NORMS:
         return tree_leaves((args[:1], args[3:], {key: kwargs[key] for key in kwargs if not key.startswith("running")}))
     if name.endswith(("_like", "storage")) or name.startswith("new_"):
