@@ -45,7 +45,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def where_called(kind: str, name: str | None) -> str:
-    """Return the rank and the call for an error message.
+    """Return a text for an error message that names this rank and the collective that it has called.
 
     Args:
         kind: the collective, such as ``allreduce``.

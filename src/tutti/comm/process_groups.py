@@ -78,7 +78,9 @@ def channel_purpose(kind: str, sender: int) -> str:
 
 
 def count_message(ranks: tuple[int, ...], purpose: str) -> int:
-    """Count one more message that this process starts to send or to receive on a channel, and return how many it is.
+    """Add 1 to the number of messages that this process has started on a channel, and return the new number.
+
+    A channel is the pair of process groups that ``process_groups`` makes for messages from one rank to another.
 
     Args:
         ranks: the channel's two global ranks, in increasing order.
@@ -90,16 +92,25 @@ def count_message(ranks: tuple[int, ...], purpose: str) -> int:
 
 
 def messages_on(ranks: tuple[int, ...], purpose: str) -> int | None:
-    """Return how many messages this process has started on a channel; None if it has not made the channel yet."""
+    """Return how many messages this process has started on a channel; None if it has no process groups for it yet.
+
+    Args:
+        ranks: the channel's two global ranks, in increasing order.
+        purpose: the channel's ``channel_purpose``.
+    """
     key = _key(ranks, purpose)
     return _messages.get(key, 0) if key in _cache else None
 
 
 def replace_channel(ranks: tuple[int, ...], purpose: str) -> None:
-    """Forget the process groups of a channel, so that the next ``process_groups`` makes new ones. Sends nothing.
+    """Forget the process groups of a channel, so that the next ``process_groups`` makes new ones. Not collective.
 
     Messages that are still on the old groups are never received. All ranks of the job must make the same call, because
     ``process_groups`` is then collective again.
+
+    Args:
+        ranks: the channel's two global ranks, in increasing order.
+        purpose: the channel's ``channel_purpose``.
     """
     key = _key(ranks, purpose)
     del _cache[key]

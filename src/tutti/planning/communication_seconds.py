@@ -227,7 +227,12 @@ def gradient_norm_seconds(costs: StepCosts, devices: int, squares: int | None = 
 
 
 def gradient_norm_bytes(devices: int, squares: int | None) -> int:
-    """Return the bytes of the message of ``gradient_norm_seconds``, whose arguments these are."""
+    """Return the bytes of the all-reduced message by which the devices of a replica agree on the gradient norm.
+
+    Args:
+        devices: pipeline stages × tensor ranks of the replica.
+        squares: number of squared norms in the message; None: one for each device.
+    """
     return 8 * ((devices if squares is None else squares) + 1 + DIGESTS)
 
 

@@ -17,7 +17,7 @@ def new_figure(asked_by: str, width: float, height: float) -> Figure:
     """Return an empty figure of matplotlib.
 
     Args:
-        asked_by: what needs the figure, for the error: an option such as ``--svg``.
+        asked_by: the option that asks for the figure, such as ``--svg``, for the error.
         width, height: size in inches.
 
     Raises:

@@ -166,11 +166,14 @@ def _overhead(
 
 
 def other_time(runs: Sequence[RunEvidence], config: TrainConfig) -> OtherTime:
-    """Return what runs have measured of start, evaluations and saves, for a run with the intervals of ``config``.
+    """Return a predictor of a planned run's seconds for start, evaluations and saves, from those of finished runs.
 
     Args:
-        runs: runs on the planned machine.
+        runs: finished runs on the planned machine.
         config: options of the planned run, of which the intervals of evaluations and checkpoints are read.
+
+    Returns:
+        An ``OtherTime``; without measured seconds its predictions are empty.
     """
     measured = tuple(run.overhead for run in runs if run.overhead is not None)
     epoch = next((run.epoch_samples for run in runs if run.epoch_samples is not None), None)

@@ -162,10 +162,9 @@ def optimizer_text(optimizer: Any) -> str | None:
         optimizer: text, which is returned as it is, or an instance of an optimizer.
 
     Returns:
-        ``NAME:lr=RATE``, for SGD with momentum ``sgd:lr=RATE,momentum=VALUE``, and for an optimizer that
-        ``--optimizer`` has no short name for ``MODULE:CLASS:lr=RATE``. The values are the optimizer's defaults, not
-        those of its parameter groups. None where ``optimizer`` is neither text nor one PyTorch optimizer, such as a
-        list of several.
+        ``NAME:lr=RATE``; for SGD with momentum ``sgd:lr=RATE,momentum=VALUE``; for an optimizer without a short name in
+        ``--optimizer``, ``MODULE:CLASS:lr=RATE``. The values are the optimizer's defaults, not those of its parameter
+        groups. None where ``optimizer`` is neither text nor one PyTorch optimizer, such as a list of several.
 
     >>> optimizer_text(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5, momentum=0.9))
     'sgd:lr=0.5,momentum=0.9'

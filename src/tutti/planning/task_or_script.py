@@ -108,7 +108,7 @@ class TaskOrScript:
         """Run the training script up to its call of ``run.epochs(number)``, and return the number.
 
         Raises:
-            UsageError: this is no script, or it does not say so how long it trains.
+            UsageError: this is no script, or it ends or raises before it calls ``run.epochs`` with a number.
         """
         from tutti.planning.script_task import script_epochs
 

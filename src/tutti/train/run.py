@@ -547,7 +547,7 @@ class Run:
 
     @property
     def clock(self) -> int:
-        """Former name of ``global_step``, with a DeprecationWarning."""
+        """Number of steps of the run so far: former name of ``global_step``. Reading it raises a DeprecationWarning."""
         warnings.warn("run.clock is now run.global_step", DeprecationWarning, stacklevel=2)
         return self.global_step
 

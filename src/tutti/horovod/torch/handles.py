@@ -14,7 +14,7 @@ _numbers = itertools.count()
 
 
 def new_handle(handle: CollectiveHandle) -> int:
-    """Return the number by which a script waits for an asynchronous collective.
+    """Register a started collective, and return the number that the script passes to ``poll`` and ``synchronize``.
 
     Args:
         handle: the collective.
@@ -25,7 +25,10 @@ def new_handle(handle: CollectiveHandle) -> int:
 
 
 def forget_handles() -> None:
-    """Make all numbers of asynchronous collectives unknown, at the end of a job or of one of its sets of ranks."""
+    """Forget all asynchronous collectives, at the end of a job or of one set of ranks of an elastic job.
+
+    ``poll`` then raises ValueError for their numbers, and ``synchronize`` returns None.
+    """
     _handles.clear()
 
 

@@ -271,7 +271,7 @@ class Tail:
             flags.copy_(numbers_for(tail.device, used, tail.dtype), non_blocking=True)
 
     def agrees(self, tail: Tensor, contributions: int) -> Tensor:
-        """Return whether all ranks were in this step with the same layout, as ``same``, without waiting for the device.
+        """Return on the device whether all ranks were in this step with the same layout of parameters (see ``same``).
 
         Args:
             tail: the sums over ranks behind the gradients of the last bucket, which this rank has filled before.

@@ -128,14 +128,15 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 
 
 def is_mean_over_samples(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> bool:
-    """Return whether the count that ``loss_count`` has found is in proportion to the samples of each micro-batch.
+    """Return whether the divisor that ``loss_count`` has found is proportional to the samples of any micro-batch.
 
-    It is not where targets were ignored or weighted, or elements chosen by a mask: other micro-batches have another
-    number of them, also where this one has a multiple of its samples.
+    If so, means over micro-batches weighted by samples give the mean over the global batch. False where targets were
+    ignored or weighted, or where a mask has selected elements: other micro-batches then have other proportions, even if
+    the divisor happens to be a multiple of this micro-batch's samples.
 
     Args:
         objective: () the loss of the micro-batch.
-        count: its count.
+        count: () the divisor, as ``loss_count`` returns it.
         micro_batch: the micro-batch.
     """
     means, _ = _terms(objective.grad_fn)

@@ -144,7 +144,10 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
 
 
 def averages_masked(root: Any, samples: int) -> bool:
-    """Return whether a loss is the mean of rows or elements that a mask has chosen of values by sample.
+    """Return whether a loss is a mean over the samples that a boolean mask selects, such as ``losses[mask].mean()``.
+
+    The mask may select rows or elements of a tensor with a row for each sample. Constant factors on the mean are
+    allowed.
 
     Args:
         root: ``grad_fn`` of the loss.
@@ -227,8 +230,10 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
     Args:
         root: ``grad_fn`` of the loss.
         samples: number of samples of the micro-batch.
-        may_divide: whether a constant factor of several elements may be divided by the number of samples.
-        may_scale: whether a number above one may be that of all data, divided by the samples.
+        may_divide: function of a constant factor of several elements; returns whether it may already include 1 /
+            samples.
+        may_scale: whether a constant factor above 1 may be (samples of the whole data set) / (samples of the batch),
+            and so count as a division.
     """
     ahead: list[tuple[Any, int, tuple[float, ...]]] = [(root, 0, ())]
     seen, pieces = set[Any](), dict[Any, set[int]]()
@@ -266,10 +271,11 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
 
 
 def reads_statistic(root: Any, samples: int) -> bool:
-    """Return whether values by sample are computed from a mean, a sum, a norm or a variance over the samples.
+    """Return whether tensors with a row for each sample are computed from a mean, sum, norm or variance over the
+    samples.
 
-    Batch norms that are a function of PyTorch do not count, nor statistics without a gradient. The function searches
-    the loss's autograd graph, at most 4,096 nodes.
+    Examples are ``output - output.mean(0)`` and a contrastive loss. Calls of PyTorch's batch norm do not count, nor
+    statistics without a gradient. The function searches the loss's autograd graph, at most 4,096 nodes.
 
     Args:
         root: ``grad_fn`` of the loss.
@@ -361,12 +367,12 @@ class Scaled(NamedTuple):
     """A mean or a sum over the samples of a micro-batch within a loss, and the constants between it and the loss.
 
     Attributes:
-        is_sum: whether it is a sum that nothing below it has divided by the samples, and no mean.
+        is_sum: whether it is a sum whose summands are not already divided by the samples; False for a mean.
         by_factor: whether one of the constants is a factor.
         elements: number of elements that it reduces; of a cross-entropy the number of targets.
         divisors: the constants as divisors, the inverse of each factor.
-        tensors: the divisors alone, as the tensors that autograd has saved.
-        weights: tensors of several elements that are factors of what is reduced.
+        tensors: those constants that are divisors and no factors, as the tensors that autograd has saved.
+        weights: tensors of several elements that are factors of the reduced tensor.
     """
 
     is_sum: bool = False

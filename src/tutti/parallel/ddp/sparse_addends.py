@@ -23,7 +23,10 @@ Term = list[Tensor | None]
 
 
 class SparseAddends(Protocol):
-    """Terms of a sum of gradients over the data ranks (protocol), and the order in which they are added."""
+    """Sums the data ranks' sparse gradients in a fixed order of terms (protocol).
+
+    A term is a set of sparse gradients that one rank contributes in a step.
+    """
 
     def put(self, worker: int, term: Term) -> None:
         """Add a term of this rank. Not collective.
@@ -34,7 +37,7 @@ class SparseAddends(Protocol):
         """
 
     def take(self) -> list[Term]:
-        """Return this rank's terms of the step, and forget them. Not collective."""
+        """Return this rank's terms of the step, in the order of ``put``, and clear the list. Not collective."""
 
     def counts(self, here: int, text: str) -> list[int]:
         """Return the number of terms of each rank. Collective only where ranks share logical workers.
@@ -97,12 +100,12 @@ class RankAddends:
         self._terms = [term]
 
     def take(self) -> list[Term]:
-        """Return the rank's term, in a list of one, and forget it."""
+        """Return this rank's term of the step in a list (empty if none was put), and clear it. Not collective."""
         terms, self._terms = self._terms, []
         return terms
 
     def counts(self, here: int, text: str) -> list[int]:
-        """Return 1 for each rank. Not collective.
+        """Return the number of terms of each data rank, in rank order: 1 for each. Not collective.
 
         Args:
             here, text: unused.

@@ -36,12 +36,14 @@ _CHUNK_BYTES = FIRST_BYTES
 
 @dataclass(frozen=True)
 class RowForm:
-    """A parameter's gradient as a matrix: its sparse dimensions are the rows, the others the columns.
+    """Shapes by which the gradient of a parameter of shape (*sparse, *dense) is treated as a matrix (rows, width).
+
+    Rows are the indices of the sparse dimensions, flattened; ``width`` is the number of elements of the dense ones.
 
     Attributes:
-        shape: of the parameter.
+        shape: shape of the parameter.
         sparse: number of sparse dimensions, 1 for an embedding.
-        dtype: of the values as they are sent.
+        dtype: dtype of the values in messages.
     """
 
     shape: torch.Size
@@ -50,17 +52,17 @@ class RowForm:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the matrix."""
+        """Number of rows of the matrix: product of the sizes of the parameter's sparse dimensions."""
         return math.prod(self.shape[: self.sparse])
 
     @property
     def width(self) -> int:
-        """Number of elements of a row."""
+        """Number of elements of a row of the matrix: product of the sizes of the parameter's dense dimensions."""
         return math.prod(self.shape[self.sparse :])
 
     @property
     def index_dtype(self) -> torch.dtype:
-        """Dtype of row numbers in messages."""
+        """Dtype in which messages carry row numbers: int32, or int64 for more than 2³¹ rows."""
         return torch.int32 if self.rows <= 1 << 31 else torch.int64
 
     def fewer_bytes(self, rows: Sequence[int]) -> bool:
@@ -80,7 +82,7 @@ class RowForm:
         return len(rows) * max(rows) * sent <= 2 * self.rows * (self.width + 1) * self.dtype.itemsize
 
     def matrix(self, index: Tensor, values: Tensor) -> Tensor:
-        """Return a coalesced sparse matrix (rows, width) with one sparse dimension.
+        """Build the sparse matrix (rows, width), a coalesced COO tensor of one sparse dimension.
 
         Args:
             index: (n,), increasing row numbers.
@@ -90,14 +92,23 @@ class RowForm:
         return torch.sparse_coo_tensor(index, values, size, is_coalesced=True, check_invariants=False)
 
     def matrix_of(self, gradient: Tensor) -> Tensor:
-        """Return a coalesced sparse gradient as a matrix."""
+        """Convert a sparse gradient to a sparse matrix (rows, width) with one sparse dimension.
+
+        Args:
+            gradient: coalesced COO tensor in the parameter's shape.
+        """
         index, *more = gradient.indices()
         for size, other in zip(self.shape[1:], more, strict=False):
             index = index * size + other
         return self.matrix(index, gradient.values())
 
     def gradient(self, index: Tensor, values: Tensor) -> Tensor:
-        """Return a coalesced sparse gradient in the parameter's shape, from row numbers (n,) and values (n, width)."""
+        """Build the sparse gradient, a coalesced COO tensor in the parameter's shape, from rows of the matrix.
+
+        Args:
+            index: (n,) int64 row numbers, increasing.
+            values: (n, width) their values, which are copied.
+        """
         indices = torch.stack(torch.unravel_index(index, self.shape[: self.sparse]))
         # Also a copy, which does not keep the memory of a whole message.
         values = values.view(len(values), *self.shape[self.sparse :]) + 0.0

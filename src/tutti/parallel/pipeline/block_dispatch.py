@@ -93,20 +93,25 @@ class StageEnd(BaseException):
 
 
 class ForwardRun(Protocol):
-    """A run of a model's forward that decides what each call of a block (module called as a unit) returns.
+    """One run of a model's forward that decides the result of each call of a block (module called as a unit); protocol.
+
+    A run either records the calls on fake tensors, or computes the blocks of one pipeline stage. ``BlockDispatch.run``
+    calls its methods.
 
     Attributes:
-        inside: whether a block is running, whose own calls of modules the run does not see.
+        inside: whether a block is running; calls of modules within it are not handed to the run.
     """
 
     inside: bool
 
     def watching(self) -> AbstractContextManager[None]:
-        """Return the context in which the forward runs."""
+        """Return the context manager in which ``BlockDispatch.run`` calls the model's forward, such as a function
+        mode.
+        """
         ...
 
     def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call of a block.
+        """Return the result of a call of a block: the block's own, or fake tensors of equal shapes in its place.
 
         Args:
             name: name of the block in the whole model.
@@ -116,10 +121,10 @@ class ForwardRun(Protocol):
         ...
 
     def end(self, output: Any) -> Any:
-        """Return the result of the run, from the model's output.
+        """Return the result of ``BlockDispatch.run``, once the model's forward has returned.
 
         Args:
-            output: what the forward has returned.
+            output: the return value of the forward.
         """
         ...
 
@@ -302,10 +307,10 @@ class BlockDispatch:
         return result
 
     def foreseen(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
-        """Return shapes and dtypes that other stages take for those of a call's result, before the block is called.
+        """Return the shapes and dtypes that other stages assume for the result of a block that reads values.
 
-        Other stages know them from made numbers, if the block reads values of its tensors. The call may change objects
-        among its arguments, such as a cache.
+        Other stages run such a block on made-up numbers to find them, so that ``check_shapes`` must compare them with
+        the real result. To be called before the block, which may change objects among its arguments, such as a cache.
 
         Args:
             name: name of the block in the whole model.
@@ -313,22 +318,23 @@ class BlockDispatch:
             args, kwargs: positional and keyword arguments of the call.
 
         Returns:
-            A key for each leaf of the result, as ``check_shapes`` takes them; None for a block that reads no values.
+            One key of shape and dtype for each leaf of the result, for ``check_shapes``. None for a block that runs on
+            fake tensors, whose shapes are certain.
         """
         if name not in self._numbered:
             return None
         return [_type(leaf) for leaf in tree_leaves(self.shape(name, block, args, kwargs))]
 
     def check_shapes(self, name: str, foreseen: list[Any] | None, result: Any) -> None:
-        """Check that a block has returned tensors of the shapes that all other stages take for its.
+        """Raise UsageError if a block's result has other shapes or dtypes than all other pipeline stages assume.
 
         Args:
             name: name of the block in the whole model.
-            foreseen: what ``foreseen`` has returned before the call.
-            result: what the block has returned.
+            foreseen: the result of the method ``foreseen`` before the call; None checks nothing.
+            result: the block's result.
 
         Raises:
-            UsageError: the shapes differ.
+            UsageError: the shapes or dtypes differ, as they depend on values of tensors.
         """
         if foreseen is not None and [_type(leaf) for leaf in tree_leaves(result)] != foreseen:
             raise cannot_be_cut(self.plain, f"its block {name} returns tensors whose shapes depend on values")

@@ -185,15 +185,18 @@ def form_of(args: Any, kwargs: Any, learned: Sequence[bool] | None = None, *, va
 
 
 def check_form(args: Any, kwargs: Any, forms: Collection[str], layer: str) -> None:
-    """Check that the arguments of a split block's call are of a kind for which the split was verified.
+    """Raise UsageError if a split block is called with arguments of another kind than those its split was verified for.
+
+    The kind of a call's arguments is the text of ``form_of``: their structure, dtypes, numbers of dimensions, and which
+    of them need gradients.
 
     Args:
         args, kwargs: positional and keyword arguments of the call.
-        forms: the kinds, as texts of ``form_of``, with the values of numbers or without; none for no check.
+        forms: texts of ``form_of``, with or without the values of numbers; empty for no check.
         layer: name of the block.
 
     Raises:
-        UsageError: they are of another kind.
+        UsageError: ``forms`` does not contain the call's text.
     """
     if forms and not any(form_of(args, kwargs, values=values) in forms for values in (False, True)):
         raise UsageError(
@@ -205,9 +208,9 @@ def check_form(args: Any, kwargs: Any, forms: Collection[str], layer: str) -> No
 
 
 def with_fewer_gradients(forms: Collection[str]) -> frozenset[str]:
-    """Return kinds of arguments, and the same kinds where no tensor needs a gradient.
+    """Return the given texts of ``form_of``, and the same texts for calls in which no tensor needs a gradient.
 
-    A split that was verified with gradients holds without them.
+    A split that was verified with gradients is also right without them, as in an evaluation.
 
     Args:
         forms: texts of ``form_of``.

@@ -52,7 +52,8 @@ class LocalForward(NamedTuple):
         summed: names in the block of parameters that are whole on every rank and used for this rank's slice, such as
             the weight of a norm within heads: their gradients are summed over the ranks.
         counts: names in the block of attributes that count heads, which are reduced to this rank's while it runs.
-        takes: how many times a tensor that is whole on every rank gives this rank's heads where it meets a slice.
+        takes: number of calls in which a tensor that is whole on every rank, such as a position bias, is cut to this
+            rank's heads because the other operand is a slice.
         outs: for each tensor of the output, the dimension of its heads, counted from the last (-1); 0 where the tensor
             is whole. Empty where all are.
         widened: names in the block of layers that get the features of all ranks, such as norms over all heads.
@@ -197,12 +198,12 @@ class LocalShapeMode(TorchFunctionMode):
         return self.slice_.ranks.take(whole, dim, self.slice_.length, self.slice_.name)
 
     def share(self, whole: Tensor) -> Tensor:
-        """Return a tensor that is whole on every rank and that all heads use, with the same values.
+        """Return a copy of a whole tensor for use by this rank's heads, whose backward sums the gradient over ranks.
 
         Collective over the tensor ranks in backward alone, which all-reduces the gradient.
 
         Args:
-            whole: the tensor.
+            whole: the tensor, equal on all tensor ranks.
         """
         return self.slice_.ranks.copy(whole, self.slice_.name)
 

@@ -15,7 +15,7 @@ from tutti.errors import UsageError, script_line
 
 
 class SliceNames(Protocol):
-    """Knows from which split parameters of a model tensors were made (protocol)."""
+    """Tells by name of which split parameter of a model a tensor is an elementwise function (protocol)."""
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the split parameter of which a tensor is an elementwise function, or None.

@@ -255,17 +255,17 @@ class KeptValues(LossWatch):
         return {self._kept[memory] for memory in leaves & self._kept.keys()}
 
     def noting_leaves(self, loss: LossFn) -> LossFn:
-        """Return the loss function of ``run.step``; with pipeline stages one that records what its losses train.
+        """Return the loss function, with pipeline stages wrapped to record the leaves of its autograd graphs.
 
-        It records the leaves of the losses' autograd graphs, such as a tensor beside the model, of which only the last
-        stage's rank has the gradient. A step of an optimizer that ``tutti.prepare`` was not given then raises
-        UsageError if it trains such a tensor. Not collective.
+        A leaf is, for example, a learned weight beside the model: only the last stage's rank has its gradient. A step
+        of an optimizer that ``tutti.prepare`` was not given then raises UsageError if it trains such a tensor. Not
+        collective.
 
         Args:
-            loss: the loss function.
+            loss: the loss function of ``run.step``.
 
         Returns:
-            A function with the arguments and the result of ``loss``; ``loss`` itself without pipeline stages.
+            A function with the arguments and the result of ``loss``; without pipeline stages ``loss`` itself.
         """
         if not self._in_stages():
             return loss
