@@ -27,6 +27,8 @@ import torch
 import horovod.torch as hvd
 
 faults, until = json.loads(sys.argv[1]), int(sys.argv[2])
+if Path("slow").exists() and os.environ["RANK"] == Path("slow").read_text():
+    time.sleep(1)
 
 def die(place, step=-1):
     for number, (where, rank, at) in enumerate(faults):
@@ -91,6 +93,7 @@ def train(state):
 
 train(state)
 told = {"pid": os.getpid(), "rank": hvd.rank(), "size": hvd.size(), "sizes": sizes, "given": sorted(state.given)}
+told["host"] = os.environ["HOROVOD_HOSTNAME"]
 told["weights"] = [p.detach().flatten().tolist() for p in model.parameters()]
 Path(f"told-{os.getpid()}.json").write_text(json.dumps(told))
 """
@@ -162,6 +165,19 @@ def test_a_rank_joins_in_a_new_slot(tmp_path: Path, faults: list[Any]) -> None:
     limits = ("--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script))
     ranks = told(tmp_path, 2, *limits, "--blacklist-cooldown-range", "0.1", "0.2", faults=faults, until=3)
     assert len(ranks) == 3 and ranks[0]["sizes"][0] == 2, "rank 0 kept its process"
+
+
+def test_ranks_that_start_together_join_in_one_reset(tmp_path: Path) -> None:
+    """The second of two new ranks needs longer to start, and the first waits for it."""
+    (tmp_path / "slots").write_text("1")
+    (tmp_path / "slow").write_text("2")
+    script = tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\necho localhost:1\n[ $(cat {tmp_path}/slots) = 1 ] || echo 127.0.0.1:2\n")
+    script.chmod(0o755)
+    limits = ("--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script), "--reset-limit", "1")
+    ranks = told(tmp_path, 1, *limits, until=3)
+    assert ranks[0]["sizes"] == [1, 1, 3]
+    assert [rank["host"] for rank in ranks] == ["localhost", "127.0.0.1", "127.0.0.1"]
 
 
 def test_slots_that_come_back_keep_the_ranks(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.forkserver import run
 
 SCRIPT = """
 import os
+import socket
 import sys
 rank = os.environ.get("HOROVOD_RANK", "0")
 import horovod.torch as hvd
@@ -29,6 +30,7 @@ hvd.init()
 assert int(rank) == hvd.rank()
 for field in ("size", "local_rank", "local_size", "cross_rank", "cross_size") if hvd.size() > 1 else ():
     assert int(os.environ[f"HOROVOD_{field.upper()}"]) == getattr(hvd, field)()
+assert hvd.size() == 1 or os.environ["HOROVOD_HOSTNAME"] == socket.gethostname()
 total = synchronize(hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="x"))
 if hvd.rank() == 0:
     print("total", total.item(), sys.argv[1:], issubclass(HorovodInternalError, RuntimeError), flush=True)

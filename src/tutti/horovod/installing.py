@@ -7,6 +7,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import MutableMapping, Sequence
 from types import ModuleType
@@ -123,8 +124,9 @@ def export_rank(environ: MutableMapping[str, str]) -> None:
 
     The variables are ``HOROVOD_RANK`` and ``HOROVOD_SIZE`` (of the job), ``HOROVOD_LOCAL_RANK`` and
     ``HOROVOD_LOCAL_SIZE`` (on this node), ``HOROVOD_CROSS_RANK`` and ``HOROVOD_CROSS_SIZE`` (index of this node and
-    number of nodes). Nothing is set where ``RANK`` and ``WORLD_SIZE`` are missing, which tutti's launcher and torchrun
-    set: for example in a process of an elastic job that has no rank yet.
+    number of nodes); and ``HOROVOD_HOSTNAME`` (name of this node), unless a launcher has set it. Nothing is set where
+    ``RANK`` and ``WORLD_SIZE`` are missing, which tutti's launcher and torchrun set: for example in a process of an
+    elastic job that has no rank yet.
 
     Args:
         environ: environment variables of this rank; the variables are added to it.
@@ -136,6 +138,7 @@ def export_rank(environ: MutableMapping[str, str]) -> None:
         identity = read_identity(environ)
         for field in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
             environ[f"HOROVOD_{field.upper()}"] = str(getattr(identity, field))
+        environ.setdefault("HOROVOD_HOSTNAME", socket.gethostname())
 
 
 def run_horovod_script(script: str, argv: list[str], module: bool = False) -> None:

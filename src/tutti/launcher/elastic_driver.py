@@ -26,6 +26,8 @@ from tutti.launcher.host_discovery import SlotTable
 from tutti.launcher.orphans import await_end
 
 _POLL, _TELL, _END_WITHIN = 0.02, 0.2, 5.0
+# Seconds for which a new rank that could join waits for others that are still starting, so that one reset takes them in.
+_JOIN_TOGETHER = 10.0
 _REMOVED, _ADDED = 1, 2
 
 
@@ -66,6 +68,8 @@ class _Member:
     rank: int = sys.maxsize
     generation: int = -1
     ready: bool = False
+    # When it asked for its place, on the monotonic clock.
+    asked: float = 0.0
     # Has no slot at the moment; was told to end.
     leaving: bool = False
     dismissed: bool = False
@@ -188,7 +192,7 @@ class ElasticDriver:
             if pid == 0:
                 for other in (mine, *(member.line for member in self._alive)):
                     other.close()
-                os.environ["RANK"] = str(number)
+                os.environ.update(RANK=str(number), HOROVOD_HOSTNAME=host)
                 _be_rank(self._job, theirs)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, child.SIGNALS)
@@ -207,7 +211,7 @@ class ElasticDriver:
         while (end := member.received.find(b"\n")) >= 0:
             message = json.loads(member.received[:end])
             del member.received[: end + 1]
-            member.ready = True
+            member.ready, member.asked = True, time.monotonic()
             if message["failed"]:
                 self._interrupt(message["ready"], f"process {member.number} has left the generation", member)
 
@@ -268,7 +272,9 @@ class ElasticDriver:
         """Tell the ranks of waiting ones, and form the next generation when all ranks have left this one."""
         members = [member for member in self._alive if member.generation == self._generation >= 0]
         waiting = [m for m in self._alive if m.ready and m.generation < self._generation and not m.leaving]
-        kind = (_REMOVED if any(m.leaving for m in members) else 0) | (_ADDED if waiting else 0)
+        starting = any(m.generation < 0 and not m.ready and not m.leaving for m in self._alive)
+        joining = waiting and (not starting or now >= min(m.asked for m in waiting) + _JOIN_TOGETHER)
+        kind = (_REMOVED if any(m.leaving for m in members) else 0) | (_ADDED if joining else 0)
         # Again and again: ranks that are just beginning a generation forget what they heard before.
         if kind and now >= self._told + _TELL:
             self._told = now
