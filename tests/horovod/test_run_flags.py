@@ -25,6 +25,18 @@ def test_a_whole_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == f"tutti: without effect: {idle}\n"
 
 
+@pytest.mark.parametrize("python", [("python",), ("/usr/bin/python3", "-u"), ("python3.11", "-u")], ids=" ".join)
+def test_the_word_python_is_dropped(python: tuple[str, ...]) -> None:
+    for words in (["x.py", "-u", "a"], ["-m", "package.train", "-c"]):
+        assert translated(["run", "--horovod", "-np", "2", *python, *words], {}) == [
+            "run",
+            "--horovod",
+            "-np",
+            "2",
+            *words,
+        ]
+
+
 def test_flags_that_stand_for_variables() -> None:
     environ: dict[str, str] = {}
     words = ["run", "--horovod", "--fusion-threshold-mb", "2", "--no-stall-check", "--timeline-filename=t.json"]
@@ -43,6 +55,8 @@ def test_flags_that_stand_for_variables() -> None:
         (["--ssh-port", "22"], "ssh/config"),
         (["--fusion-threshold-mb", "x"], "whole number"),
         (["--timeline-filename"], "needs a value"),
+        (["python", "-c", "print()"], "Write code in a file"),
+        (["-np", "2", "python3", "-u", "-W", "error", "x.py"], "Write python -W … -m tutti run"),
     ],
 )
 def test_what_would_matter_is_refused(words: list[str], text: str) -> None:

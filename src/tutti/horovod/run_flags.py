@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -64,15 +65,17 @@ _REFUSED = {
     "--check-build": "write tutti doctor",
 }
 
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+
 
 def translate_flags(words: list[str], environ: MutableMapping[str, str], options: Mapping[str, int]) -> list[str]:
     """Translate a command line with the flags of ``horovodrun`` into a command line of ``tutti run``, and return it.
 
     Flags that stand for environment variables, such as ``--fusion-threshold-mb``, set these in ``environ``. Flags
-    without effect are named once on standard error. Unknown flags stay as they are. The word ``python`` before the
-    script is dropped. For an elastic job without ``--elastic-timeout`` this flag is added with the value of
-    ``HOROVOD_ELASTIC_TIMEOUT``, if it is set. Words that do not begin with ``run``, or have no ``--horovod`` before the
-    script, are returned unchanged.
+    without effect are named once on standard error. Unknown flags stay as they are. The words ``python`` and
+    ``python -u`` before the script are dropped; ranks write whole lines at once. For an elastic job without
+    ``--elastic-timeout`` this flag is added with the value of ``HOROVOD_ELASTIC_TIMEOUT``, if it is set. Words that do
+    not begin with ``run``, or have no ``--horovod`` before the script, are returned unchanged.
 
     Args:
         words: the command line, without the name of the program.
@@ -83,8 +86,8 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
         The words of the new command line; ``words`` itself where nothing is translated.
 
     Raises:
-        UsageError: a flag that would matter, such as ``--ssh-port``, is not served; a flag lacks its value; or that of
-            ``--fusion-threshold-mb`` is not a whole number.
+        UsageError: a flag that would matter, such as ``--ssh-port``, or an option of ``python``, such as ``-O``, is not
+            served; a flag lacks its value; or that of ``--fusion-threshold-mb`` is not a whole number.
 
     >>> words = ["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"]
     >>> translate_flags(words, {}, {"-np": 1, "--timeout": 1})
@@ -100,8 +103,8 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
         return words
     if rest[:1] == ["--"]:
         rest = rest[1:]
-    if rest and Path(rest[0]).name in ("python", "python3"):
-        rest = rest[1:]
+    if rest and _PYTHON.fullmatch(Path(rest[0]).name):
+        rest = _behind_python(rest[1:])
     elastic = not {*_OF_ELASTIC_JOBS, "--blacklist-cooldown-range"}.isdisjoint(made)
     if (seconds := environ.get("HOROVOD_ELASTIC_TIMEOUT")) and elastic and "--elastic-timeout" not in made:
         made += ["--elastic-timeout", seconds]
@@ -169,6 +172,24 @@ class _Translation:
         if not self.rest:
             raise UsageError(f"{flag} needs a value", remedy="see tutti run --help")
         return self.rest.pop(0)
+
+
+def _behind_python(words: list[str]) -> list[str]:
+    """Return the words of a command line ``python …`` from the script, or ``-m``, on.
+
+    Raises UsageError for an option of Python with an effect that forked ranks do not get.
+    """
+    while words[:1] == ["-u"]:
+        words = words[1:]
+    if words and words[0].startswith("-") and words[0] != "-m":
+        raise UsageError(
+            f"the option {words[0]} of python is not served",
+            why="ranks are forked from the process of tutti run",
+            remedy="write code in a file"
+            if words[0] == "-c"
+            else f"write python {words[0]} … -m tutti run --horovod …",
+        )
+    return words
 
 
 def _bytes(megabytes: str) -> str:
