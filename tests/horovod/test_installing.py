@@ -18,14 +18,19 @@ import os
 import socket
 import sys
 rank = os.environ.get("HOROVOD_RANK", "0")
+import horovod
 import horovod.torch as hvd
 from horovod.torch.mpi_ops import synchronize
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.elastic import ObjectState
+from horovod.common.util import extension_available, gloo_built, mpi_built, nccl_built
+from horovod.runner import run as run_function
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic import TorchState, run
 import torch
 assert hvd.elastic.run is run and hvd.elastic.ElasticSampler is ElasticSampler and issubclass(TorchState, ObjectState)
+assert horovod.run is run_function and (gloo_built(), mpi_built()) == (True, False)
+assert nccl_built() == hvd.nccl_built() and extension_available("torch") and not extension_available("tensorflow")
 hvd.init()
 assert int(rank) == hvd.rank()
 for field in ("size", "local_rank", "local_size", "cross_rank", "cross_size") if hvd.size() > 1 else ():

@@ -31,6 +31,8 @@ SERVED = (
     "horovod.common.elastic",
     "horovod.common.exceptions",
     "horovod.common.process_sets",
+    "horovod.common.util",
+    "horovod.runner",
 )
 """Modules that a script can import; each is tutti's module of that name."""
 
