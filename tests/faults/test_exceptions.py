@@ -107,3 +107,26 @@ def test_a_stopped_rank_is_named_by_those_that_wait_for_it(strategy: str, tmp_pa
     assert f"missing: rank {rank}" in first and "within 5 s" in first, result.err
     assert not first.startswith(f"tutti: rank {rank} ")
     assert "Traceback" not in result.err
+
+
+RESET = """import socket
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(number))) as line:
+                if line.family in (socket.AF_INET, socket.AF_INET6) and line.getpeername():
+                    line.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass"""
+
+
+@pytest.mark.row(10)
+@pytest.mark.parametrize("strategy", ["mirrored:algorithm=native", "pipeline"])
+def test_a_rank_whose_connections_are_reset_hangs_nobody(strategy: str, tmp_path: Path, seed: int) -> None:
+    """As by a router between hosts: every process lives, and no message comes through."""
+    draw = random.Random(f"reset {strategy} {seed}")
+    devices = draw.choice([3, 4])
+    rank, step = draw.randrange(devices), draw.randrange(2, 9)
+    result = train(tmp_path, strategy, devices, RESET, rank, step, "loss", "--timeout", "60")
+    assert result.code == 5, result.err
+    assert "the network broke" in complaint(result)[0], result.err
+    assert "Traceback" not in result.err
