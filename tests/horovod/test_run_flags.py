@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,58 @@ def test_flags_that_stand_for_variables() -> None:
 def test_what_would_matter_is_refused(words: list[str], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         translated(["run", "--horovod", *words], {})
+
+
+CONFIG = """# as in Horovod's documentation
+controller: gloo
+
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 10        # of the background thread
+  hierarchical_allreduce: true
+autotune:
+  enabled: true
+  log_file: 'autotune #1.csv'
+timeline:
+  filename: "t.json"
+  mark_cycles: false
+stall_check:
+  enabled: false
+  warning_time_seconds: 120
+logging:
+  hide_timestamp: true
+  colour: red
+"""
+
+
+def test_a_configuration_file_gives_what_no_flag_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    environ: dict[str, str] = {}
+    words = ["--no-autotune", "--config-file", str(tmp_path / "c.yaml"), "--timeline-filename", "other.json"]
+    assert translated(["run", "--horovod", "-np", "2", *words, "x.py"], environ)[-1] == "x.py"
+    assert environ == {
+        "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+        "HOROVOD_AUTOTUNE": "0",
+        "HOROVOD_AUTOTUNE_LOG": "autotune #1.csv",
+        "HOROVOD_TIMELINE": "other.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "0",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "120",
+    }
+    idle = (
+        f"--gloo, --cycle-time-ms, --hierarchical-allreduce, --log-hide-timestamp, logging.colour of {tmp_path}/c.yaml"
+    )
+    assert capsys.readouterr().err == f"tutti: without effect: {idle}\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["params\n", "params:\n  - cache_capacity: 3\n", "params: {cache_capacity: 3}\n", None]
+)
+def test_a_configuration_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UsageError, match=r"c\.yaml"):
+        translated(["run", "--horovod", f"--config-file={tmp_path}/c.yaml", "x.py"], {})
 
 
 def test_other_commands_are_left_alone() -> None:

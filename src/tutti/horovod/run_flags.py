@@ -35,9 +35,12 @@ _VARIABLES = {
     "--autotune-steps-per-sample": "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
 }
 _SWITCHES = {
-    "--timeline-mark-cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
-    "--no-stall-check": "HOROVOD_STALL_CHECK_DISABLE",
-    "--autotune": "HOROVOD_AUTOTUNE",
+    "--timeline-mark-cycles": ("HOROVOD_TIMELINE_MARK_CYCLES", "1"),
+    "--no-timeline-mark-cycles": ("HOROVOD_TIMELINE_MARK_CYCLES", "0"),
+    "--no-stall-check": ("HOROVOD_STALL_CHECK_DISABLE", "1"),
+    "--stall-check": ("HOROVOD_STALL_CHECK_DISABLE", "0"),
+    "--autotune": ("HOROVOD_AUTOTUNE", "1"),
+    "--no-autotune": ("HOROVOD_AUTOTUNE", "0"),
 }
 _IDLE = frozenset(
     (
@@ -46,7 +49,7 @@ _IDLE = frozenset(
         *("--no-hierarchical-allgather", "--log-hide-timestamp", "--no-log-hide-timestamp"),
         *("-prefix-timestamp", "--log-with-timestamp", "--log-without-timestamp"),
         *("--mpi-threads-disable", "--no-mpi-threads-disable"),
-        *("--no-autotune", "--no-timeline-mark-cycles", "--stall-check", "--no-torus-allreduce", "--torus-allreduce"),
+        *("--no-torus-allreduce", "--torus-allreduce"),
     )
 )
 _IDLE_WITH_VALUE = frozenset(
@@ -60,10 +63,22 @@ _REFUSED = {
     **dict.fromkeys(
         ("-p", "--ssh-port", "-i", "--ssh-identity-file"), "ssh reads the port and the key of a host in ~/.ssh/config"
     ),
-    "--config-file": "give the options as flags",
     "-cb": "write tutti doctor",
     "--check-build": "write tutti doctor",
 }
+# Sections of a configuration file, and the beginning of the flags for their keys.
+_SECTIONS = {
+    "params": "--",
+    "autotune": "--autotune-",
+    "timeline": "--timeline-",
+    "stall_check": "--stall-check-",
+    "library_options": "--",
+    "logging": "--log-",
+}
+
+_CONFIG_LINE = re.compile(
+    r"""(?P<indent>\s*)(?P<key>[\w-]+)\s*:(\s+(?P<value>'[^']*'|"[^"]*"|[^\s'"#\[{|>&*].*?))?\s*(\s\#.*)?"""
+)
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
@@ -71,11 +86,12 @@ _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 def translate_flags(words: list[str], environ: MutableMapping[str, str], options: Mapping[str, int]) -> list[str]:
     """Translate a command line with the flags of ``horovodrun`` into a command line of ``tutti run``, and return it.
 
-    Flags that stand for environment variables, such as ``--fusion-threshold-mb``, set these in ``environ``. Flags
-    without effect are named once on standard error. Unknown flags stay as they are. The words ``python`` and
-    ``python -u`` before the script are dropped; ranks write whole lines at once. For an elastic job without
-    ``--elastic-timeout`` this flag is added with the value of ``HOROVOD_ELASTIC_TIMEOUT``, if it is set. Words that do
-    not begin with ``run``, or have no ``--horovod`` before the script, are returned unchanged.
+    Flags that stand for environment variables, such as ``--fusion-threshold-mb``, set these in ``environ``; so do the
+    keys of the file of ``--config-file`` for which no flag is given. Flags without effect are named once on standard
+    error. Unknown flags stay as they are. The words ``python`` and ``python -u`` before the script are dropped; ranks
+    write whole lines at once. For an elastic job without ``--elastic-timeout`` this flag is added with the value of
+    ``HOROVOD_ELASTIC_TIMEOUT``, if it is set. Words that do not begin with ``run``, or have no ``--horovod`` before the
+    script, are returned unchanged.
 
     Args:
         words: the command line, without the name of the program.
@@ -87,7 +103,8 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
 
     Raises:
         UsageError: a flag that would matter, such as ``--ssh-port``, or an option of ``python``, such as ``-O``, is not
-            served; a flag lacks its value; or that of ``--fusion-threshold-mb`` is not a whole number.
+            served; a flag lacks its value; that of ``--fusion-threshold-mb`` is not a whole number; or the file of
+            ``--config-file`` cannot be read.
 
     >>> words = ["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"]
     >>> translate_flags(words, {}, {"-np": 1, "--timeout": 1})
@@ -156,7 +173,9 @@ class _Translation:
         elif flag in _VARIABLES:
             self.variables[_VARIABLES[flag]] = self._value(flag, given)
         elif flag in _SWITCHES:
-            self.variables[_SWITCHES[flag]] = "1"
+            self.variables.update([_SWITCHES[flag]])
+        elif flag == "--config-file":
+            self._take_file(Path(self._value(flag, given)))
         elif flag in _IDLE_WITH_VALUE:
             self._value(flag, given)
             self.idle.append(flag)
@@ -165,6 +184,18 @@ class _Translation:
         else:
             self.made.append(word)
 
+    def _take_file(self, path: Path) -> None:
+        """Translate the keys of a configuration file; flags of the command line count, wherever they stand."""
+        file = _Translation([], self._options)
+        for key, flag in _read_config(path):
+            if flag.partition("=")[0] in {*_VARIABLES, *_SWITCHES, *_IDLE, *_IDLE_WITH_VALUE}:
+                file.rest = [flag]
+                file.translate_flag()
+            else:
+                file.idle.append(f"{key} of {path}")
+        self.variables = file.variables | self.variables
+        self.idle += file.idle
+
     def _value(self, flag: str, given: str | None) -> str:
         """Return a flag's value: ``given`` behind an equals sign, or the next word, which is removed."""
         if given is not None:
@@ -172,6 +203,39 @@ class _Translation:
         if not self.rest:
             raise UsageError(f"{flag} needs a value", remedy="see tutti run --help")
         return self.rest.pop(0)
+
+
+def _read_config(path: Path) -> list[tuple[str, str]]:
+    """Read a configuration file of ``horovodrun``: YAML of sections with a line ``key: value`` for each option.
+
+    Returns:
+        Pairs of a key with its section, such as ``timeline.filename``, and its flag, ``--timeline-filename=FILE``.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config-file {path} cannot be read", why=str(error)) from error
+    found, section = [], ""
+    for number, line in enumerate(lines, 1):
+        if not line.partition("#")[0].strip():
+            continue
+        if (match := _CONFIG_LINE.fullmatch(line)) is None:
+            raise UsageError(
+                f"{path}, line {number}: '{line.strip()}' is no 'key: value'", remedy="give its options as flags"
+            )
+        key, value = match["key"], (match["value"] or "").strip("'\"")
+        if match["indent"]:
+            flag = (_SECTIONS.get(section, "--") + key.replace("_", "-")).removesuffix("-enabled")
+            if value.lower() not in ("true", "false"):
+                flag += f"={value}"
+            elif value.lower() == "false":
+                flag = f"--no-{flag[2:]}"
+            found.append((f"{section}.{key}", flag))
+        elif value:
+            found.append((key, f"--{value.lower()}" if key == "controller" else key))
+        else:
+            section = key
+    return found
 
 
 def _behind_python(words: list[str]) -> list[str]:
