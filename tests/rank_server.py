@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from tests.preloaded import COMPILING, MODULES, preload
 
-# pytest and the contract table, too: what the modules import whose functions ranks are sent, 0.4 s of each rank's time.
-preload([*MODULES, *COMPILING, "pytest", "tests.contract.test_accelerator"])
+# pytest and the contract tables, too: the modules of functions that ranks are sent, half a second of each rank.
+preload([*MODULES, *COMPILING, "pytest", "tests.contract.test_accelerator", "tests.contract.test_equivalence"])

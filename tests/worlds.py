@@ -175,8 +175,9 @@ _REAPED_WITHIN = 10.0
 # Characters of a rank's standard error.
 _MOST_SHOWN = 4000
 _pools: dict[tuple[int, float, str], Pool] = {}
-# Every process group that a run has made keeps its connections and threads.
-_MOST_RUNS = 30
+# Process groups that a run leaves keep connections and threads. A rank's start and first run take 0.1 s of CPU more
+# than its later runs, of which the hundredth takes as long, and as many threads and files, as the fifth.
+_MOST_RUNS = 120
 # So many ranks share no machine with others, not even idle ones.
 _LARGE = 6
 # Idle ranks take memory.
