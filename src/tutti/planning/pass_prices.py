@@ -95,9 +95,13 @@ class PassPrices:
             samples: number of samples in the micro-batch.
             checkpointing: value of ``--activation-checkpointing``, such as ``none``, ``blocks`` or ``selective``.
         """
-        groups = self.workload.groups
-        kept = sum(g.activation_bytes.get(checkpointing, g.activation_bytes["none"]).at(samples) for g in groups)
-        return max(kept, 0.0) + sum(2 * group.parameter_bytes for group in groups)
+
+        def add() -> float:
+            groups = self.workload.groups
+            kept = sum(g.activation_bytes.get(checkpointing, g.activation_bytes["none"]).at(samples) for g in groups)
+            return max(kept, 0.0) + sum(2 * group.parameter_bytes for group in groups)
+
+        return self.once(("resident", samples, checkpointing), add)
 
     def once(self, key: tuple[object, ...], price: Callable[[], Priced]) -> Priced:
         """Return the seconds cached under a key; where there are none, call ``price`` and cache its result.

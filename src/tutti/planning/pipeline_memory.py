@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import fx
+
 from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.config.module_config import Sync
 from tutti.config.spec import Spec
@@ -19,7 +21,13 @@ from tutti.launcher import context
 from tutti.nn.ac_and_compile import recompute
 from tutti.parallel.pipeline.graph_trace import UntraceableError
 from tutti.parallel.pipeline.module_timing import module_seconds
-from tutti.parallel.pipeline.stage_memory import StageMemory, StagePlan, find_measured_partition, observe_blocks
+from tutti.parallel.pipeline.stage_memory import (
+    GraphMemory,
+    StageMemory,
+    StagePlan,
+    find_measured_partition,
+    observe_graph,
+)
 from tutti.planning.memory_plan import (
     Facts,
     backward_of_loss,
@@ -174,30 +182,55 @@ def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, f
         TypeError: the run is no pipeline.
     """
     task = resolve_task(name, config)
-    samples = MicroBatchSizes.of(config).samples
     try:
-        return _look(task, config, seconds, samples, FakeTensorMode(allow_non_fake_inputs=True))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = model_of(task, config)
+        model.train()
+        found = find_measured_partition(stage_layout(config), model, config.shape["stage"], seconds)
     except UntraceableError as error:
         raise UsageError(
             "the memory of the stages of this model cannot be predicted",
             why="its forward is cut by running it on a micro-batch when the run starts",
             remedy="start the run, whose header names the cuts; or take --strategy sharded, whose memory is predicted",
         ) from error
+    return run_graph(task, config, found.graph).stage_plan(found, seconds)
+
+
+def run_graph(task: Task, config: PlannedRun, graph: fx.Graph) -> GraphMemory:
+    """Run forward and backward of a model's graph in this process, and measure the memory of each of its nodes.
+
+    The model is built anew and run on fake tensors, or with few real samples if it reads values; nothing is sent.
+
+    Args:
+        task: the task.
+        config: configuration of a pipeline run, for its micro-batch, precision and activation checkpointing.
+        graph: the graph of the forward of the task's model, such as that of a partition into stages.
+
+    Returns:
+        A ``GraphMemory``, which the partitions of this graph share, whatever their stages.
+
+    Raises:
+        UsageError: the devices do not fit the strategy, or ``--micro-batch`` and the strategy's ``micro_batches`` are
+            both given.
+        DataError: the task's data are missing or malformed.
+    """
+    samples = MicroBatchSizes.of(config).samples
+    try:
+        return _run_graph(task, config, graph, samples, FakeTensorMode(allow_non_fake_inputs=True))
     except UsageError:
         raise
     except Exception:
         # The model or its loss reads values, which fake tensors lack: compute with few real samples.
-        return _look(task, config, seconds, min(samples, _FEW), nullcontext())
+        return _run_graph(task, config, graph, min(samples, _FEW), nullcontext())
 
 
-def _look(
-    task: Task, config: PlannedRun, seconds: Mapping[str, float], samples: int, fake: AbstractContextManager[Any]
-) -> StagePlan:
+def _run_graph(
+    task: Task, config: PlannedRun, graph: fx.Graph, samples: int, fake: AbstractContextManager[Any]
+) -> GraphMemory:
     sample = first_sample(task)
     with fake:
         model = model_of(task, config)
     model.train()
-    found = find_measured_partition(stage_layout(config), model, config.shape["stage"], seconds)
     recompute(model, config.checkpointing)
     with fake, Tracker() as tracker:
         batch = None if sample is None else batch_of(sample, samples, config)
@@ -206,7 +239,7 @@ def _look(
             if batch is not None:
                 backward_of_loss(called, task, config, batch)
 
-        return observe_blocks(model, found, seconds, run, tracker, samples)
+        return observe_graph(model, graph, run, tracker, samples)
 
 
 def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> list[Memory]:

@@ -175,6 +175,7 @@ class StepPricer:
     residuals: Residuals = field(default_factory=shipped_residuals)
     _prices: dict[tuple[int, int], PassPrices] = field(default_factory=dict)
     _checked: dict[tuple[str, int], str] = field(default_factory=dict)
+    _facts: dict[tuple[str, int, str], StepFacts] = field(default_factory=dict)
     _meshes: dict[tuple[str, int], PlannedRun] = field(default_factory=dict)
 
     def floor(self, step: PlannedStep) -> PlannedStep:
@@ -276,29 +277,31 @@ class StepPricer:
             raise UsageError(
                 f"a batch of {step.batch:,} is larger than the data set of {counted(self.sizes.samples, 'sample')}"
             )
-        key = step.strategy, step.devices
-        if key not in self._checked:
-            try:
-                compiled = self.base.compile_choice
-                check_strategy(
-                    step.choice,
-                    step.devices,
-                    workers=None,
-                    compiled=compiled is not None,
-                    graphs=compiled is not None and compiled.records_graphs,
-                )
-                self._checked[key] = ""
-            except UsageError as error:
-                self._checked[key] = error.what
-        if self._checked[key]:
-            raise UsageError(self._checked[key])
+        self._check(step)
         config = self._config(step)
-        facts = self.sizes.step(config)
+        key = step.strategy, step.devices, config.activation_checkpointing
+        if key not in self._facts:
+            self._facts[key] = self.sizes.step(config)
+        facts = self._facts[key]
         self.costs.share_node(step.devices)
         known = id(facts.workload), min(step.devices, self.costs.network.per_node)
         if known not in self._prices:
             self._prices[known] = PassPrices(facts.workload, self.costs)
         return config, facts, self._prices[known]
+
+    def _check(self, step: PlannedStep) -> None:
+        """Raise UsageError where the strategy of a plan cannot run on its devices; found once a device mesh."""
+        key = step.strategy, step.devices
+        if key not in self._checked:
+            compiled = self.base.compile_choice
+            graphs = compiled is not None and compiled.records_graphs
+            try:
+                check_strategy(step.choice, step.devices, workers=None, compiled=compiled is not None, graphs=graphs)
+                self._checked[key] = ""
+            except UsageError as error:
+                self._checked[key] = error.what
+        if self._checked[key]:
+            raise UsageError(self._checked[key])
 
     def _config(self, step: PlannedStep) -> PlannedRun:
         """Return the configuration of a plan, as ``plan_config_of`` does; options are parsed once a device mesh."""

@@ -61,7 +61,7 @@ class PlannedRun(TrainConfig):
         return self.shape["replica"] * self.shape["shard"]
 
     def sized(self, batch_size: int, micro_batch: int | None, activation_checkpointing: str) -> PlannedRun:
-        """Return a copy of this run with other sizes; the copy shares the parsed strategy with this run.
+        """Return a copy of this run with other sizes; the copy shares what is parsed with this run.
 
         A search makes such a copy for each of its thousands of plans. To be fast, it takes the sizes as valid: options
         are parsed and checked again only in a run whose batch grows (``--batch-growth``).
@@ -84,13 +84,14 @@ class PlannedRun(TrainConfig):
             # Whether a batch may grow is checked anew.
             return replace(self, **changed)
         made = object.__new__(type(self))
-        mesh = {name: getattr(self, name) for name in ("strategy_choice", "device_count", "shape", "data_ranks")}
         own = vars(self)
-        vars(made).update({name: own[name] for name in _OPTIONS} | changed | mesh)
+        vars(made).update({name: own[name] for name in _OPTIONS} | changed | {n: getattr(self, n) for n in _PARSED})
         return made
 
 
 _OPTIONS = tuple(field.name for field in fields(PlannedRun))
+_PARSED = ("strategy_choice", "optimizer_choice", "device_count", "shape", "data_ranks")
+"""What ``sized`` shares between copies: no size changes it."""
 
 
 def mesh_extents(strategy: str, devices: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from tutti.data.adapt import adapt_training
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
-from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition
+from tutti.parallel.pipeline.stage_memory import GraphMemory, StagePlan, find_measured_partition
 from tutti.parallel.pipeline.stage_partition import StagePartition, TracedForward
 from tutti.parallel.pipeline.virtual_stage import body, last_uses
 from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, band_unit, distance_class
@@ -34,7 +34,7 @@ from tutti.planning.memory_plan import (
     wrapped_bytes,
 )
 from tutti.planning.monte_carlo import DRAWS
-from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
+from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory, run_graph, stage_layout
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.scaling_laws import Array
 from tutti.planning.script_task import ScriptLoopLoss
@@ -150,6 +150,7 @@ class TaskSizes:
         self._steps: dict[tuple[Any, ...], StepFacts | UsageError] = {}
         self._memory: dict[str, Facts] = {}
         self._wrapped: dict[tuple[str, ...], tuple[int, int]] = {}
+        self._ran: dict[tuple[int, str], GraphMemory] = {}
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
 
     def step(self, config: PlannedRun) -> StepFacts:
@@ -247,7 +248,11 @@ class TaskSizes:
         # The parts of a stage on its tensor ranks count as even ones.
         key = (*self._key(config)[:-1], config.activation_checkpointing)
         if key not in self._observed:
-            self._observed[key] = observe_stages(self._task, config, {})
+            found = self._partition(stage_layout(config), config.shape["stage"], ())
+            same = id(found.graph), config.activation_checkpointing
+            if same not in self._ran:
+                self._ran[same] = run_graph(self._task, config, found.graph)
+            self._observed[key] = self._ran[same].stage_plan(found, {})
         return max(plan_stage_memory(facts, self._observed[key], config), key=lambda plan: plan.total)
 
     @staticmethod

@@ -10,8 +10,9 @@ import torch
 
 from tutti import parallel
 from tutti.errors import UsageError
-from tutti.planning import memory_plan, pipeline_memory
+from tutti.planning import memory_plan, pipeline_memory, step_prediction
 from tutti.planning.planned_run import PlannedRun
+from tutti.workload.memory_formula import Memory
 
 BASE = {"batch_size": 32, "device": "cpu", "devices": "2", "optimizer": "adam"}
 TEXT = {**BASE, "model": "gpt:layers=4,width=32,block=16", "data": __file__}
@@ -102,6 +103,26 @@ def skip() -> object:
     return Task(
         name="skip", model=Skip, train=torch.randn(64, 8), loss=lambda model, batch: model(batch).square().mean()
     )
+
+
+def test_partitions_of_one_graph_share_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of each partition is that of a run of its own, however its stages are cut."""
+    cuts = {"block2": "2", "block3": "2", "block2+block3": "3"}
+    plans = [config(f"pipeline:cuts={at},schedule=gpipe", devices=n, micro_batch=8) for at, n in cuts.items()]
+    sizes, found = step_prediction.TaskSizes("text", plans[0]), memory_plan.model_facts("text", plans[0])
+    alone = [
+        max(pipeline_memory.plan_stage_memory(found, pipeline_memory.observe_stages("text", plan, {}), plan), key=total)
+        for plan in plans
+    ]
+    ran: list[object] = []
+    run_graph = step_prediction.run_graph
+    monkeypatch.setattr(step_prediction, "run_graph", lambda *given: ran.append(given) or run_graph(*given))
+    assert [sizes.device_memory(plan) for plan in plans] == alone and len(ran) == 1
+    assert len({plan.activations for plan in alone}) == 2
+
+
+def total(memory: Memory) -> float:
+    return memory.total
 
 
 def test_a_cut_by_memory_fits_where_that_by_time_does_not() -> None:

@@ -6,7 +6,7 @@ import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -214,58 +214,123 @@ def find_measured_partition(
     )
 
 
-def observe_blocks(
-    plain: nn.Module,
-    found: stage_partition.StagePartition,
-    took: Mapping[str, float],
-    run: Callable[[Any], Any],
-    counter: Tracker,
-    samples: int,
-) -> StagePlan:
-    """Run one forward and backward on one device, and measure the memory of each block of the model.
+@dataclass(frozen=True)
+class _Span:
+    """Part of a forward or backward that one node of the graph takes: bytes of live tensors, as ``Tracker`` counts.
 
-    A block is a run of consecutive calls in the graph of the model's forward; pipeline stages may begin before a block.
+    Attributes:
+        place: index of the node in the body of the graph.
+        passed: whether the forward had ended.
+        before, peak, after: bytes at the begin, at most, and at the end.
+    """
+
+    place: int
+    passed: bool
+    before: int
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True, eq=False)
+class GraphMemory:
+    """Memory of one forward and backward of a model, node by node, from which that of any blocks follows.
+
+    Attributes:
+        plain: the whole model.
+        graph: the graph of its forward.
+        spans: bytes of live tensors, in the order in which nodes ran forward and backward.
+        bytes: bytes of each node's output.
+        samples: number of samples in the micro-batch that was run.
+    """
+
+    plain: nn.Module
+    graph: fx.Graph
+    spans: tuple[_Span, ...]
+    bytes: Mapping[fx.Node, int]
+    samples: int
+
+    def stage_plan(self, found: stage_partition.StagePartition, took: Mapping[str, float]) -> StagePlan:
+        """Return the memory of the model's blocks, at the first nodes of which a partition's stages begin.
+
+        A block is a run of consecutive calls in the graph of the model's forward.
+
+        Args:
+            found: partition of the model into stages; its graph is ``graph``.
+            took: seconds of the forward of each module, by name, as the blocks' costs, by which stages are made even;
+                empty for the number of their parameters instead.
+
+        Returns:
+            A ``StagePlan``: the model's ``blocks`` with bytes of parameters, buffers and activations of one
+            micro-batch, and the ``bounds`` of the partition's stages among them (stages + 1 indices).
+        """
+        nodes, plain = body(self.graph), self.plain
+        starts = _starts(nodes, found.bounds, plain)
+        kept, most_forward, most_backward = self._peaks(starts)
+        uses = last_uses(self.graph)
+        first = {id(p): name for name, p in parameters([plain])}
+        blocks = []
+        for number, (low, high) in enumerate(pairwise([*starts, len(nodes)])):
+            here = nodes[low:high]
+            used = [p for _, module in modules_of(here, plain) for p in module.parameters()]
+            used += [t for t in read_directly(here, plain).values() if isinstance(t, nn.Parameter)]
+            inside = {m for _, module in modules_of(here, plain) for m in module.modules()}
+            trained = sum(p.nbytes for p in set(used) if p.requires_grad)
+            blocks.append(
+                GraphBlock(
+                    name=str(here[0].target) if here[0].op == "call_module" else "",
+                    weight=sum(stage_partition.weight(node, plain, took) for node in here),
+                    parameters={first[id(p)]: (p.nbytes, p.requires_grad) for p in used},
+                    buffers=sum(b.nbytes for m in inside for b in m.buffers(recurse=False)),
+                    kept=max(kept[number], 0),
+                    most=max(most_forward[number], most_backward[number] - trained, 0),
+                    entering=sum(self.bytes.get(node, 0) for node in nodes[:low] if uses[node] >= low),
+                )
+            )
+        bounds = [*(bisect_right(starts, bound) - 1 for bound in found.bounds[:-1]), len(starts)]
+        return StagePlan(tuple(blocks), tuple(bounds), found.measured, self.samples)
+
+    def _peaks(self, starts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """Return of each block the bytes that its forward leaves, and peaks of temporary bytes forward and backward.
+
+        Args:
+            starts: indices of the nodes with which blocks begin.
+        """
+        kept, forward, backward = ([0] * len(starts) for _ in range(3))
+
+        def block_and_pass(span: _Span) -> tuple[int, bool]:
+            return bisect_right(starts, span.place) - 1, span.passed
+
+        for (block, passed), group in groupby(self.spans, key=block_and_pass):
+            spans = list(group)
+            before, after = spans[0].before, spans[-1].after
+            peak = max(span.peak for span in spans)
+            if passed:
+                backward[block] = max(backward[block], peak - before)
+            else:
+                kept[block] += after - before
+                forward[block] = max(forward[block], peak - max(after, before))
+        return kept, forward, backward
+
+
+def observe_graph(
+    plain: nn.Module, graph: fx.Graph, run: Callable[[Any], Any], counter: Tracker, samples: int
+) -> GraphMemory:
+    """Run one forward and backward on one device, and measure the memory of each node of the model's graph.
 
     Args:
         plain: the whole model.
-        found: partition of the model into stages, whose graph is run.
-        took: seconds of the forward of each module, by name, as the blocks' costs, by which stages are made even; empty
-            for the number of their parameters instead.
+        graph: the graph of its forward, such as that of a partition of the model into stages.
         run: function that calls the loss function on the model it is given, with one micro-batch, and runs backward.
         counter: a ``Tracker`` that the caller has entered; counts the bytes of live tensors during the run.
         samples: number of samples in the micro-batch that ``run`` uses.
 
     Returns:
-        A ``StagePlan``: the model's ``blocks`` with bytes of parameters, buffers and activations of one micro-batch,
-        and the ``bounds`` of the partition's stages among them (stages + 1 indices).
+        A ``GraphMemory``, whose ``stage_plan`` has the memory of the blocks of any partition of this graph.
     """
-    nodes = body(found.graph)
-    starts = _starts(nodes, found.bounds, plain)
-    watched = _Watched(plain, found.graph, starts, counter)
+    watched = _Watched(plain, graph, counter)
     run(watched)
     watched.end()
-    uses = last_uses(found.graph)
-    first = {id(p): name for name, p in parameters([plain])}
-    blocks = []
-    for number, (low, high) in enumerate(pairwise([*starts, len(nodes)])):
-        here = nodes[low:high]
-        used = [p for _, module in modules_of(here, plain) for p in module.parameters()]
-        used += [t for t in read_directly(here, plain).values() if isinstance(t, nn.Parameter)]
-        inside = {m for _, module in modules_of(here, plain) for m in module.modules()}
-        trained = sum(p.nbytes for p in set(used) if p.requires_grad)
-        blocks.append(
-            GraphBlock(
-                name=str(here[0].target) if here[0].op == "call_module" else "",
-                weight=sum(stage_partition.weight(node, plain, took) for node in here),
-                parameters={first[id(p)]: (p.nbytes, p.requires_grad) for p in used},
-                buffers=sum(b.nbytes for m in inside for b in m.buffers(recurse=False)),
-                kept=max(watched.kept[number], 0),
-                most=max(watched.forward[number], watched.backward[number] - trained, 0),
-                entering=sum(watched.bytes.get(node, 0) for node in nodes[:low] if uses[node] >= low),
-            )
-        )
-    bounds = [*(bisect_right(starts, bound) - 1 for bound in found.bounds[:-1]), len(starts)]
-    return StagePlan(tuple(blocks), tuple(bounds), found.measured, samples)
+    return GraphMemory(plain, graph, tuple(watched.spans), watched.bytes, samples)
 
 
 def _starts(nodes: Sequence[fx.Node], bounds: Sequence[int], plain: nn.Module) -> list[int]:
@@ -281,20 +346,19 @@ def _starts(nodes: Sequence[fx.Node], bounds: Sequence[int], plain: nn.Module) -
 
 
 class _Watched(fx.Interpreter):
-    """The model that the loss function calls: runs the graph node by node, and records the bytes of each block.
+    """The model that the loss function calls: runs the graph node by node, and records the bytes of each.
 
     Attributes:
-        kept: bytes that a block's forward leaves until its backward.
-        forward, backward: peaks of temporary bytes of each block.
+        spans: bytes of live tensors while each node ran, forward and backward.
         bytes: of each node's output.
     """
 
-    def __init__(self, plain: nn.Module, graph: fx.Graph, starts: Sequence[int], counter: Tracker) -> None:
+    def __init__(self, plain: nn.Module, graph: fx.Graph, counter: Tracker) -> None:
         super().__init__(fx.GraphModule(plain, graph), graph=graph)
         self._plain, self._counter = plain, counter
         self._signature = inspect.signature(plain_forward(plain))
-        self._block = {node: bisect_right(starts, place) - 1 for place, node in enumerate(body(graph))}
-        self.kept, self.forward, self.backward = [0] * len(starts), [0] * len(starts), [0] * len(starts)
+        self._place = {node: place for place, node in enumerate(body(graph))}
+        self.spans: list[_Span] = []
         self.bytes: dict[fx.Node, int] = {}
         self._at, self._before, self._passed = 0, 0, False
 
@@ -311,41 +375,35 @@ class _Watched(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Compute one node of the model's graph and return its value, as ``fx.Interpreter.run_node``.
 
-        Where the node begins a block (a run of consecutive nodes), the memory record of the block before is closed.
-
         Args:
             n: the node.
         """
-        block = self._block.get(n, self._at)
-        if block != self._at:
+        place = self._place.get(n, self._at)
+        if place != self._at:
             self._leave()
-            self._begin(block)
+            self._begin(place)
         result = super().run_node(n)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.bytes[n] = sum(tensor.nbytes for tensor in tensors)
         for tensor in tensors:
-            if n in self._block and tensor.requires_grad:
-                tensor.register_hook(lambda gradient, block=block: self._back_to(block))
+            if n in self._place and tensor.requires_grad:
+                tensor.register_hook(lambda gradient, place=place: self._back_to(place))
         return result
 
     def end(self) -> None:
-        """Close the memory record of the block that ran last; to be called after backward."""
+        """Close the memory record of the node that ran last; to be called after backward."""
         self._leave()
 
-    def _begin(self, block: int) -> None:
-        self._at, self._before = block, self._counter.now
+    def _begin(self, place: int) -> None:
+        self._at, self._before = place, self._counter.now
         self._counter.peak = self._before
 
     def _leave(self) -> None:
-        now, besides = self._counter.now, self.backward if self._passed else self.forward
-        if not self._passed:
-            self.kept[self._at] += now - self._before
-        low = self._before if self._passed else max(now, self._before)
-        besides[self._at] = max(besides[self._at], self._counter.peak - low)
+        self.spans.append(_Span(self._at, self._passed, self._before, self._counter.peak, self._counter.now))
 
-    def _back_to(self, block: int) -> None:
-        """Begin the record of a block's backward: its output's gradient is here. The loss belongs to the last block."""
-        if not self._passed or block != self._at:
+    def _back_to(self, place: int) -> None:
+        """Begin the record of a node's backward: its output's gradient is here. The loss belongs to the last node."""
+        if not self._passed or place != self._at:
             self._leave()
             self._passed = True
-            self._begin(block)
+            self._begin(place)
