@@ -26,7 +26,7 @@ from tutti.launcher.host_discovery import SlotTable
 from tutti.launcher.orphans import await_end
 
 _POLL, _TELL, _END_WITHIN = 0.02, 0.2, 5.0
-# Seconds for which a new rank that could join waits for others that are still starting, so that one reset takes them in.
+# Seconds for which a new rank waits for others that still start, so that one reset takes them all in.
 _JOIN_TOGETHER = 10.0
 _REMOVED, _ADDED = 1, 2
 
