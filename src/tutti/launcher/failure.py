@@ -9,7 +9,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ _STARTERS = tuple(
     f'  File "{Path(__file__).parents[1] / name}", line '
     for name in ("launcher/child.py", "launcher/script_rank.py", "train/engine_rank.py")
 )
+_FRAME = re.compile(r'  File "([^"]*)", line ')
+# Folders of libraries, whose frames a traceback that is too long leaves out before those of the script.
+_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}site-packages{os.sep}torch{os.sep}")
 # Orderly ends, which the run itself has already reported to the user.
 QUIET = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
 # Exit codes for which a restart is useless; for the lasting ones only if tutti raised them.
@@ -307,7 +310,9 @@ def describe_failure(failure: Failure, log: Path | None) -> str:
         last = tail(log)
         lines += _indented(last, f"last lines of {log}:") if last else [f"  Its log, {log}, is empty."]
     elif log is not None and failure.exit_code == ExitCode.UNEXPECTED and failure.kind != "SystemExit":
-        lines += _indented(failure.traceback.splitlines()[-_TAIL:], "traceback:")
+        whole = failure.traceback.splitlines()
+        last = _end_of_traceback(whole, _TAIL)
+        lines += _indented(last, "traceback:" if len(last) == len(whole) else f"end of the traceback in {log}:")
     if failure.remedy and failure.remedy.lower().rstrip(".") not in failure.message.lower():
         lines.append(failure.remedy)
     return "\n".join(lines)
@@ -318,7 +323,7 @@ def tail(log: Path, lines: int = _TAIL) -> list[str]:
 
     Reads at most the last 64 KiB of the file. If these have a stack that ``faulthandler`` wrote in a crash, innermost
     frame first, the lines end with the outermost frame of the user's code: the frames of tutti that called this code,
-    and whatever follows them, are left out.
+    and whatever follows them, are left out. So are frames of tutti and PyTorch in tracebacks, if there are more lines.
 
     Args:
         log: path of the log file.
@@ -334,7 +339,27 @@ def tail(log: Path, lines: int = _TAIL) -> list[str]:
     except OSError:
         return []
     below = (index for index, line in enumerate(text) if line.startswith(_STARTERS))
-    return text[: next(below, None)][-lines:]
+    return _end_of_traceback(text[: next(below, None)], lines)
+
+
+def _end_of_traceback(text: Sequence[str], lines: int) -> list[str]:
+    """Return the last lines of a text; of one that has more, frames of tutti and PyTorch in tracebacks are left out.
+
+    The frames of the script are seldom the innermost ones: tutti calls the loss function, and PyTorch the modules.
+    """
+    if len(text) <= lines:
+        return list(text)
+    kept: list[str] = []
+    hidden = False
+    for line in text:
+        frame = _FRAME.match(line)
+        if frame is not None:
+            hidden = any(folder in frame[1] for folder in _LIBRARIES)
+        elif not line.startswith("    "):
+            hidden = False
+        if not hidden:
+            kept.append(line)
+    return kept[-lines:]
 
 
 def _indented(lines: list[str], heading: str) -> list[str]:
