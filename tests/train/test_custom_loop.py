@@ -687,6 +687,7 @@ def wrongly_given(what: str) -> str:
         "nothing": ([generator, critic], []),
         "no model": ([generator, "critic"], own),
         "a class": (generator, torch.optim.SGD),
+        "the other way round": (own, generator),
     }
     try:
         tutti.prepare(*given[what], DATA, batch_size=BATCH)
@@ -702,6 +703,7 @@ def wrongly_given(what: str) -> str:
         ("nothing", "the optimizer is a list"),
         ("no model", "the model is a list"),
         ("a class", "the optimizer is the class SGD"),
+        ("the other way round", "the order is tutti.prepare(model, optimizer, dataset, loss_fn)"),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused(what: str, said: str) -> None:

@@ -67,6 +67,7 @@ class OwnLoss(nn.MSELoss):
         ("loss_fn", nn.functional.cross_entropy, "lambda model, batch: cross_entropy(model(batch[0]), batch[1])"),
         ("loss_fn", "mse", "loss_fn is a str. Give a function loss_fn(model, batch)"),
         ("loss_fn", OwnLoss(), "nothing was raised"),
+        ("loss_fn", torch.utils.data.TensorDataset(), "the order is tutti.prepare(model, optimizer, dataset, loss_fn)"),
         ("strategy", None, "strategy is None. Give text such as 'mirrored'"),
         ("callbacks", tutti.EarlyStopping("loss"), "callbacks is an EarlyStopping. Give a list"),
         ("scheduler", torch.optim.lr_scheduler.StepLR, "is the class StepLR and no instance. Give StepLR("),

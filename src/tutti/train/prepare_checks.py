@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tutti import parallel
 from tutti.comm.rank_mesh import RankMesh
@@ -277,7 +277,10 @@ def one_module(model: Models) -> nn.Module:
         return nn.ModuleDict(model)
     if isinstance(model, Sequence) and all(isinstance(each, nn.Module) for each in model):
         return nn.ModuleList(model)
-    raise UsageError(f"the model is {kind_of(model)}", remedy="give a torch.nn.Module, or several in a list or a dict")
+    raise UsageError(
+        f"the model is {kind_of(model)}",
+        remedy=f"give a torch.nn.Module, or several in a list or a dict{_order_of_arguments(model)}",
+    )
 
 
 def _check_loss(loss_fn: LossFn | None) -> None:
@@ -285,7 +288,10 @@ def _check_loss(loss_fn: LossFn | None) -> None:
     if loss_fn is None:
         return
     if not callable(loss_fn):
-        raise UsageError(f"loss_fn is {kind_of(loss_fn)}", remedy="give a function loss_fn(model, batch)")
+        raise UsageError(
+            f"loss_fn is {kind_of(loss_fn)}",
+            remedy=f"give a function loss_fn(model, batch){_order_of_arguments(loss_fn)}",
+        )
     kind = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     if getattr(kind, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional", "torch._C._nn"):
         name = getattr(kind, "__name__", "loss")
@@ -313,10 +319,18 @@ def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> Sequence[
     if not found or not all(isinstance(each, Optimizer) for each in found):
         raise UsageError(
             f"the optimizer is {kind_of(optimizer)}",
-            remedy="give a torch.optim.Optimizer, several in a list, or options such as 'adamw:lr=1e-3'",
+            remedy="give a torch.optim.Optimizer, several in a list, or options such as 'adamw:lr=1e-3'"
+            f"{_order_of_arguments(optimizer)}",
         )
     check_apart(found)
     return found
+
+
+def _order_of_arguments(given: object) -> str:
+    """Return the order of the arguments, for a remedy, where an object is one that another argument takes."""
+    if isinstance(given, nn.Module | Optimizer | Dataset | DataLoader | Tensor):
+        return "; the order is tutti.prepare(model, optimizer, dataset, loss_fn)"
+    return ""
 
 
 def _script_optimizers(trainer: Sequence[Optimizer] | OptimizerChoice) -> Sequence[Optimizer]:

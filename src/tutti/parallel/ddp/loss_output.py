@@ -174,7 +174,7 @@ def _scalar(objective: Any, micro_batch: MicroBatch) -> Tensor:
         shape = tuple(objective.shape) if isinstance(objective, Tensor) else type(objective).__name__
         raise UsageError(
             f"the loss is not a scalar but {shape}",
-            remedy=f"reduce it by mean or sum, or one number for each of {counted(micro_batch.samples, 'sample')}",
+            remedy=f"reduce it by mean or sum, or give one number for each of {counted(micro_batch.samples, 'sample')}",
         )
     if objective.is_complex():
         raise UsageError("the loss is a complex number", remedy="return a real one: loss.real, or loss.abs()")
