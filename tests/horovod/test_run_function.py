@@ -14,12 +14,15 @@ from tests.architecture.sources import ROOT
 from tutti.errors import UsageError
 
 SCRIPT = """
+import os
 import horovod
 import horovod.torch as hvd
 import torch
 
 def main(factor, devices):
+    told = [int(os.environ[name]) for name in ("HOROVOD_RANK", "HOROVOD_SIZE")]
     hvd.init()
+    assert told == [hvd.rank(), hvd.size()]
     total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum, name="x")
     return hvd.rank(), hvd.size(), factor * total.item(), devices
 

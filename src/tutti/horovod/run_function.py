@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from tutti.config.watchdog_limits import TIMEOUT
 from tutti.errors import UsageError
+from tutti.horovod.installing import export_rank
 from tutti.launcher.hosts import parse_hosts
 
 _ELASTIC = ("min_np", "max_np", "min_num_proc", "max_num_proc", "host_discovery_script", "reset_limit", "slots")
@@ -27,7 +29,8 @@ def run(
     """Call ``func(*args, **kwargs)`` in new processes on this machine, the ranks of one job, as ``horovod.run`` does.
 
     Blocks until all ranks have ended. The ranks are forked, so that ``func`` may be defined anywhere; only its result
-    reaches this process, and not its changes to variables. Each rank must call ``hvd.init()`` itself.
+    reaches this process, and not its changes to variables. Each rank must call ``hvd.init()`` itself; ``HOROVOD_RANK``
+    and the other variables of ``export_rank`` are set before.
 
     Args:
         func: function that trains.
@@ -84,5 +87,10 @@ def run(
     # Commands read horovodrun's flags from this package, and do not import torch.
     from tutti.launcher.function_ranks import launch_function
 
-    call = partial(func, *args, **dict(kwargs or {}))
+    call = partial(_call_as_rank, partial(func, *args, **dict(kwargs or {})))
     return launch_function(call, devices=ranks, timeout=start_timeout)
+
+
+def _call_as_rank(function: Callable[[], Any]) -> Any:
+    export_rank(os.environ)
+    return function()
