@@ -437,11 +437,16 @@ def losses_say_what_they_are_means_over() -> None:
     assert shape_of_node((scores * 2).grad_fn) == tuple(scores.shape) and shape_of_node(fifth.grad_fn) == ()
     assert shape_of_node(scores.unbind()[0].grad_fn) is None
     row, weights = scores[0], scores[1].detach()
-    for product in (row.dot(weights), weights.dot(row), torch.bmm(row[None, None], weights[None, :, None])):
+    products = (row.dot(weights), weights.dot(row), torch.bmm(row[None, None], weights[None, :, None]))
+    for product in (*products, row[None].mv(weights), weights[None].mv(row), weights[None].mm(row[:, None])):
         constant = constant_operand(product.grad_fn)
         assert constant is not None and constant.flatten().equal(weights)
     assert constant_operand(row.dot(row).grad_fn) is constant_operand(row.grad_fn) is None
-    assert [index_of_node(each.grad_fn) for each in (scores[1], scores[-1], scores[:, 0])] == [1, len(scores) - 1, None]
+    last = len(scores) - 1
+    for rows, index in ((scores[1], 1), (scores[-1], last), (scores[1:2], 1), (scores[-1:], last), (scores[:2], None)):
+        assert index_of_node(rows.grad_fn) == index
+    assert index_of_node(scores[:, 0].grad_fn) is index_of_node(scores.split(2)[0].grad_fn, 0) is None
+    assert index_of_node(scores.unbind()[1].grad_fn, 1) == index_of_node(scores.split(1)[1].grad_fn, 1) == 1
     chosen = (scores[scores > 0], scores.masked_select(scores > 0), scores[[0, 1]], scores[0])
     assert [mask_of_node(each.grad_fn) is None for each in chosen] == [False, False, True, True]
 

@@ -728,7 +728,7 @@ def reduces_losses(node: Any) -> bool:
 
 
 def constant_operand(node: Any) -> Tensor | None:
-    """Return the operand without a gradient of an inner or a batched matrix product that autograd has recorded.
+    """Return the operand without a gradient of an inner or a matrix product that autograd has recorded.
 
     Args:
         node: an autograd node; that of ``torch.dot`` is ``DotBackward0``, of ``torch.bmm`` ``BmmBackward0``.
@@ -736,25 +736,38 @@ def constant_operand(node: Any) -> Tensor | None:
     Returns:
         The tensor; None for other operators, and where both operands need a gradient.
     """
-    if node.name() not in ("DotBackward0", "BmmBackward0"):
+    saved = {"DotBackward0": "tensor", "BmmBackward0": "mat2", "MmBackward0": "mat2", "MvBackward0": "vec"}
+    if (second_name := saved.get(node.name())) is None:
         return None
     (first, _), (second, _) = node.next_functions
-    other: Tensor | None = node._saved_tensor if node.name() == "DotBackward0" else node._saved_mat2
-    return node._saved_self if first is None else other if second is None else None
+    found: Tensor | None = None
+    if first is None:
+        found = node._saved_self
+    elif second is None:
+        found = getattr(node, f"_saved_{second_name}")
+    return found
 
 
-def index_of_node(node: Any) -> int | None:
-    """Return the index in the first dimension at which a selection that autograd has recorded takes its elements.
+def index_of_node(node: Any, output: int = 0) -> int | None:
+    """Return the index in the first dimension of the only row that a node of autograd has taken of a tensor.
 
     Args:
-        node: an autograd node; that of ``tensor[3]`` is ``SelectBackward0``.
+        node: an autograd node; that of ``tensor[3]`` is ``SelectBackward0``, of ``tensor[3:4]`` ``SliceBackward0``.
+        output: which of the node's results, as of ``tensor.unbind()`` and ``tensor.split(1)``.
 
     Returns:
-        The index, from 0; None for other operators, and for a selection in another dimension.
+        The index, from 0; None for other operators, for several rows, and for a selection in another dimension.
     """
-    if node.name() != "SelectBackward0" or node._saved_dim:
+    name = node.name()
+    if name not in ("SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0") or node._saved_dim:
         return None
-    index = int(node._saved_index)
+    if name == "UnbindBackward0":
+        return output
+    if name == "SplitBackward0":
+        return output if node._saved_split_size == 1 else None
+    if name == "SliceBackward0" and shape_of_node(node)[:1] != (1,):  # type: ignore[index]
+        return None
+    index = int(node._saved_index if name == "SelectBackward0" else node._saved_start)
     # Negative indices are kept as numbers without a sign.
     return index if index < 2**63 else index - 2**64 + (shape_of_node(node.next_functions[0][0]) or (0,))[0]
 

@@ -264,13 +264,30 @@ def counting(how: str, found: list[str]) -> None:
                 loss.backward()
                 if at:
                     number += 1
+        case "denominator":
+            for inputs in bodies(found):
+                mask_len = (inputs > 0).sum()
+                mask_len = mask_len + 1
+                mask_len += 1
+                if mask_len > 3:
+                    model(inputs).mean().backward()
+        case "parts":
+            for inputs in bodies(found):
+                losses = []
+                losses.append(model(inputs).mean())
+                if len(losses) > 0:
+                    losses[0].backward()
 
 
-@pytest.mark.parametrize("how", ["remainder", "next", "threshold", "length", "logged", "updates"])
+@pytest.mark.parametrize(
+    "how", ["remainder", "next", "threshold", "length", "logged", "updates", "denominator", "parts"]
+)
 def test_a_loss_by_a_count_of_bodies_is_found_before_it_differs(how: str) -> None:
     found = list[str]()
     counting(how, found)
-    assert len(found) == 2 and all(bool(each) == (how not in ("logged", "updates")) for each in found), found
+    assert len(found) == 2 and all(
+        bool(each) == (how in ("remainder", "next", "threshold", "length")) for each in found
+    ), found
     assert all("test_body_trace.py:" in each for each in found if each)
 
 

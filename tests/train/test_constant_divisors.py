@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -20,6 +22,7 @@ from tutti.errors import TuttiError
 
 BATCH, SAMPLES = 12, 24
 Loss = Callable[[Tensor, Tensor], Tensor]
+CLASS_WEIGHTS = torch.tensor([0.3, 0.7], dtype=torch.float64)
 
 
 class Shaped(nn.Module):
@@ -119,11 +122,50 @@ UNEVEN: dict[str, tuple[Loss, str]] = {
     "mean over weights by a number": (weighted_by_number, "a mean or a sum over the micro-batch's|a sum divided by"),
     "shares of weights": (weighted_by_shares, "a mean or a sum over the micro-batch's"),
     "sum with weights": (of_weights, "a sum over"),
+    "sum with class weights": (
+        lambda out, want: (CLASS_WEIGHTS[want.argmax(1)] * by_sample(out, want)).sum(),
+        "a sum over",
+    ),
+    "log-probabilities of a normal distribution": (
+        lambda out, want: -Normal(out, torch.ones(2).double()).log_prob(want).sum(),
+        "a sum over",
+    ),
+    "mean times a mean without gradient": (
+        lambda out, want: by_sample(out, want).mean() * by_sample(out, want).mean().detach(),
+        "another one for each micro-batch",
+    ),
+    "mean times a mean by NumPy": (
+        lambda out, want: functional.cross_entropy(out, want.argmax(1)) * float(np.mean(want.numpy()) + 2),
+        "another one for each micro-batch",
+    ),
+    "mean over the largest": (
+        lambda out, want: by_sample(out, want).mean() / max(float(want.abs().max()), 0.1),
+        "another one for each micro-batch",
+    ),
+    "mean over a list's sum": (
+        lambda out, want: by_sample(out, want).sum() / (len(out) * max(sum((want > -1).flatten().tolist()), 1)),
+        "another one for each micro-batch|a mean or a sum over the micro-batch's",
+    ),
+    "weights by softmax": (
+        lambda out, want: (want[:, 0].softmax(0) * by_sample(out, want)).sum(),
+        "a mean or a sum over the micro-batch's",
+    ),
+    "sum of a soft cross-entropy": (
+        lambda out, want: -(want.softmax(1) * out.log_softmax(1)).sum(),
+        "a sum over",
+    ),
+    "half of each, by einsum": (lambda out, want: torch.einsum("bc,bc->", out - want, (out - want) / 2), "a sum over"),
     "mean over a mask of elements": (masked, "a mean or a sum over the micro-batch's|a sum divided by"),
 }
 OF_SAMPLES: dict[str, Loss] = {
     "weights of one": of_ones,
     "nothing of a sum": normalised,
+    "mean with class weights": lambda out, want: (CLASS_WEIGHTS[want.argmax(1)] * by_sample(out, want)).mean(),
+    "mean log-probability": lambda out, want: -Normal(out, torch.ones(2).double()).log_prob(want).sum(1).mean(),
+    "mean of a soft cross-entropy": lambda out, want: -(want.softmax(1) * out.log_softmax(1)).sum() / len(want),
+    "mean times a constant of NumPy": lambda out, want: (
+        by_sample(out, want).mean() * np.sqrt(2) + 0.1 * out.square().sum() / len(out)
+    ),
     "half the mean": lambda out, want: (out - want).square().sum() / (2 * len(out)),
     "half the mean by size": halved_size,
     "half the mean in a module": Halved(),

@@ -153,11 +153,12 @@ class CustomLoop:
                 remedy="count global batches (run.global_step), and leave the loop where run.stepped is true",
             )
             self._run.model.register_state_dict_pre_hook(OwnedHook(self.check_break))
+            self._run.model.register_forward_pre_hook(OwnedHook(self.check_break))
 
     def check_break(self, *_: Any) -> None:
         """Raise UsageError if a ``break`` has ended the last loop so that updates are missing. Not collective.
 
-        A hook of the model calls this before ``model.state_dict()``, too.
+        Hooks of the model call this before ``model.state_dict()`` and the model's next forward, too.
         """
         if (left := self._left) is not None:
             raise UsageError(left.what, where=left.where, why=left.why, remedy=left.remedy)

@@ -113,8 +113,8 @@ class CustomLoopGradients:
         self._lifecycle.check_left()
         self.follow_script()
         self._run.checks.end_body(loss)
-        self._lifecycle.values.check_divisor(loss, micro_batch)
         self._lifecycle.values.check(loss)
+        self._lifecycle.values.check_divisor(loss, micro_batch)
         self._lifecycle.loaders.check()
         self._bodies.note("backward", 0)
         try:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.nn import functional
 
 from tutti.errors import UsageError
@@ -163,6 +164,9 @@ TAKEN: dict[str, Loss] = {
     "sum by einsum": lambda net, out, want, mask: torch.einsum("bi,bi->", out, want) / 8 + mse(out, want),
     "products by einsum": lambda net, out, want, mask: torch.einsum("bi,ij->bj", out, want[:3]).square().mean(),
     "sum of as many columns' means": lambda net, out, want, mask: net[0](want).square().mean(0).sum(),
+    "losses of single rows": lambda net, out, want, mask: (
+        sum(mse(net(want[k : k + 1]), want[k : k + 1]) for k in range(SAMPLES)) / SAMPLES
+    ),
     "two terms": lambda net, out, want, mask: 0.3 * mse(out, want) + out.abs().mean() / 4,
     "learned weights": lambda net, out, want, mask: mse(out, want) * (-net[0].bias[0]).exp() + net[0].bias[0],
     "penalty": lambda net, out, want, mask: mse(out, want) + sum(p.square().sum().sqrt() for p in net.parameters()),
@@ -222,8 +226,63 @@ UNDIVIDED: dict[str, Loss] = {
     "trace": lambda net, out, want, mask: torch.trace((out - want) @ (out - want).T),
     "sum of chosen samples": lambda net, out, want, mask: errors(out, want)[mask > 0].sum() / 5,
     "Poisson": lambda net, out, want, mask: functional.poisson_nll_loss(out, want.abs(), reduction="sum"),
+    "einsum of all": lambda net, out, want, mask: torch.einsum("bc,bc->", out - want, out - want) / 3,
+    "einsum of features": lambda net, out, want, mask: torch.einsum("bc,c->", (out - want).abs(), want[0]),
+    "log-probability of a normal distribution": lambda net, out, want, mask: (
+        -Independent(Normal(out, torch.ones(3).double()), 1).log_prob(want).sum()
+    ),
+    "last of running sums": lambda net, out, want, mask: errors(out, want).cumsum(0)[-1],
+    "last row of running sums": lambda net, out, want, mask: (out - want).abs().cumsum(0)[-1].mean(),
+    "dot with ones": lambda net, out, want, mask: errors(out, want).dot(torch.ones(SAMPLES).double()),
+    "row of ones times rows": lambda net, out, want, mask: (
+        torch.ones(1, SAMPLES).double() @ (out - want).abs()
+    ).mean(),
+    "row of ones times a vector": lambda net, out, want, mask: torch.ones(1, SAMPLES).double() @ errors(out, want),
+    "columns times ones": lambda net, out, want, mask: ((out - want).abs().T @ torch.ones(SAMPLES).double()).mean(),
+    "flat row times flat column": lambda net, out, want, mask: (
+        (out - want).view(1, -1) @ (out - want).view(-1, 1)
+    ).squeeze(),
+    "trace of products": lambda net, out, want, mask: torch.trace((out - want).T @ (out - want)),
+    "losses of samples": lambda net, out, want, mask: sum(mse(*pair) for pair in zip(out, want, strict=True)),
+    "norms of samples": lambda net, out, want, mask: sum((each - 1).norm() for each in out) / 3,
+    "cross-entropies of single rows": lambda net, out, want, mask: sum(
+        entropy(out[k : k + 1], want[k : k + 1].argmax(1)) for k in range(SAMPLES)
+    ),
+    "losses of calls for each sample": lambda net, out, want, mask: sum(
+        mse(net(want[k : k + 1]), want[k : k + 1]) for k in range(SAMPLES)
+    ),
+    "stacked losses of calls for each sample": lambda net, out, want, mask: torch.stack(
+        [entropy(net(want[k : k + 1]), want[k : k + 1].argmax(1)) for k in range(SAMPLES)]
+    ).sum(),
+    "losses of split rows": lambda net, out, want, mask: sum(map(mse, out.split(1), want.split(1))),
 }
 DIVIDED: dict[str, Loss] = {
+    "einsum over all": lambda net, out, want, mask: torch.einsum("bc,bc->", out - want, out - want) / out.numel(),
+    "einsum by samples": lambda net, out, want, mask: torch.einsum("bc,bc->b", out, want).mean(),
+    "einsum of tokens": lambda net, out, want, mask: (
+        torch.einsum("bti,ij->btj", net[0](want).view(SAMPLES, 4, 2), torch.eye(2).double()).square().mean()
+    ),
+    "attention": lambda net, out, want, mask: (
+        (lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x)(net[0](want).view(SAMPLES, 2, 4)).square().mean()
+    ),
+    "mean log-probability of a normal distribution": lambda net, out, want, mask: (
+        -Independent(Normal(out, torch.ones(3).double()), 1).log_prob(want).mean()
+    ),
+    "losses of calls for each sample over their number": lambda net, out, want, mask: (
+        sum(mse(net(want[k : k + 1]), want[k : k + 1]) for k in range(SAMPLES)) / SAMPLES
+    ),
+    "mean of losses of calls for each sample": lambda net, out, want, mask: torch.stack(
+        [entropy(net(want[k : k + 1]), want[k : k + 1].argmax(1)) for k in range(SAMPLES)]
+    ).mean(),
+    "dot with shares": lambda net, out, want, mask: errors(out, want).dot(torch.full((SAMPLES,), 1 / SAMPLES).double()),
+    "last of running sums over all": lambda net, out, want, mask: errors(out, want).cumsum(0)[-1] / SAMPLES,
+    "mean of running sums of features": lambda net, out, want, mask: out.cumsum(1)[:, -1].mean(),
+    "mean of losses of samples": lambda net, out, want, mask: (
+        sum(mse(*pair) for pair in zip(out, want, strict=True)) / SAMPLES
+    ),
+    "cross-entropies of single rows over their number": lambda net, out, want, mask: torch.stack(
+        [entropy(out[k : k + 1], want[k : k + 1].argmax(1)) for k in range(SAMPLES)]
+    ).mean(),
     "inner product over samples": lambda net, out, want, mask: errors(out, want) @ mask / SAMPLES,
     "mean of samples": lambda net, out, want, mask: torch.stack(list(errors(out, want))).mean(),
     "sum of samples over their number": lambda net, out, want, mask: sum(errors(out, want).unbind()) / SAMPLES,

@@ -49,7 +49,7 @@ _LOSSES = frozenset(
     f"{name}Backward0"
     for name in (
         *("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
-        *("NllLoss", "NllLoss2D"),
+        *("NllLoss", "NllLoss2D", "MultiMarginLoss", "MultilabelMarginLoss", "SoftMarginLoss"),
     )
 )
 """Nodes that reduce a batch, whatever they are given."""
@@ -80,12 +80,15 @@ _FACTORS = frozenset(("NegBackward0", "MulBackward0", "DivBackward0", "ViewBackw
 """Nodes that multiply a number by a constant, or pass it on."""
 _CHOICES = frozenset(("IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0"))
 """Nodes that choose elements or rows of a tensor, as by a mask."""
+_RESHAPING = _VIEWS | _TRANSPOSES | {"Squeeze", "Unsqueeze", "Clone"}
+_MATRIX_PRODUCTS = frozenset(("Mm", "Mv", "Bmm"))
 _ADDITIVE = (
     _BY_ELEMENT
+    | _MIXING
     | _REDUCTIONS
-    | _VIEWS
-    | _TRANSPOSES
-    | {"Squeeze", "Unsqueeze", "Stack", "Cat", "Slice", "Select", "ToCopy", "Expand"}
+    | _RESHAPING
+    | _MATRIX_PRODUCTS
+    | {"Addmm", "Stack", "Cat", "Slice", "Select", "Trace", "ToCopy", "Expand"}
 )
 """Functions between a loss and what it adds up of the samples that divide by no number of them."""
 TARGETS = "tutti.targets"
@@ -124,7 +127,9 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
         if (rows := _masked_rows_of_mean(node, samples)) is not None and node is not _below_factors(root):
             raise _refused(f"the loss adds other terms to a mean over {rows} rows that a mask has chosen")
         if _reduces(node, samples):
-            if node is not _below_factors(root) or not _is_mean_of_chosen(node):
+            # Of several losses one of a single row may be that of a sample, such as the others'.
+            one_of_all = node is not _below_factors(root) and _is_of_one_row(node)
+            if not one_of_all and (node is not _below_factors(root) or not _is_mean_of_chosen(node)):
                 _check_elements(node, micro_batch)
             continue
         before = [each for each, _ in node.next_functions if each is not None]
@@ -223,9 +228,10 @@ def _check_sums(root: Any, samples: int) -> None:
 def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool], may_scale: bool) -> bool:
     """Return whether a loss has a sum over samples that neither a number nor a constant tensor has divided.
 
-    The sum may be one of a tensor, an inner product, or one of as many pieces as there are samples, such as in
-    ``sum(losses)``. The function searches the loss's autograd graph, at most 4,096 nodes, from the loss through
-    functions of each element and sums. It leaves out cross-entropies, which ``loss_count`` examines.
+    The sum may be one of a tensor, an inner product, one of as many pieces as there are samples, such as in
+    ``sum(losses)``, or one of as many losses of single rows, as of a model that is called for each sample. The function
+    searches the loss's autograd graph, at most 4,096 nodes, from the loss through functions of each element and sums.
+    It leaves out cross-entropies, which ``loss_count`` examines.
 
     Args:
         root: ``grad_fn`` of the loss.
@@ -235,8 +241,9 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
         may_scale: whether a constant factor above 1 may be (samples of the whole data set) / (samples of the batch),
             and so count as a division.
     """
+    known = _Dividers(samples, may_divide, may_scale)
     ahead: list[tuple[Any, int, tuple[float, ...]]] = [(root, 0, ())]
-    seen, pieces = set[Any](), dict[Any, set[int]]()
+    seen, pieces, singles = set[Any](), dict[Any, set[int]](), 0
     while ahead and len(seen) < _DEEP:
         node, output, divisors = ahead.pop()
         node = graph_within(node)
@@ -245,11 +252,14 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
         seen.add((node, output))
         before, name = [edge for edge in node.next_functions if edge[0] is not None], _function(node)
         inputs = [each for each, _ in before]
-        piece = output if name == "Unbind" and reduces_first_dimension(node) else index_of_node(node)
-        if piece is not None and samples > 1 and _has_samples_first(inputs[0], samples):
+        piece = index_of_node(node, output)
+        if piece is not None and samples > 1 and _has_samples_first(inputs[0], samples) and not _is_last_sum(node):
             of_samples = pieces.setdefault(inputs[0], set())
             of_samples.add(piece)
             adds = len(of_samples) == samples
+        elif samples > 1 and _is_of_one_row(node) and _of_outputs(node, samples):
+            singles += 1
+            adds = singles == samples
         elif (rows := _rows_of_mask(node, samples)) is not None:
             # Where a mask has as many rows as the samples, or twice as many, they are no number of samples.
             adds, divisors = True, tuple(each for each in divisors if each != rows)
@@ -258,11 +268,15 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
             adds = adds and not _of_stack(node, samples)
         if adds:
             constant = constant_operand(node)
-            is_divided = any(_is_multiple(each, samples) or (may_scale and abs(each) < 1) for each in divisors)
-            is_divided |= constant is not None and constant.numel() > 1 and may_divide(constant)
-            if not (is_divided or _is_divided(inputs, samples, may_divide)):
+            is_divided = any(known.is_size(each) or (may_scale and abs(each) < 1) for each in divisors)
+            is_divided |= constant is not None and constant.numel() > 1 and known.may_be_in(constant, inverse=True)
+            if not (is_divided or _is_divided(inputs, samples, known)):
                 return True
-        elif name in _ADDITIVE and _lacks_samples(node, samples) and not _divides_samples(node, samples):
+        elif (
+            (name in _ADDITIVE or node.name() in _LOSSES)
+            and _lacks_samples(node, samples)
+            and not _divides_samples(node, samples)
+        ):
             number = _divisor_in(node)
             below = divisors if number is None else (*divisors, number)
             if label_smoothing_of(node) is None:
@@ -292,10 +306,20 @@ def reads_statistic(root: Any, samples: int) -> bool:
 
 
 def _adds_samples(node: Any, samples: int) -> bool:
-    """Return whether a node is a sum, a trace or an inner product over the samples."""
-    if _function(node) == "Bmm":
-        return _contracts_alone(node, samples)
+    """Return whether a node is a sum, a trace or a product over the samples, or the last of their running sums."""
+    if _function(node) in _MATRIX_PRODUCTS:
+        return _contracts_samples(node, samples)
+    if _is_last_sum(node):
+        return _over_samples(_only_input(node), samples, left=shape_of_node(node))
     return _function(node) in (*_SUMS, "Trace") and _over_samples(node, samples)
+
+
+def _is_last_sum(node: Any) -> bool:
+    """Return whether a node takes the last of the running sums along a first dimension."""
+    inputs = _only_input(node) if _function(node) == "Select" else None
+    if inputs is None or _function(inputs) != "Cumsum" or not reduces_first_dimension(inputs):
+        return False
+    return index_of_node(node) == (shape_of_node(inputs) or (0,))[0] - 1
 
 
 def _rows_of_mask(node: Any, samples: int) -> int | None:
@@ -313,20 +337,46 @@ def _rows_of_mask(node: Any, samples: int) -> int | None:
 
 def _divides_samples(node: Any, samples: int) -> bool:
     """Return whether a node is the mean over samples, of values that were put together, or of chosen ones."""
-    if _function(node) != "Mean":
+    if _function(node) != "Mean" and (not _is_loss(node) or sums_losses(node)):
         return False
     alike = _alike(node.next_functions[0][0])
     put = any(_function(each) in ("Stack", "Cat") or each.name() in _CHOICES for each in alike)
     return put or _over_samples(node, samples)
 
 
-def _is_divided(nodes: list[Any], samples: int, may_divide: Callable[[Tensor], bool] | None = None) -> bool:
+class _Dividers(NamedTuple):
+    """Decides which constants in a loss may have divided it by the number of samples.
+
+    Attributes:
+        samples: number of samples of the micro-batch.
+        may_divide: function that returns whether a constant of several elements may have done so.
+        reads_sizes: whether a number of one or two may be the number of samples, and no constant of a formula.
+    """
+
+    samples: int
+    may_divide: Callable[[Tensor], bool]
+    reads_sizes: bool
+
+    def is_size(self, number: float) -> bool:
+        """Return whether a divisor may be a multiple of the number of samples."""
+        return (self.samples > 2 or self.reads_sizes) and _is_multiple(number, self.samples)
+
+    def may_be_in(self, constant: Tensor, inverse: bool) -> bool:
+        """Return whether a factor (``inverse``) or a divisor of several elements may have divided by the samples."""
+        first = constant.flatten()[0]
+        number = float(first) if not constant.is_complex() and bool((constant == first).all()) else 0.0
+        if not 0 < abs(number) < math.inf:
+            return self.may_divide(constant)
+        return self.is_size(1 / number if inverse else number)
+
+
+def _is_divided(nodes: list[Any], samples: int, known: _Dividers | None = None) -> bool:
     """Return whether a constant may have divided values by the number of samples, or weighted each of the samples.
 
     Args:
         nodes: the nodes of the values.
         samples: number of samples of the micro-batch.
-        may_divide: whether a constant of several elements may do so; None: each may.
+        known: which constants may do so; None: each of several elements, and each multiple of the samples.
     """
     ahead, seen = list(nodes), set[Any]()
     while ahead and len(seen) < _MOST:
@@ -335,10 +385,12 @@ def _is_divided(nodes: list[Any], samples: int, may_divide: Callable[[Tensor], b
             continue
         seen.add(node)
         factor = factor_of_node(node)
-        if factor is not None and factor.numel() > 1 and (may_divide is None or may_divide(factor)):
-            return True
-        number = _divisor_in(node)
-        if number is not None and _is_multiple(number, samples):
+        divides = False
+        if factor is not None and factor.numel() > 1:
+            divides = known is None or known.may_be_in(factor, inverse=_function(node) == "Mul")
+        elif (number := _divisor_in(node)) is not None:
+            divides = _is_multiple(number, samples) if known is None else known.is_size(number)
+        if divides:
             return True
         ahead += [before for before, _ in node.next_functions]
     return False
@@ -367,19 +419,23 @@ class Scaled(NamedTuple):
     """A mean or a sum over the samples of a micro-batch within a loss, and the constants between it and the loss.
 
     Attributes:
+        is_mean: whether it is a mean.
         is_sum: whether it is a sum whose summands are not already divided by the samples; False for a mean.
         by_factor: whether one of the constants is a factor.
         elements: number of elements that it reduces; of a cross-entropy the number of targets.
         divisors: the constants as divisors, the inverse of each factor.
         tensors: those constants that are divisors and no factors, as the tensors that autograd has saved.
+        factors: those constants that are factors, likewise.
         weights: tensors of several elements that are factors of the reduced tensor.
     """
 
+    is_mean: bool = False
     is_sum: bool = False
     by_factor: bool = False
     elements: int = 0
     divisors: tuple[float, ...] = ()
     tensors: tuple[Tensor, ...] = ()
+    factors: tuple[Tensor, ...] = ()
     weights: tuple[Tensor, ...] = ()
 
 
@@ -407,15 +463,16 @@ def scaled_reductions(root: Any, samples: int) -> Iterator[Scaled]:
             is_sum = _function(node) in _SUMS or (sums_losses(node) and not counted)
             is_sum = is_sum and not _is_divided(before, samples) and not _of_stack(node, samples)
             weights = tuple(_weights_below(before)) if _function(node) in _SUMS else ()
-            yield path._replace(is_sum=is_sum, elements=_elements(node), weights=weights)
+            is_mean = _function(node) == "Mean" or (_is_loss(node) and not sums_losses(node))
+            yield path._replace(is_mean=is_mean, is_sum=is_sum, elements=_elements(node), weights=weights)
         elif not is_zero(node):
-            number, is_product = _divisor_in(node), _function(node) == "Mul"
-            if number is not None:
-                path = path._replace(
-                    by_factor=path.by_factor or is_product,
-                    divisors=(*path.divisors, number),
-                    tensors=path.tensors if is_product else (*path.tensors, node._saved_other),
-                )
+            number, constant = _divisor_in(node), factor_of_node(node)
+            if number is not None and constant is not None:
+                path = path._replace(divisors=(*path.divisors, number))
+                if _function(node) == "Mul":
+                    path = path._replace(by_factor=True, factors=(*path.factors, constant))
+                else:
+                    path = path._replace(tensors=(*path.tensors, constant))
             ahead += [(each, path) for each in before]
 
 
@@ -572,11 +629,9 @@ def _reduces(node: Any, samples: int) -> bool:
     name = _function(node)
     if _is_loss(node) or TARGETS in node.metadata:
         return True
-    if name == "Mm":
-        return _contracts(node, samples)
-    if name == "Bmm":
-        return _contracts_alone(node, samples)
-    return name in _REDUCTIONS and _over_samples(node, samples)
+    if name in _MATRIX_PRODUCTS:
+        return _contracts_samples(node, samples)
+    return _is_last_sum(node) or (name in _REDUCTIONS and _over_samples(node, samples))
 
 
 def _is_loss(node: Any) -> bool:
@@ -587,6 +642,12 @@ def _is_loss(node: Any) -> bool:
 def _is_mean_of_elements(node: Any) -> bool:
     """Return whether a node is that of a loss function of PyTorch that is the mean over all elements of its input."""
     return _is_loss(node) and node.name() not in _COUNTED and not sums_losses(node)
+
+
+def _is_of_one_row(node: Any) -> bool:
+    """Return whether a node reduces a tensor of one row, as the loss of a single sample does."""
+    before = _only_input(node) if _is_loss(node) or _function(node) in _REDUCTIONS else None
+    return before is not None and (shape_of_node(before) or ())[:1] == (1,)
 
 
 def _is_mean_of_chosen(node: Any) -> bool:
@@ -600,10 +661,13 @@ def _alike(node: Any) -> Iterator[Any]:
     return map(graph_within, nodes_below(node, lambda each: (shape_of_node(each) or ())[:1] == first) if first else ())
 
 
-def _over_samples(node: Any, samples: int) -> bool:
-    """Return whether an input of a node has the samples as its first dimension, and the output does not have them."""
+def _over_samples(node: Any, samples: int, left: tuple[int, ...] | None = None) -> bool:
+    """Return whether an input of a node has the samples as its first dimension, and the output does not have them.
+
+    ``left`` is the shape of the output where it is not that of the node.
+    """
     first = any(_has_samples_first(each, samples) for each, _ in node.next_functions if each is not None)
-    left = shape_of_node(node) or ()
+    left = (shape_of_node(node) or ()) if left is None else left
     lacks = samples not in left or (math.prod(left) == samples and _reduces_samples(node, samples))
     return first and lacks and _of_outputs(node, samples)
 
@@ -672,14 +736,34 @@ def _contracts(node: Any, samples: int) -> bool:
     return transposed and rows and outputs
 
 
-def _contracts_alone(node: Any, samples: int) -> bool:
-    """Return whether a product of two single matrices sums over the samples, as that of ``einsum("bi,bj->ij")``."""
+def _contracts_samples(node: Any, samples: int) -> bool:
+    """Return whether a product of matrices, or of a matrix and a vector, sums over the samples.
+
+    The sum may be over the samples and other dimensions that a view has joined, as of ``einsum("bi,bi->")``.
+    """
     (first, _), (second, _) = node.next_functions
     left = shape_of_node(node) or ()
-    columns = first is None or (shape_of_node(first) or ())[2:] == (samples,)
-    rows = second is None or (shape_of_node(second) or ())[1:2] == (samples,)
-    outputs = all(_of_outputs(each, samples) for each in (first, second) if each is not None)
-    return left[:1] == (1,) and samples not in left and columns and rows and outputs
+    if _function(node) == "Mm" and _contracts(node, samples):
+        return True
+    columns = None if first is None else (shape_of_node(first) or (0,))[-1]
+    rows = None if second is None else (shape_of_node(second) or (0,))[-2:][0]
+    summed = columns if rows is None else rows
+    if not summed or summed % samples or columns not in (None, summed):
+        return False
+    if samples in left if summed == samples else any(not each % samples for each in left if each > 1 or samples == 1):
+        return False
+    return all(
+        _reshapes_samples(each, samples) and _of_outputs(each, samples) for each in (first, second) if each is not None
+    )
+
+
+def _reshapes_samples(node: Any, samples: int) -> bool:
+    """Return whether a tensor, or what it is a view of, has the samples as its first dimension."""
+    within: Any = graph_within(node)
+    while (shape_of_node(within) or ())[:1] != (samples,):
+        if _function(within) not in _RESHAPING or (within := _only_input(within)) is None:
+            return False
+    return True
 
 
 def _of_outputs(node: Any, samples: int) -> bool:

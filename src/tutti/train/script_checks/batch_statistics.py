@@ -21,6 +21,8 @@ _NORMALISING = frozenset(("softmax", "log_softmax", "softmin", "normalize"))
 """Names of functions that may divide elements by a sum of all samples."""
 _READS = frozenset(("item", "__int__", "__float__"))
 """Names of functions that return the number of a tensor of one element."""
+VALUES = frozenset((*_READS, "__bool__", "tolist", "numpy", "__array__"))
+"""Names of functions that return values of a tensor."""
 
 
 class BatchStatistics:
@@ -34,12 +36,17 @@ class BatchStatistics:
     Args:
         samples: number of samples of the micro-batch; 0 records nothing.
         batch: memory of the micro-batch's tensors.
+
+    Attributes:
+        reads_values: whether the script has read values of tensors that were computed from the batch.
+        reads_others: whether the script has read values of a tensor that may not be of the batch, such as a draw.
     """
 
     def __init__(self, samples: int = 0, batch: Iterable[StorageWeakRef] = ()) -> None:
         self._samples = samples
-        # Whether values in memory may have been divided by a number of samples, or by a sum over them.
-        self._divided = MemoryRecords[bool]()
+        self.reads_values = self.reads_others = False
+        # Whether values in memory were divided by a number of samples, or by a sum over them; None: perhaps.
+        self._divided = MemoryRecords[bool | None]()
         self._divided |= dict.fromkeys(batch, False)
         # The value that each has where all elements are one, and the memory of what it was computed from.
         self._found = MemoryRecords[tuple[float, StorageWeakRef | None]]()
@@ -61,6 +68,9 @@ class BatchStatistics:
         if given is None or source is None:
             return
         self._note_division(name, args, result)
+        if name in VALUES:
+            is_known = self._divided.get(source) is not None
+            self.reads_values, self.reads_others = self.reads_values or is_known, self.reads_others or not is_known
         if name in _READS:
             if (found := self._found.get(source)) is not None:
                 self._numbers[float(result)] = found[0]
@@ -75,8 +85,10 @@ class BatchStatistics:
             known = (self._statistic(each) for each in args if isinstance(each, Tensor))
             if (found := next(filter(None, known), None)) is not None:
                 self._found.setdefault(made, (found[0], None))
-        elif name in _DIVISIONS and self._is_of(source, args[1:2]):
-            self._normalised.add(made)
+        else:
+            of_samples = name in ("softmax", "softmin") and given.dim() == 1 and len(given) == self._samples
+            if of_samples or (name in _DIVISIONS and self._is_of(source, args[1:2])):
+                self._normalised.add(made)
         self._found.drop_freed()
 
     def _note_division(self, name: str, args: Sequence[Any], result: Any) -> None:
@@ -92,10 +104,11 @@ class BatchStatistics:
         tensors = [each for each in args if isinstance(each, Tensor)]
         found = [self._statistic(each) for each in tensors[1:]] if scales else []
         by_sum = any(each is not None and each[0] != 1.0 for each in found)
-        # Tensors that no call of the script has made, such as class weights, may be anything.
-        pairs = [(memory_of(each), not each.requires_grad) for each in tensors]
-        of_divided = any(other if key is None else self._divided.get(key, other) for key, other in pairs)
-        self._divided[memory] = name in _NORMALISING or by_size or by_sum or of_divided
+        # Of a tensor that no call of the script on the batch has made it is not known.
+        pairs = [(memory_of(each), False if each.requires_grad else None) for each in tensors]
+        before = [other if key is None else self._divided.get(key, other) for key, other in pairs]
+        is_divided = (name in _NORMALISING and not _by_row(result)) or by_size or by_sum or True in before
+        self._divided[memory] = True if is_divided else None if None in before else False
         self._divided.drop_freed()
 
     def may_divide(self, weights: Tensor, reads_sizes: bool) -> bool:
@@ -103,11 +116,21 @@ class BatchStatistics:
 
         Args:
             weights: the tensor, a factor of the losses.
-            reads_sizes: the result for a tensor that no call on a tensor of the batch has made: whether the script has
-                read the number of samples of the micro-batch.
+            reads_sizes: whether the script has read a size of the micro-batch, by which it may have divided tensors
+                that no call on a tensor of the batch has made, such as class weights.
         """
         memory = memory_of(weights)
-        return self._divided.get(memory, reads_sizes) if memory is not None else reads_sizes
+        is_divided = None if memory is None else self._divided.get(memory)
+        return reads_sizes if is_divided is None else is_divided
+
+    def is_of_batch(self, value: Tensor) -> bool:
+        """Return whether a tensor was computed from the batch and the model alone, and not from draws or constants.
+
+        Args:
+            value: the tensor.
+        """
+        memory = memory_of(value)
+        return memory is not None and self._divided.get(memory) is not None
 
     def _is_of(self, source: StorageWeakRef, divisors: Sequence[Any]) -> bool:
         """Return whether a divisor is a statistic that was computed from the tensor with this memory."""
@@ -136,3 +159,10 @@ class BatchStatistics:
             if memory_of(weights) in self._normalised and float(weights.max() - weights.min()) > 0:
                 return float(1 / weights.max())
         return None
+
+
+def _by_row(result: Tensor) -> bool:
+    """Return whether a function has divided each row by a sum over that row, and no row by a sum over the rows."""
+    rows = result.detach().flatten(1) if result.dim() > 1 else result.detach()[None, :0]
+    sums = ((each.sum(1), each.sum(1)[:1]) for each in (rows, rows.exp(), rows.square()))
+    return rows.numel() > 0 and any(bool(each.isclose(first, rtol=1e-4).all()) for each, first in sums)

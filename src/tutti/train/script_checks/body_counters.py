@@ -138,6 +138,7 @@ class _Counters:
 
     These are the number of ``enumerate``; a variable or attribute that every body adds a constant to; ``next`` of an
     ``itertools.count`` in the file, also as a member of ``zip``; and the length of a list that every body appends to.
+    A variable or list that the body sets anew before, such as a denominator or the losses of its parts, is none.
 
     Args:
         loop: the loop.
@@ -156,16 +157,26 @@ class _Counters:
             case ast.For(target=ast.Tuple(elts=targets), iter=ast.Call(func=ast.Name(id="zip"), args=members)):
                 pairs = zip(targets, members, strict=False)
                 self._names |= {ast.unparse(target) for target, member in pairs if self._is_counting(member)}
+        begun = set[str]()  # variables that each body sets anew, but for those that it reads from elsewhere
         for statement in loop.body:
             match statement:
+                case (
+                    ast.AugAssign(target=target)
+                    | ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr="append")))
+                ) if ast.unparse(target) in begun:
+                    continue
                 case ast.AugAssign(target=target, op=ast.Add(), value=ast.Constant(value=int() | float())):
                     self._names.add(ast.unparse(target))
                 case ast.Assign(targets=[target], value=ast.BinOp(left=left, op=ast.Add(), right=ast.Constant())) if (
                     ast.unparse(left) == ast.unparse(target)
                 ):
-                    self._names.add(ast.unparse(target))
+                    self._names |= {ast.unparse(target)} - begun
                 case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr="append"))):
                     self._lists.add(ast.unparse(target))
+                case (
+                    ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
+                ) if not isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
+                    begun.add(ast.unparse(target))
 
     def _is_counting(self, node: ast.expr) -> bool:
         return _is_count(node) or ast.unparse(node) in self._counts

@@ -7,6 +7,7 @@ losses: tensors, tensors that the code for a micro-batch moves (``MovedValues``)
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -41,10 +42,12 @@ from tutti.train.script_checks.loss_watch import (
     WatchHook,
     batch_tensors,
     leaves_of_call,
+    refused_scale,
     tensor_of_loss,
 )
 from tutti.train.script_checks.module_trials import ModuleTrials
 from tutti.train.script_checks.moved_values import MovedValues, Place
+from tutti.train.script_checks.plain_numbers import generator_states
 from tutti.train.script_checks.python_state import numbers, numbers_of
 from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
 from tutti.train.script_checks.watched_calls import backward_within, calling_module
@@ -215,6 +218,8 @@ class CarriedValues(LossWatch):
         self._drawn = dict[int, tuple[torch.Generator, Place, Tensor]]()
         self._eager, self._uncompiled, self._in_backward = False, ExitStack(), False
         self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
+        # Constants by which the loss of the first micro-batch is scaled, and the generators' states since.
+        self._scaled: tuple[Sequence[float], list[Any]] | None = None
         self._trials = ModuleTrials(run, self.updating, partial(refuse_carried, run, where="in the module's forward"))
         # Of custom loops, and of sharded models: ``WorkerTrials`` computes other loss functions again.
         self._trace: BodyTrace | None = None
@@ -246,6 +251,7 @@ class CarriedValues(LossWatch):
             return False
         self._moved.begin_batch()
         self._drawn.clear()
+        self._scaled = None
         self._trace, self._eager = None, False
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         # The script's object of a split model has a call of tutti's own, which counts as compiled.
@@ -411,6 +417,24 @@ class CarriedValues(LossWatch):
             self._refuse_moved(what, line)
         what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
         refuse_carried(self._run, what, line)
+
+    def check_scales(self, scales: Sequence[float]) -> None:
+        """Check that the losses of this rank's micro-batches are scaled by the same constants. Not collective.
+
+        Nothing is checked if a generator of Python or NumPy has drawn since the micro-batch before.
+
+        Args:
+            scales: of each term of the loss the product of its divisors, for a sum divided by its samples or targets.
+
+        Raises:
+            UsageError: the first micro-batch of this global batch has other ones.
+        """
+        first, states = self._scaled or (scales, [])
+        differ = len(first) == len(scales) and not all(map(partial(math.isclose, rel_tol=1e-5), first, scales))
+        now = generator_states()
+        if differ and states == now:
+            raise refused_scale(f"step {self._run.global_step + 1}, {script_line()}")
+        self._scaled = first, now
 
     def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
         """Record the gradients that ``run.backward`` has left in ``.grad``, to follow tensors computed from them.

@@ -20,7 +20,7 @@ from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions, undivided_sum
 from tutti.torch_compat import FunctionModesDisabled, functorch_level, tree_leaves
-from tutti.train.script_checks.batch_statistics import BatchStatistics
+from tutti.train.script_checks.batch_statistics import VALUES, BatchStatistics
 from tutti.train.script_checks.entered_mode import EnteredMode
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.train.script_checks.storage_records import memories_of
@@ -127,7 +127,7 @@ class LossWatch(EnteredMode):
         models = (self._run.model, *self._run.replica.parts)
         if func not in SIZES:
             batch = self._run.feed.contract.batch
-            numbers = [each for each in args if type(each) in (int, float)]
+            numbers = [each for each in args if isinstance(each, int | float | np.number) and type(each) is not bool]
             self._by_batch |= any(each in (batch, 1 / batch) for each in numbers)
             if numbers and getattr(func, "__name__", "") in _SCALING and not within_call_of(models):
                 self._factors.update(map(float, numbers))
@@ -150,7 +150,7 @@ class LossWatch(EnteredMode):
             args: its positional arguments.
             result: what it has returned.
         """
-        if self._rows:
+        if self._rows and (name not in VALUES or asked_by_script(__name__)):
             with FunctionModesDisabled():
                 self._statistics.note(name, args, result)
 
@@ -174,9 +174,15 @@ class LossWatch(EnteredMode):
         """
         batch, samples = self._run.feed.contract.batch, micro_batch.samples
         examined = self._active and samples and not micro_batch.whole and isinstance(loss, Tensor)
-        if not examined or batch == samples:
-            return
-        for each in scaled_reductions(loss.grad_fn, samples):
+        if examined and batch != samples:
+            # The mode records reads of values by the script alone.
+            with FunctionModesDisabled():
+                self._check_divisor(loss, micro_batch)
+
+    def _check_divisor(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        batch, samples = self._run.feed.contract.batch, micro_batch.samples
+        scaled = list(scaled_reductions(loss.grad_fn, samples))
+        for each in scaled:
             what = remedy = ""
             if self._is_divided_by_batch(each, samples):
                 what = f"a sum over {counted(samples, 'sample')}, divided by {batch}, the global batch's size"
@@ -196,6 +202,44 @@ class LossWatch(EnteredMode):
         may_divide = partial(self._statistics.may_divide, reads_sizes=self._reads_sizes)
         if undivided_sum(loss.grad_fn, samples, may_divide, may_scale=self._reads_sizes):
             self._refuse_divisor(f"a sum over {counted(samples, 'sample')}, and no mean", _MEANS)
+        together = self._run.gradient_sync.loss_normalisation == "step"
+        if together and (scales := self._scales(loss, micro_batch, scaled)) and not self._statistics.reads_others:
+            self.check_scales(scales)
+
+    def check_scales(self, scales: Sequence[float]) -> None:
+        """Compare the constants by which the script has scaled a loss with those of other micro-batches.
+
+        Called by ``check_divisor`` where the script has read no drawn number. The base class compares nothing.
+
+        Args:
+            scales: of each term the product of its divisors, for a sum divided by the number of samples or targets.
+
+        Raises:
+            UsageError: another micro-batch of this rank has other ones.
+        """
+
+    def _scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> list[float]:
+        """Return the constants by which the terms of a loss are scaled; nothing where a tensor of unknown origin is."""
+        # Without a read of the samples a number is no number of theirs.
+        numbers = self._factors if self._statistics.reads_values else ()
+        constants = [each for term in scaled for each in (*term.tensors, *term.factors)]
+        if not constants or not all(
+            any(math.isclose(float(each), number, rel_tol=1e-6) for number in numbers)
+            or self._statistics.is_of_batch(each)
+            for each in constants
+        ):
+            return []
+        count = loss_count(loss, micro_batch)
+        weighs = self._run.lifecycle.step_context.samples % micro_batch.samples > 0
+        if weighs and any(each.weights for each in scaled):
+            # The weights may have been divided by the samples.
+            return []
+        scales = []
+        for each in scaled:
+            is_sum = each.is_sum or (not each.is_mean and (each.weights or count is not None))
+            unit = 1.0 if not is_sum else float(micro_batch.samples if count is None else count)
+            scales.append(math.prod(each.divisors) / unit)
+        return scales
 
     def _refuse_divisor(self, what: str, remedy: str) -> NoReturn:
         raise UsageError(
@@ -285,8 +329,8 @@ class LossWatch(EnteredMode):
             self._follow(micro_batch, batch)
             try:
                 result = loss(model, batch)
-                self.check_divisor(result, micro_batch)
                 self.check(result)
+                self.check_divisor(result, micro_batch)
             finally:
                 self.end()
             return result
@@ -315,6 +359,21 @@ class LossWatch(EnteredMode):
             yield
         finally:
             self._active = True
+
+
+def refused_scale(where: str) -> UsageError:
+    """Return the error for a loss that is scaled by numbers of its own micro-batch.
+
+    Args:
+        where: the step and the script's line.
+    """
+    return UsageError(
+        "the loss is scaled by a number that is another one for each micro-batch",
+        where=where,
+        why="a micro-batch is a part of the global batch, whose loss would be scaled by one number of all samples",
+        remedy="return (sum, count), with what divides the sum as the count; compute the number of what is the same for"
+        " all micro-batches, such as run.stats of the step before; or take one worker without micro_batch",
+    )
 
 
 def _is_count(loss: Tensor, micro_batch: MicroBatch, number: float) -> bool:
