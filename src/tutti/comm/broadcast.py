@@ -47,7 +47,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
 
 
 def in_messages(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Divide tensors, or what stands for them, into lists that travel as one message each, in their order.
+    """Divide tensors, or their descriptions, in order into lists, each of which is sent as one message.
 
     A message has at most 64 MiB, or a single tensor that is larger.
 

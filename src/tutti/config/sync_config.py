@@ -277,7 +277,7 @@ class LocalSGDConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoConfig(LocalSGDConfig):
-    """Options of DiLoCo: local SGD in which an outer optimizer takes the workers' average parameter change as gradient.
+    """Options of DiLoCo: local SGD in which an outer optimizer takes the logical workers' mean change as gradient.
 
     Attributes:
         period: number of steps between two outer updates (H); the paper has 500.
@@ -398,7 +398,7 @@ class ParameterServerConfig(StrategyOptions):
 
     @property
     def variant(self) -> Literal["backup", "asynchronous"] | None:
-        """Name of the way in which servers update; None for one update a step from the gradients of all workers.
+        """Name of the way in which servers update; None for one update a step from all logical workers.
 
         ``backup``: one update a step, without the gradients of the ``backup`` slowest workers; ``asynchronous``: one
         update for each gradient as it arrives. A worker is one of N fixed shares of the global batch.

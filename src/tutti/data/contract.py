@@ -145,8 +145,8 @@ class BatchContract:
 
         Returns:
             Contiguous positions, where 0 is the first sample of the global batch; an empty range where a small global
-            batch leaves nothing for the rank. If all workers draw the same samples (the option ``identical``), the
-            positions lie in the share of worker 0 on every rank.
+            batch leaves nothing for the rank. If all logical workers draw the same samples (the option ``identical``),
+            the positions lie in the share of worker 0 on every rank.
         """
         workers = self.mine(rank)
         first, last = self.worker(samples, workers[0]), self.worker(samples, workers[-1])

@@ -26,7 +26,7 @@ def can_draw() -> bool:
 def total_staleness(servers: Sequence[Mapping[str, Any]]) -> Counter[int]:
     """Return the number of updates of parameter servers by their staleness, summed over the servers.
 
-    Staleness is the number of updates made between a worker's read of the parameters and its own update.
+    Staleness is the number of updates made between a logical worker's read of the parameters and its own update.
 
     Args:
         servers: the statistics of each server; ``staleness`` maps a staleness to its number of updates.
@@ -44,8 +44,8 @@ def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
     """Divide updates of parameter servers into at most 32 bars of a histogram over staleness.
 
     Args:
-        seen: number of updates by their staleness, which is the number of other updates between a worker's read of the
-            parameters and its own update; at least one entry.
+        seen: number of updates by their staleness, which is the number of other updates between a logical worker's read
+            of the parameters and its own update; at least one entry.
 
     Returns:
         A pair for each bar, by growing staleness from 0: its label, the least staleness in the bar as text, and its

@@ -18,7 +18,7 @@ _LONG = 8
 
 @dataclass
 class CheckpointUnits:
-    """What activation checkpointing recomputes in a model: units, each of which is recomputed as a whole in backward.
+    """Units of a model for activation checkpointing, each of which backward recomputes as a whole.
 
     Its length is the number of modules and sequences with units; it is false without any.
 

@@ -210,7 +210,7 @@ class WholeTensors:
 
 
 class WholeTensorsOf:
-    """The objects that gather whole tensors for the steps of a run's optimizers, by optimizer.
+    """Steps each optimizer of a run on whole tensors where it needs them: holds one ``WholeTensors`` for each.
 
     Args:
         found: pairs of an optimizer that cannot step on slices of tensors, and the object that steps it on whole ones.

@@ -93,10 +93,10 @@ def _short_words(strategy: str, least: float, memory: Mapping[str, float]) -> st
 
 
 def is_single_update(strategy: str) -> bool:
-    """Return whether all workers of a strategy together make one update a step, from the sum of their gradients.
+    """Return whether all logical workers of a strategy make one update a step together, from their summed gradients.
 
     Only then does E(B), the samples to the target at a global batch of B samples, depend on the batch alone and not on
-    the number of workers.
+    the number of workers, which are fixed shares of the global batch.
 
     Args:
         strategy: text of ``--strategy``; UsageError for an unknown strategy or option.
@@ -111,8 +111,8 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
     """Return the step times that runs measured, one entry for each combination of devices, batch, strategy and options.
 
     Runs without ``step_seconds``, such as those of fewer than ten recorded steps, are left out. Of a run's options only
-    micro-batch and activation checkpointing tell entries apart. For strategies whose workers do not make one common
-    update a step, such as ``local_sgd``, an entry is left out if none of its runs reached its target.
+    micro-batch and activation checkpointing tell entries apart. For strategies whose logical workers do not make one
+    common update a step, such as ``local_sgd``, an entry is left out if none of its runs reached its target.
 
     Args:
         runs: finished runs of one task.
@@ -156,8 +156,8 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[PlannedStep], command: str) -> None:
     """Check that runs have measured the strategies whose samples to the target no other strategy's run can predict.
 
-    These are strategies whose workers do not make one common update a step, such as ``local_sgd``. All other strategies
-    pass the check.
+    These are strategies whose logical workers (fixed shares of the global batch) do not make one common update a step,
+    such as ``local_sgd``. All other strategies pass the check.
 
     Args:
         strategies: strategies to plan with, as texts of ``--strategy``.

@@ -68,7 +68,7 @@ class PlannedRun(TrainConfig):
 
         Args:
             batch_size: global batch, in samples.
-            micro_batch: largest number of samples in a micro-batch; None for a worker's whole share.
+            micro_batch: largest number of samples in a micro-batch; None for the whole share of a logical worker.
             activation_checkpointing: value of ``--activation-checkpointing``, such as ``none`` or ``selective``.
 
         Raises:

@@ -157,7 +157,7 @@ def slowness(config: PlannedRun, costs: StepCosts, computing: Array) -> Array:
 
     The ratio grows with the number of devices and with the jitter of computing that was measured on the machine;
     without a measurement the seconds of a device vary by 2 % (a guess). With parameter servers in the mode ``async`` no
-    worker waits for another, so that all ratios are 1.
+    logical worker waits for another, so that all ratios are 1.
 
     Args:
         config: configuration of the run, with a number of devices.

@@ -76,8 +76,8 @@ class StepPrediction:
         strategy, devices, batch: strategy, number of devices and global batch (samples) of the run.
         micro_batches: samples of each micro-batch of data rank 0.
         seconds: seconds of a step, the median over Monte Carlo draws of the machine's uncertain constants.
-        draws: 5 % and 95 % quantile of the seconds over these draws; no band, because it leaves out what the model
-            misses.
+        draws: 5 % and 95 % quantile of the seconds over these draws; unlike ``band``, they leave out errors of the
+            prediction model.
         band: low and high end of the 90 % band of the seconds; None where no similar prediction was checked.
         band_text: where the band comes from, or why there is none.
         shares: compute, communication and idling as fractions of the devices' time; for a pipeline ``bubble`` too.

@@ -240,8 +240,8 @@ class StepTimes:
     def delayed(self) -> float:
         """Return the fraction of all devices' time that the simulated step spends in the delays of ``--slow``.
 
-        The option ``--slow`` delays ranks or workers on purpose. The fraction is that of the Monte Carlo draw whose
-        step time is nearest to the median; 0 for a step that takes no time.
+        The option ``--slow`` delays ranks or logical workers on purpose. The fraction is that of the Monte Carlo draw
+        whose step time is nearest to the median; 0 for a step that takes no time.
         """
         place = self.median_sample
         spent = sum(float(a.seconds[place]) for a in self.program.actions if a.phase == IDLE)

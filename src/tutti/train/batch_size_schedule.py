@@ -31,7 +31,7 @@ def batch_size_schedule(
     lr_rule: NoRule,
     noise: Multiplicative | None,
 ) -> Epochs:
-    """Return the batch contract of every epoch: the global batch size, and its division over workers and ranks.
+    """Return the batch contract of every epoch: the global batch size, and its division over logical workers and ranks.
 
     Rank 0 warns (``warnings.warn``) if batch norm normalises over more samples in the last epoch than in the first.
 

@@ -41,7 +41,9 @@ body alone."""
 
 
 class CustomLoop:
-    """Runs the body of a script's loop for every micro-batch of this rank.
+    """Runs a custom training loop: gives the script each micro-batch of this rank, and makes one update a global batch.
+
+    A body is one pass of the script's loop over ``run.microbatches``: the code for one micro-batch.
 
     Args:
         run: the run to train.
@@ -82,17 +84,18 @@ class CustomLoop:
     def microbatches(self, number: int, start: int | None = None) -> Iterator[Batch]:
         """Iterate over the micro-batches of this rank in an epoch; the script's loop body runs on each.
 
-        Every rank must iterate alike. Dummy micro-batches of weight 0 stand in where this rank has no sample in a
-        global batch, and with sharded weights (FSDP) come before a rank's own, so that all ranks run equally many
-        forwards. Gradients are reduced over ranks while the loop body runs on the rank's last micro-batch of each
-        global batch. The iterator itself performs collectives between bodies. Over all ranks these are all-gathers of
-        callbacks' reasons to stop, and at the end of some epochs of digests of the copies of parameters; and, in steps
-        that ``noise_every`` measures where ranks share the update out, a gather of the factors of Adam's
-        preconditioner. Over the data ranks they are all-gathers of digests of samples (streams and samplers; with
-        several workers in the first steps), and of ``requires_grad`` where the script has thawed parameters; in the
-        second step of several workers, all-gathers that merge batch-norm buffers; under local SGD the averages of
-        parameters, and the reduction of losses for a body that has left out ``run.backward``; and under
-        ``central_storage``, at its start, an exchange of addresses of shared memory.
+        Every rank must iterate alike. A rank without samples in a global batch gets a dummy micro-batch of weight 0;
+        with sharded weights (FSDP) dummies come before a rank's own micro-batches, so that all ranks run equally many
+        forwards. A worker, below, is a logical worker, a fixed share of the global batch. Gradients are reduced over
+        ranks while the loop body runs on the rank's last micro-batch of each global batch. The iterator itself performs
+        collectives between bodies. Over all ranks these are all-gathers of callbacks' reasons to stop, and at the end
+        of some epochs of digests of the copies of parameters; and, in steps that ``noise_every`` measures under ZeRO
+        stage 1 and central storage, a gather of the factors of Adam's preconditioner. Over the data ranks they are
+        all-gathers of digests of samples (streams and samplers; with several workers in the first steps), and of
+        ``requires_grad`` where the script has thawed parameters; in the second step of several workers, all-gathers
+        that merge batch-norm buffers; under local SGD the averages of parameters, and the reduction of losses for a
+        body that has left out ``run.backward``; and under ``central_storage``, at its start, an exchange of addresses
+        of shared memory.
 
         Args:
             number: the epoch, from 0.
@@ -105,14 +108,14 @@ class CustomLoop:
             UsageError: the strategy has no custom training loops; ``compile`` is set to a mode with CUDA graphs;
                 ``start`` is None, and ``restore`` has loaded a checkpoint of a later epoch; an earlier loop over
                 micro-batches was left in the middle of a global batch, or by ``break`` after a number of its bodies,
-                where they are several for a global batch; this loop begins in the body of another one,
-                before its ``optimizer.step()``; in reproducible mode several ranks share a worker, and a rank other
-                than the worker's first has several of its micro-batches; the body makes other backward and optimizer
-                calls than for the rank's first micro-batch of the global batch, writes parameters before the last, or
-                skips a micro-batch because of its size; with parameter servers that do not wait for all workers a
-                global batch ends without an update; the script has converted the model, replaced a parameter or
-                optimizer state, has registered hooks or thawed parameters that the strategy cannot handle, or has
-                caught an exception of a step that cannot be skipped.
+                where they are several for a global batch; this loop begins in the body of another one, before its
+                ``optimizer.step()``; in reproducible mode several ranks share a worker, and a rank other than the
+                worker's first has several of its micro-batches; the body makes other backward and optimizer calls than
+                for the rank's first micro-batch of the global batch, writes parameters before the last, or skips a
+                micro-batch because of its size; with parameter servers that do not wait for all workers a global batch
+                ends without an update; the script has converted the model, replaced a parameter or optimizer state, has
+                registered hooks or thawed parameters that the strategy cannot handle, or has caught an exception of a
+                step that cannot be skipped.
             MismatchError: ranks hold different copies of a parameter, read different samples, or have thawed different
                 parameters.
         """
@@ -327,21 +330,22 @@ class CustomLoop:
     def end_left(self) -> None:
         """End the step of a loop over micro-batches that the script has left by ``break``.
 
-        To end a step means, under local SGD and DiLoCo, to average the workers' parameters if an average is due after
-        the step, collectively over the data ranks (``end_step``). With other strategies, and while a loop is still
-        running, nothing is done.
+        To end a step means, under local SGD and DiLoCo, to average the parameters of the logical workers (fixed shares
+        of the global batch) if an average is due after the step, collectively over the data ranks (``end_step``). With
+        other strategies, and while a loop is still running, nothing is done.
         """
         if not self._open:
             self.check_break()
             self.end_step()
 
     def end_step(self) -> None:
-        """Average the parameters of workers that make updates of their own, if that is due after the present step.
+        """Average the logical workers' parameters (local SGD, DiLoCo), if an average is due after the present step.
 
-        For local SGD and DiLoCo; with other strategies nothing is done. An average is collective over the data ranks:
-        an all-to-all and an all-gather for each dtype. The loop calls this after its body, and earlier where the script
-        saves the run or begins another step in the body. The first call after the global batch counts as consumed ends
-        the step; a call before that, or a second one for the same step, does nothing.
+        With other strategies nothing is done. A logical worker is a fixed share of the global batch. An average is
+        collective over the data ranks: an all-to-all and an all-gather for each dtype. The loop calls this after its
+        body, and earlier where the script saves the run or begins another step in the body. The first call after the
+        global batch counts as consumed ends the step; a call before that, or a second one for the same step, does
+        nothing.
         """
         step_context = self._state.batch.ending
         if step_context is not None and self._local is not None and self._state.batch.is_counted:

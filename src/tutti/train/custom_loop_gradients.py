@@ -43,8 +43,7 @@ _ALL_WAIT = "take strategy='parameter_server' with mode=sync and no backup"
 
 
 class CustomLoopGradients:
-    """Computes the gradients of a custom training loop's micro-batches, and reduces those of each global batch over
-    ranks.
+    """Computes the gradients of a custom loop's micro-batches, and reduces those of each global batch over ranks.
 
     A body is one pass of the script's loop over ``run.microbatches``: the code for one micro-batch. A reduction is a
     call of ``run.backward`` or ``run.reduce_gradients`` in the body; a body may make several, as with several losses.
@@ -152,8 +151,7 @@ class CustomLoopGradients:
             self.exchange_local(micro_batch, means=True)
 
     def exchange_local(self, micro_batch: MicroBatch, means: bool = False) -> None:
-        """Average the gradients of a plain ``loss.backward()`` over the samples of the global batch, as ``backward``
-        does.
+        """Average the gradients of a plain ``loss.backward()`` over the global batch, as ``backward`` does.
 
         Takes the gradients from ``.grad``. Collective over the data ranks in the rank's last micro-batch of a global
         batch; before it, gradients are added to this rank's sums.
@@ -200,16 +198,14 @@ class CustomLoopGradients:
     # --- the gradient of one body -------------------------------------------------------------------------------------
 
     def shown(self) -> Gradients:
-        """Return ``.grad`` of the parameters of the script's model, by parameter; those without a gradient are left
-        out.
+        """Return ``.grad`` of the script's parameters as a dict by parameter, without parameters that have none.
 
         The tensors are the gradients themselves, not copies. Not collective.
         """
         return {p: p.grad for p in self._origin.script_parameters() if p.grad is not None}
 
     def show(self, gradients: Gradients) -> None:
-        """Set ``.grad`` of each parameter of the script's model to its entry in ``gradients``, or to None without an
-        entry.
+        """Set ``.grad`` of each of the script's parameters to its entry in ``gradients``, or to None without one.
 
         Args:
             gradients: gradient by parameter, as ``shown`` returns it.
@@ -218,8 +214,7 @@ class CustomLoopGradients:
             parameter.grad = gradients.get(parameter)
 
     def follow_script(self) -> None:
-        """Take over that the script has cleared gradients, or has changed ``requires_grad`` of parameters, since the
-        last call.
+        """Take over the script's changes since the last call: cleared gradients, and ``requires_grad``.
 
         Collective over the data ranks if the script has set ``requires_grad`` to True: an all-gather of digests.
 
@@ -387,8 +382,7 @@ class CustomLoopGradients:
         run.stats = self.latest = stats
 
     def end_banked_worker(self, call: int, worker: int) -> None:
-        """Hand a logical worker's gradients of earlier bodies to ``GradientSync.end_worker``; do nothing if there are
-        none.
+        """Pass a logical worker's gradients of earlier bodies, if there are any, to ``GradientSync.end_worker``.
 
         For strategies that sum gradients worker by worker. A worker is a fixed share of the global batch. ``.grad`` is
         the same before and after. Not collective.

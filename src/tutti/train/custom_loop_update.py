@@ -240,8 +240,7 @@ class CustomLoopUpdate:
         return run.adascale(replace(reductions[0].known(), finite=stats.finite), step_context)
 
     def make_update(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Update the parameters: by ``GradientSync.optimizer_step``, or under local SGD by this rank's worker's own
-        optimizer.
+        """Update the parameters by ``GradientSync.optimizer_step``, or under local SGD by this worker's own optimizer.
 
         The collectives are those of the strategy's update (see ``step``). Under local SGD nothing is sent, and a worker
         without samples in this step makes no update.

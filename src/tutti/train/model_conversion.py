@@ -42,8 +42,8 @@ def convert_model(
         model: the script's model; parameters and buffers are converted in place.
         batch_norm: options of batch norm: synchronised over ranks (``sync``), over groups of samples (``ghost``), or as
             PyTorch's.
-        run_context: the run's communicators, device mesh and number of data-parallel workers, over which ``sync`` batch
-            norm computes.
+        run_context: the run's communicators, device mesh and number of logical workers, over which ``sync`` batch norm
+            computes.
         precision: ``fp64`` makes floating-point parameters and buffers float64; ``fp32``, ``bf16``, ``fp16`` and
             ``fp8`` make them float32, because narrow precisions use autocast in the loss function (``cast_loss``);
             ``fp8`` also replaces linear layers by layers that multiply in 8-bit floats. None leaves the dtype.

@@ -29,8 +29,9 @@ from tutti.types.step_records import StepContext, StepStats
 
 
 class StepNoise(NamedTuple):
-    """Estimates of tr Σ and |G|² (trace of the covariance of a sample's gradient, squared norm of its mean) from one
-    step.
+    """Estimates of the gradient noise from one step: of tr Σ and |G|².
+
+    Σ is the covariance of one sample's gradient, G the expected gradient.
 
     Attributes:
         simple: estimates for the gradient; None if the step gave none.
@@ -111,8 +112,7 @@ class MeasuredParts:
         return total
 
     def measure(self, compute: Callable[[], LossSums], worker: int, samples: int) -> LossSums:
-        """Run backward of one part, add its squared gradient norm to the sums, and add its gradient to that of earlier
-        parts.
+        """Run backward of one part, and add its squared gradient norm, and its gradient, to those of earlier parts.
 
         ``.grad`` has the same bits afterwards as without the measurement. Performs only the collectives of ``compute``.
 
@@ -144,8 +144,7 @@ class MeasuredParts:
         return sums
 
     def end_worker(self, worker: int, part: LossSums) -> None:
-        """Do nothing; subclasses measure here the gradient of all of a logical worker's samples, which ``.grad`` now
-        has.
+        """Do nothing; subclasses read here the gradient of all of a logical worker's samples from ``.grad``.
 
         Called after the worker's last backward, before ``GradientSync.end_worker``. Not collective.
 
@@ -216,8 +215,7 @@ class MeasuredParts:
 
 
 class MeasuredWorkers(MeasuredParts):
-    """Estimates the gradient noise of each logical worker from its micro-batches, where each worker has its own
-    parameters.
+    """Estimates each logical worker's gradient noise from its micro-batches, where workers have their own parameters.
 
     For strategies whose logical workers (fixed shares of the global batch) make updates of their own, such as local
     SGD: a worker's micro-batches are compared with the worker's gradient. The step's estimates are means over the
@@ -236,9 +234,9 @@ class MeasuredWorkers(MeasuredParts):
         self._found: list[StepNoise] = []
 
     def end_worker(self, worker: int, part: LossSums) -> None:
-        """Estimate the noise at the worker's parameters from its gradient in ``.grad`` and from its micro-batches.
+        """Estimate a logical worker's gradient noise from its gradient in ``.grad`` and its micro-batches' norms.
 
-        A worker with a single micro-batch in this step is left out. Not collective.
+        A worker (fixed share of the global batch) with a single micro-batch in this step is left out. Not collective.
 
         Args:
             worker: index of the worker.
@@ -259,10 +257,11 @@ class MeasuredWorkers(MeasuredParts):
         self._found.append(StepNoise(simple, noise))
 
     def estimates(self, stats: StepStats, run_context: RunContext) -> StepNoise:
-        """Return the means over workers of their estimates of the gradient noise.
+        """Return the means, over logical workers, of their estimates of the gradient noise.
 
-        Where all ranks make the step together, over all workers, and collective over all ranks: an all-reduce of six
-        numbers. Otherwise over this rank's workers, and nothing is sent.
+        A worker is a fixed share of the global batch. If all ranks make the step together, the means are over all
+        workers, and the call is collective over all ranks: an all-reduce of six numbers. Otherwise they are over this
+        rank's workers, and nothing is sent.
 
         Args:
             stats: the step's results, of which ``finite`` is read.
@@ -286,8 +285,7 @@ class MeasuredWorkers(MeasuredParts):
 
 
 class MeasuredRound(MeasuredParts):
-    """Estimates the gradient noise from the gradients of logical workers, in the first step after an average (local
-    SGD).
+    """Estimates the gradient noise from logical workers' gradients, in the first step after an average (local SGD).
 
     All workers (fixed shares of the global batch) then have equal parameters, so that their gradients are comparable
     even with one micro-batch each. Their sum, the gradient of the global batch, is computed for this measurement alone.
@@ -306,8 +304,9 @@ class MeasuredRound(MeasuredParts):
 
     @torch.no_grad()
     def end_worker(self, worker: int, part: LossSums) -> None:
-        """Add a worker's gradient, times its number of samples or targets, to the gradient of the global batch. Not
-        collective.
+        """Add a logical worker's gradient, times its samples or targets, to the gradient of the global batch.
+
+        Not collective.
 
         Args:
             worker: index of the logical worker, a fixed share of the global batch.
@@ -328,9 +327,10 @@ class MeasuredRound(MeasuredParts):
                 self._sums[place] = gradient if earlier is None else earlier.add_(gradient)
 
     def estimates(self, stats: StepStats, run_context: RunContext) -> StepNoise:
-        """Return the estimates of the gradient noise from the workers' gradients. Collective over the data ranks.
+        """Return estimates of the gradient noise from the workers' gradients. Collective over the data ranks.
 
-        Two all-reduces: of four numbers, and of the gradient.
+        There are two all-reduces: of four numbers, and of the gradient. A worker is a logical worker, a fixed share of
+        the global batch.
 
         Args:
             stats: the step's results, of which ``finite`` is read.
@@ -353,11 +353,10 @@ class MeasuredRound(MeasuredParts):
 
 @torch.no_grad()
 def preconditioner_roots(own: OwnGradients, optimizers: Sequence[Optimizer]) -> list[Tensor] | None:
-    """Return the factors (√v̂ + ε)^(-1/2) that scale a gradient for the preconditioned noise, from Adam's second
-    moments v̂.
+    """Return the factors (√v̂ + ε)^(-1/2) by which gradients are scaled for the preconditioned noise scale.
 
     Args:
-        own: the parameters.
+        own: the parameters, whose second moments in Adam's state are v̂.
         optimizers: the optimizers that hold the parameters' state.
 
     Returns:

@@ -85,7 +85,8 @@ class RunSettings:
         adascale: AdaScale, None for none.
         noise_probe: measures the gradient noise scale, None for never.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
-        named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
+        named_workers: whether the caller gave the number of logical workers (fixed shares of the global batch);
+            otherwise it is the number of data ranks.
         fault_tolerant: whether training continues on the other ranks if a rank is killed.
         warn: receives each warning's text, on rank 0; None for Python's ``warnings`` and stderr.
         schedulers: PyTorch's schedulers, which the run steps.
@@ -285,7 +286,8 @@ class Run:
         """Position of the training run in its data after the steps so far: a ``Position`` with ``epoch`` and ``batch``.
 
         ``epoch`` is the number of whole epochs consumed, ``batch`` that of global batches of the current epoch. If
-        asynchronous parameter servers count the steps of all workers together, the position follows from this count.
+        asynchronous parameter servers count the steps of all logical workers together, the position follows from this
+        count.
         """
         return self.at if self.local_step == self.global_step else Position(*self.feed.epochs.place(self.global_step))
 
@@ -419,7 +421,7 @@ class Run:
                 samples.
 
         Returns:
-            The loss, as the mean over the global batch (with asynchronous servers over this rank's workers).
+            The loss, as the mean over the global batch (with asynchronous servers over this rank's logical workers).
 
         Raises:
             UsageError: the run has no loss function; the body of ``microbatches`` makes the call; the optimizer needs a
@@ -558,7 +560,7 @@ class Run:
 
         ``.grad`` is then the gradient of the global batch, the same on every rank. With shards, ``.grad`` has this
         rank's rows, or raises UsageError when it is read; with parameter servers it is read from synchronous ones, and
-        raises UsageError with others; under local SGD it is the gradient of this rank's worker. In earlier
+        raises UsageError with others; under local SGD it is the gradient of this rank's logical worker. In earlier
         micro-batches of a global batch it has this micro-batch's part. Several calls before ``optimizer.step()``
         accumulate gradients, as in PyTorch. Collective over the data ranks in the last micro-batch: an all-reduce of
         the gradients, with shards a reduce-scatter, with parameter servers an exchange with them, under local SGD an

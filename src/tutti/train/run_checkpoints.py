@@ -39,7 +39,7 @@ class Checkpoints(CheckpointManager):
         run: the run to save and to restore.
         folder: the run's ``checkpoints``; all ranks use rank 0's path.
         world: this process's rank, size, store and timeout.
-        facts: the run's identity (workers, global batch size and the like), stored in every manifest.
+        facts: the run's identity (number of logical workers, global batch size and so on), stored in every manifest.
         keep: number of newest checkpoints to keep.
         warn: receives the text of each warning, such as a failed save.
         most_failures: consecutive saves that may fail before the run ends.

@@ -411,8 +411,8 @@ class StepLifecycle:
 
         Args:
             stats: reduced results of the step; None for a global batch without an update.
-            global_step: steps of all workers together (asynchronous servers that count these); None to count this
-                rank's.
+            global_step: steps of all logical workers together (asynchronous servers that count these); None to count
+                this rank's.
         """
         run, drawn = self._run, self.drawn
         self._warm = True

@@ -164,8 +164,8 @@ def first_micro_batch_trial(
     Args:
         data: the training data. Each call of the returned function reads the samples 0, 1, … by index, whatever the
             order of the epoch; of a stream the first samples, which the first epoch reads again.
-        contract: division of the global batch into micro-batches; gives the number of samples, that of worker 0's first
-            micro-batch.
+        contract: division of the global batch into micro-batches; gives the number of samples, that of logical worker
+            0's first micro-batch.
         place: moves a batch to the device.
         loss: the loss function ``loss(model, batch)``; None for none.
         seed: the run's seed, for the order of a stream.

@@ -17,7 +17,7 @@ _ROUNDING = 1e-6
 
 
 class VoidBody:
-    """Undoes what a custom loop's body does to the trained parameters and gradients of a worker without samples.
+    """Undoes the effects of a custom loop's body on parameters and gradients, for a logical worker without samples.
 
     A logical worker (fixed share of the global batch) that makes updates of its own takes no part in a step in which it
     has no samples. Its rank still runs the loop's body, on samples of another worker, so that ranks make the same
@@ -37,10 +37,10 @@ class VoidBody:
 
     @staticmethod
     def backward(loss: Any, retain_graph: bool) -> None:
-        """Compute gradients of another worker's samples into ``.grad``, in place of ``run.backward``. Not collective.
+        """Run a plain backward into ``.grad``, in place of ``run.backward``. Not collective.
 
-        The loop's body may read them as in any other step; ``undo`` removes them. A loss without gradient is left
-        alone.
+        The loss is of another logical worker's samples. The loop's body may read the gradients as in any other step;
+        ``undo`` removes them. A loss without gradient is left alone.
 
         Args:
             loss: what the script gave ``run.backward``; of a tuple or list the first element is the loss.
@@ -51,7 +51,7 @@ class VoidBody:
             losses.sum().backward(retain_graph=retain_graph)
 
     def undo(self) -> None:
-        """Give the trained parameters the values and gradients that they had before the body. Not collective.
+        """Restore the values and gradients that the trained parameters had before the loop's body ran. Not collective.
 
         Raises:
             UsageError: the script has written a parameter, which has another value after the body.

@@ -228,7 +228,7 @@ class CustomLoopSync(GradientSync, Protocol):
         it: an all-reduce over the shard ranks (FSDP2, ZeRO), and one over the stages and tensor ranks of a replica,
         where it has several. With synchronous parameter servers the call waits for the servers, and is not collective.
         Otherwise nothing is sent. Under local SGD in a step with updates of its own, the norm is that of this rank's
-        worker.
+        logical worker.
 
         Args:
             members: the parameters, as objects of the script's model; those without a gradient count as 0.
@@ -292,7 +292,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
     """
 
     def updates_alone(self, step_context: StepContext) -> bool:
-        """Return whether each worker makes updates of its own in this step, with the gradient of its own samples.
+        """Return whether each logical worker makes its own update in this step, with the gradient of its own samples.
 
         False in synchronous steps, with which a run may begin. Equal on all ranks; not collective.
 
@@ -314,7 +314,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """
 
     def reduce_losses(self, step_context: StepContext) -> StepStats:
-        """Return loss, metrics and mean gradient norm over all workers, from the sums that ``end_own`` noted.
+        """Return loss, metrics and mean gradient norm over all logical workers, from the sums that ``end_own`` noted.
 
         Collective over the data ranks: an all-to-all and an all-gather of a few numbers a worker; blocks. Gradients are
         not exchanged. Called on every rank in each step in which ``updates_alone`` is True.
@@ -333,7 +333,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """
 
     def step_own(self, step_context: StepContext) -> UpdateResult:
-        """Clip the worker's own gradient and step its optimizers; skip the update where the gradient is not finite.
+        """Clip the logical worker's gradient and step its optimizers; skip the update if the gradient is not finite.
 
         The gradient is the one that ``end_own`` has left in ``.grad``. By default all optimizers of the script step.
         Within the context ``stepping(index, members)``, which a custom training loop enters for the ``step()`` of one
@@ -350,7 +350,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """
 
     def end_step(self, step_context: StepContext) -> bool:
-        """Average the workers' parameters if that is due after this step; all updates of the step must have been made.
+        """Average the logical workers' parameters if that is due after this step; all its updates have been made.
 
         Called on every rank after each step, synchronous steps included. The average is due after every H-th step of
         own updates, and then the call is collective over the data ranks: an all-to-all and an all-gather for each

@@ -49,9 +49,9 @@ class OwnGradients:
         optimizers: the optimizers that have the state of ``parameters``, in full, or of ``pieces`` on this rank; empty
             where that state is on servers or in host memory.
         names: names of ``parameters`` in the model, in the same order; empty without ``pieces``.
-        pieces: function without arguments, not collective, that returns all that this rank alone updates of
-            ``parameters``, where ranks share the update out; together the ranks' pieces are the parameters. None where
-            every rank updates its whole parameters.
+        pieces: function without arguments, not collective, that returns the parameters, or slices of them, that this
+            rank alone updates (ZeRO stage 1, central storage); those of all ranks together are ``parameters``. None
+            where every rank updates all of its parameters.
         optimizer_of: in place of ``optimizers`` where each logical worker (share of the global batch) updates
             parameters of its own on this rank (local SGD): index of the worker → its optimizer. Empty where all workers
             make one update together, or servers make the updates.
@@ -197,11 +197,11 @@ class GradientSync(Protocol):
         Called on every rank after ``reduce_gradients``. What is exchanged for the update: nothing with all-reduced
         gradients, unless an optimizer needs whole tensors that are split over ranks; with ZeRO stage 1 an all-gather of
         the updated rows over the shard ranks (with FSDP2 the next forward all-gathers); under ``central_storage`` a
-        barrier; with synchronous servers a request to each server, for whose reply the call waits. Where workers made
-        their updates in ``end_worker`` (local SGD, asynchronous servers), this only reports them. For a skipped update
-        names of parameters are all-gathered over the ranks that may have different ones: the stages and tensor ranks of
-        a replica (data parallelism), all ranks (FSDP2, ZeRO), the data ranks (local SGD, ``central_storage``), none
-        with servers.
+        barrier; with synchronous servers a request to each server, for whose reply the call waits. Where logical
+        workers made their updates in ``end_worker`` (local SGD, asynchronous servers), this only reports them. For a
+        skipped update names of parameters are all-gathered over the ranks that may have different ones: the stages and
+        tensor ranks of a replica (data parallelism), all ranks (FSDP2, ZeRO), the data ranks (local SGD,
+        ``central_storage``), none with servers.
 
         Args:
             stats: the result of ``reduce_gradients`` in this step: norm of the gradient, and whether it is finite.

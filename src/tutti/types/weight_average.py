@@ -49,7 +49,7 @@ class Average(Protocol):
 
         Args:
             merged: this rank's parameters and buffers by name, from ``GradientSync.merged``: those of one model, merged
-                over the data-parallel workers.
+                over the logical workers (fixed shares of the global batch).
 
         Returns:
             A new dict with the names of ``merged``. Its tensors are those of ``merged`` and of the average themselves,

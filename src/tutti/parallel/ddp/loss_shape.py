@@ -285,8 +285,7 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
 
 
 def reads_statistic(root: Any, samples: int) -> bool:
-    """Return whether tensors with a row for each sample are computed from a mean, sum, norm or variance over the
-    samples.
+    """Return whether tensors with a row a sample are computed from a mean, sum, norm or variance over samples.
 
     Examples are ``output - output.mean(0)`` and a contrastive loss. Calls of PyTorch's batch norm do not count, nor
     statistics without a gradient. The function searches the loss's autograd graph, at most 4,096 nodes.

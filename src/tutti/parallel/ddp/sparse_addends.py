@@ -95,7 +95,7 @@ class RankAddends:
 
         Args:
             worker: unused.
-            term: gradients of all workers of the rank.
+            term: gradients of all logical workers of the rank, summed.
         """
         self._terms = [term]
 
@@ -185,7 +185,7 @@ class WorkerAddends:
         return calls if self._shared else [pieces[node] for node in self._nodes(self._comm.rank)]
 
     def counts(self, here: int, text: str) -> list[int]:
-        """Return the number of subtrees of each rank; where ranks share a worker, all-gather the numbers of terms.
+        """Return the number of subtrees of each rank; if ranks share a logical worker, all-gather the numbers of terms.
 
         Args:
             here: number of this rank's terms in the step.

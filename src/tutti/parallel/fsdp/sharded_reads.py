@@ -71,7 +71,7 @@ _REMEDY = f"{WRITE_COPY}, or take strategy='sharded:stage=1' or 'mirrored'"
 
 
 class ShardedReads(ScriptMode):
-    """Function mode that refuses what the script computes wrongly from FSDP2's sharded parameters, and explains errors.
+    """Function mode that raises UsageError for wrong uses of FSDP2's sharded parameters in the script.
 
     Random draws into a ``DTensor`` raise ``UsageError``, and so do errors of PyTorch about a ``DTensor`` that meets
     plain tensors. Three kinds of calls are collective over the shard ranks, which compare them. A number read from a

@@ -40,9 +40,10 @@ class LocalGradients(TrainedGradients):
     _acting_on: Sequence[nn.Parameter] | None = None
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return this worker's gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
+        """Return the gradients that earlier calls of ``run.backward`` left, and set every ``.grad`` to None.
 
-        A custom training loop gives them to ``add_gradients`` after the next backward. Not collective.
+        They are those of this rank's logical worker. A custom training loop gives them to ``add_gradients`` after the
+        next backward. Not collective.
 
         Returns:
             The gradients by parameter, not copied; parameters without a gradient are left out.

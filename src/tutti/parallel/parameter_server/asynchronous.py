@@ -83,7 +83,7 @@ class AsynchronousServerSync(RemoteGradients):
 
         Collective over the data ranks; blocks until every server has answered. Each server process builds an optimizer
         over its part of the parameters; on every rank, too, ``make_optimizer`` builds one, which holds the
-        hyperparameters and is never stepped. Where the servers share memory with a CPU rank of one worker, the
+        hyperparameters and is never stepped. Where the servers share memory with a CPU rank of one logical worker, the
         ``.data`` of the trained parameters becomes the receive buffer.
 
         Args:

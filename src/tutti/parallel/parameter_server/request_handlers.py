@@ -337,7 +337,7 @@ class SyncHandler:
 
 
 class AsyncProgress(NamedTuple):
-    """Progress of the workers of an asynchronous server, in each of its replies to a PUSH or PULL, as floats.
+    """Progress of the logical workers of an asynchronous server, in each of its replies to a PUSH or PULL, as floats.
 
     Attributes:
         staleness: updates by which the pushed gradient was late; 0 for a PULL.

@@ -105,9 +105,7 @@ class ForwardRun(Protocol):
     inside: bool
 
     def watching(self) -> AbstractContextManager[None]:
-        """Return the context manager in which ``BlockDispatch.run`` calls the model's forward, such as a function
-        mode.
-        """
+        """Return the context in which ``BlockDispatch.run`` calls the model's forward, such as a function mode."""
         ...
 
     def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:

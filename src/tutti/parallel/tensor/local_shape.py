@@ -176,7 +176,7 @@ class LocalShapeMode(TorchFunctionMode):
         return self.local.draws[self.drawn]
 
     def check(self) -> None:
-        """Check at the end of the block's forward that as many tensors gave this rank's heads as in the trial.
+        """Raise UsageError if the forward cut another number of whole tensors to this rank's heads than the trial.
 
         Raises:
             UsageError: more or fewer did, so that the code takes another branch, or a size is that of the heads by

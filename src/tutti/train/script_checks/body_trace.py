@@ -57,7 +57,7 @@ class BodyTrace:
         self._generators = 0
 
     def begin_batch(self) -> None:
-        """Begin a global batch: delete the records of the batch before, as bodies are compared within a batch alone."""
+        """Begin a global batch: delete the records of the batch before, as only bodies of one batch are compared."""
         self._first.clear()
 
     def begin(self, place: Place, batch: Any) -> None:

@@ -338,8 +338,8 @@ class LossWatch(EnteredMode):
         return watch
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context manager for ``run.backward``, in which this mode follows no tensors; a subclass may
-        differ.
+        """Return a context manager for ``run.backward``, in which this mode follows no tensors; subclasses may follow
+        them.
         """
         return self.updating()
 

@@ -78,7 +78,7 @@ class Checks:
 
     Attributes:
         diagnoses: the findings.
-        looking: whether ``look`` must be called in the next step. With several data-parallel workers that do not step
+        looking: whether ``look`` must be called in the next step. With several logical workers that do not step
             together (asynchronous parameter servers) only in the first step.
         ended: function without arguments, to call after the next global batch of a custom loop; None for none.
     """
@@ -153,9 +153,7 @@ class Checks:
         self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
 
     def begin_draws(self) -> None:
-        """Record the states of Python's and NumPy's global random generators, before the script's code for a step
-        runs.
-        """
+        """Record the states of Python's and NumPy's global generators, before the script's code for a step runs."""
         several = self._enabled and self._run.context.workers > 1
         self._generators = generators_hash() if several else None
 

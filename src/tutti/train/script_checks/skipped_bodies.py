@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class SkippedBodies:
-    """Raises UsageError where a body skips a micro-batch by its size, and would have trained on the global batch.
+    """Raises UsageError where the body of a custom training loop skips a micro-batch because the micro-batch is small.
 
-    ``if len(inputs) < batch_size: continue`` leaves out an incomplete last batch in plain PyTorch. The micro-batches of
-    several ranks or workers are all smaller than the global batch. The body would have trained on a complete global
-    batch, and on one that is at least as large as a micro-batch on which it has trained. Not collective.
+    ``if len(inputs) < batch_size: continue`` leaves out an incomplete last batch in plain PyTorch. With several ranks
+    or logical workers every micro-batch is smaller than the global batch, and would be skipped. No error is raised if
+    the global batch itself is incomplete, and smaller than each micro-batch that has been trained on. Not collective.
 
     Args:
         run: the run, whose global batch is read.

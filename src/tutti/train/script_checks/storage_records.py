@@ -35,9 +35,7 @@ class MemoryRecords(dict[StorageWeakRef, _R]):
         self._most = _FEWEST
 
     def drop_freed(self) -> None:
-        """Remove the entries of freed storages, if the number of entries has at least doubled since the last
-        removal.
-        """
+        """Remove the entries of freed storages, if the number of entries has doubled since the last removal."""
         if len(self) >= self._most:
             for memory in [each for each in self if each.expired()]:
                 del self[memory]
