@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -317,6 +317,7 @@ def is_of_script(kind: type) -> bool:
     )
 
 
+@cache
 def _is_module_of_script(name: str) -> bool:
     root = name.split(".")[0]
     return root not in sys.stdlib_module_names - {"__main__"} and not root.startswith(("torch", "tutti", "numpy"))
