@@ -91,6 +91,7 @@ from tutti.torch_compat import (
     foreach_sub_,
     forget_process_groups,
     forward_hooks,
+    function_mode_aside,
     function_mode_depth,
     function_modes_active,
     functorch_level,
@@ -474,9 +475,15 @@ def modes_are_counted() -> None:
         outer, inner = Functions(), Functions()
         outer.__enter__()  # type: ignore[no-untyped-call]
         with inner:
-            leave_function_mode(outer)
+            stack = traced_function_modes()
+            with function_mode_aside(outer):
+                assert traced_function_modes() == [stack[0], inner]
+                with function_mode_aside(inner), function_mode_aside(outer), Functions():
+                    assert function_mode_depth() == 2
+            assert traced_function_modes() == stack == [stack[0], outer, inner]
+            assert leave_function_mode(outer) == 1
             assert function_mode_depth() == 2 and top_function_mode() is inner
-            leave_function_mode(outer)
+            assert leave_function_mode(outer) is None
             assert function_mode_depth() == 2 and top_function_mode() is inner
         tensor = torch.zeros(2) + 1
         view = version_counting_view(tensor)
@@ -984,7 +991,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     """,
     modes_are_counted: """
         FUNCTION_MODE_ENTRIES function_mode_depth function_modes_active dispatch_mode_depth TorchDispatchMode
-        leave_function_mode top_function_mode traced_function_modes version_counting_view
+        function_mode_aside leave_function_mode top_function_mode traced_function_modes version_counting_view
     """,
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",

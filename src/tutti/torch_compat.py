@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import signal
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from types import FrameType
@@ -120,6 +120,7 @@ __all__ = [
     "foreach_sub_",
     "forget_process_groups",
     "forward_hooks",
+    "function_mode_aside",
     "function_mode_depth",
     "function_modes_active",
     "functorch_level",
@@ -865,7 +866,7 @@ top_function_mode: Callable[[], TorchFunctionMode | None] = _get_current_functio
 """Return the innermost active ``TorchFunctionMode``, or None. No public function does."""
 
 
-def leave_function_mode(mode: TorchFunctionMode) -> None:
+def leave_function_mode(mode: TorchFunctionMode) -> int | None:
     """Leave a function mode that need not be the innermost one; the modes within it stay active.
 
     ``mode.__exit__`` would leave the innermost one instead. Nothing happens if the mode is not active, as while it
@@ -873,14 +874,39 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
 
     Args:
         mode: the mode, which has been entered.
+
+    Returns:
+        The number of active modes outside of the mode; None if the mode was not active.
     """
-    within = []
+    within, outside = [], None
     while (top := top_function_mode()) is not None and top is not mode:
         within.append(_pop_mode())
     if top is mode:
         _pop_mode()
+        outside = function_mode_depth()
     for each in reversed(within):
         _push_mode(each)
+    return outside
+
+
+@contextmanager
+def function_mode_aside(mode: TorchFunctionMode) -> Iterator[None]:
+    """Leave a function mode for a block, and enter it again in its place among the active modes.
+
+    A mode that passes all calls on would still take a call of Python code for each of them. If the mode is not active,
+    as while it handles a call, the block leaves it as it is.
+
+    Args:
+        mode: the mode.
+    """
+    outside = leave_function_mode(mode)
+    try:
+        yield
+    finally:
+        if outside is not None:
+            within = [_pop_mode() for _ in range(outside, function_mode_depth())]
+            for each in (mode, *reversed(within)):
+                _push_mode(each)
 
 
 def traced_function_modes() -> list[TorchFunctionMode]:

@@ -460,7 +460,7 @@ class CarriedValues(LossWatch):
 
         A tensor that the script's hooks compute or write in backward counts as dependent on the present micro-batch.
         """
-        with self.updating():
+        with self._inactive() if self._active else nullcontext():
             self._in_backward = self._due
             try:
                 yield

@@ -19,7 +19,7 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions, undivided_sum
-from tutti.torch_compat import FunctionModesDisabled, functorch_level, tree_leaves
+from tutti.torch_compat import FunctionModesDisabled, function_mode_aside, functorch_level, tree_leaves
 from tutti.train.script_checks.batch_statistics import VALUES, BatchStatistics
 from tutti.train.script_checks.entered_mode import EnteredMode
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
@@ -350,7 +350,13 @@ class LossWatch(EnteredMode):
         a parameter would count as computed from the samples of one worker. Outside of ``begin`` and ``end`` it does
         nothing.
         """
-        return self._inactive() if self._active else nullcontext()
+        return self._aside() if self._active else nullcontext()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Leave this function mode, which would otherwise pass on each of a thousand calls of PyTorch."""
+        with self._inactive(), function_mode_aside(self):
+            yield
 
     @contextmanager
     def _inactive(self) -> Iterator[None]:

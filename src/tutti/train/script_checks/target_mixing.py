@@ -101,7 +101,8 @@ class TargetProbe(TorchFunctionMode):
     def mixes(self, loss: Any) -> str:
         """Return which data of the other samples in the micro-batch a sample's gradient depends on.
 
-        Removes the probe's hooks from the model; ``close`` must still be called, to pop its torch-function mode.
+        Removes the probe's hooks from the model, and leaves its torch-function mode, which would pass on all further
+        calls. ``close`` must still be called: a mode that handles a call, such as ``Tensor.backward``, stays.
 
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.
@@ -112,9 +113,7 @@ class TargetProbe(TorchFunctionMode):
             on neither, or if that cannot be told, such as after a random draw.
         """
         calls, outputs = self._calls, list(self._outputs.values())
-        self._calls = None
-        for handle in self._handles:
-            handle.remove()
+        self.close()
         states = random.getstate(), _numpy_state()
         drawn = states[0] != self._states[0] or not all(map(np.array_equal, states[1], self._states[1]))
         size = sum(output.numel() for output in outputs)
@@ -204,8 +203,8 @@ class TargetProbe(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
         if self._open:
-            self._open = False
-            leave_function_mode(self)
+            # PyTorch puts a mode that handles a call back afterwards.
+            self._open = leave_function_mode(self) is None
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
