@@ -77,6 +77,24 @@ def weighted_by_shares(outputs: Tensor, targets: Tensor) -> Tensor:
     return (weights / weights.sum() * by_sample(outputs, targets)).sum()
 
 
+def weighted_by_smoothed_shares(outputs: Tensor, targets: Tensor) -> Tensor:
+    weights = weights_of(targets)
+    return (weights / (weights.sum() + 1e-8) * by_sample(outputs, targets)).sum()
+
+
+def shares_of_ones(outputs: Tensor, targets: Tensor) -> Tensor:
+    weights = torch.ones_like(targets[:, 0])
+    return (weights / weights.sum().clamp(min=1) * by_sample(outputs, targets)).sum()
+
+
+def smoothed_shares_aside(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean beside smoothed shares of the samples that the loss does not take, such as a codebook's counts."""
+    counts = weights_of(targets)
+    shares = (counts + 1e-5) / (counts.sum() + 1e-5 * len(counts))
+    assert torch.isclose(shares.sum(), torch.ones((), dtype=shares.dtype))
+    return by_sample(outputs, targets).mean()
+
+
 def of_weights(outputs: Tensor, targets: Tensor) -> Tensor:
     """A sum with weights by sample, as of log probabilities times advantages."""
     return (weights_of(targets) * by_sample(outputs, targets)).sum()
@@ -156,9 +174,12 @@ UNEVEN: dict[str, tuple[Loss, str]] = {
     ),
     "half of each, by einsum": (lambda out, want: torch.einsum("bc,bc->", out - want, (out - want) / 2), "a sum over"),
     "mean over a mask of elements": (masked, "a mean or a sum over the micro-batch's|a sum divided by"),
+    "smoothed shares of weights": (weighted_by_smoothed_shares, "a mean or a sum over the micro-batch's"),
 }
 OF_SAMPLES: dict[str, Loss] = {
     "weights of one": of_ones,
+    "shares of ones": shares_of_ones,
+    "smoothed shares aside": smoothed_shares_aside,
     "nothing of a sum": normalised,
     "mean with class weights": lambda out, want: (CLASS_WEIGHTS[want.argmax(1)] * by_sample(out, want)).mean(),
     "mean log-probability": lambda out, want: -Normal(out, torch.ones(2).double()).log_prob(want).sum(1).mean(),

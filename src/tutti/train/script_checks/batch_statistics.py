@@ -48,8 +48,8 @@ class BatchStatistics:
         # Whether values in memory were divided by a number of samples, or by a sum over them; None: perhaps.
         self._divided = MemoryRecords[bool | None]()
         self._divided |= dict.fromkeys(batch, False)
-        # The value that each has where all elements are one, and the memory of what it was computed from.
-        self._found = MemoryRecords[tuple[float, StorageWeakRef | None]]()
+        # The value that each has where all elements are one, and the memory of the samples it was computed from.
+        self._found = MemoryRecords[tuple[float, StorageWeakRef]]()
         self._numbers: dict[float, float] = {}
         self._normalised = set[StorageWeakRef | None]()
 
@@ -84,7 +84,7 @@ class BatchStatistics:
         elif result.dim() == 0:
             known = (self._statistic(each) for each in args if isinstance(each, Tensor))
             if (found := next(filter(None, known), None)) is not None:
-                self._found.setdefault(made, (found[0], None))
+                self._found.setdefault(made, found)
         else:
             of_samples = name in ("softmax", "softmin") and given.dim() == 1 and len(given) == self._samples
             if of_samples or (name in _DIVISIONS and self._is_of(source, args[1:2])):
@@ -136,7 +136,7 @@ class BatchStatistics:
         """Return whether a divisor is a statistic that was computed from the tensor with this memory."""
         return any(found is not None and found[1] == source for found in map(self._statistic, divisors))
 
-    def _statistic(self, value: Any) -> tuple[float, StorageWeakRef | None] | None:
+    def _statistic(self, value: Any) -> tuple[float, StorageWeakRef] | None:
         """Return the record of a value that is a statistic in a tensor; None for any other value."""
         memory = memory_of(value) if isinstance(value, Tensor) else None
         return None if memory is None else self._found.get(memory)
