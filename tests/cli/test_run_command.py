@@ -47,3 +47,14 @@ def test_the_timeout_of_the_processes(options: str, environ: dict[str, str], sec
     one = [] if "RANK" in environ else ["-np", "1"]
     done = run(["-m", "tutti", "run", *one, *options.split(), "script.py"], tmp_path, PLAIN | environ, 120)
     assert (done.returncode, done.stdout) == (0, f"{seconds}\n"), done.stderr
+
+
+@pytest.mark.parametrize(("words", "warned"), [("script.py -np 2", True), ("-np 1 script.py -np 2", False)])
+def test_a_number_of_processes_after_the_script_is_warned_of(words: str, warned: bool, tmp_path: Path) -> None:
+    """The script may have an option of this name, but then tutti has its own as well."""
+    (tmp_path / "script.py").write_text("import sys\nprint(*sys.argv[1:])\n")
+    done = run(["-m", "tutti", "run", *words.split()], tmp_path, PLAIN, 120)
+    assert (done.returncode, done.stdout) == (0, "-np 2\n"), done.stderr
+    assert (
+        "-np after script.py is an argument of the script: write tutti run -np N script.py" in done.stderr
+    ) is warned

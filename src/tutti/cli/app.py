@@ -11,7 +11,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, MissingArgumentError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownCommandError,
+    UnusedCliTokensError,
+)
 
 from tutti.cli import chaos_command, config_command
 from tutti.cli.bench_command import bench
@@ -186,7 +193,20 @@ def _malformed(error: CycloptsError) -> str:
         if error.keyword:
             return f"{error.keyword} has no value. See {command} --help."
         return f"{command} needs {error.argument.name}. Write {usage}; see {command} --help."
+    if isinstance(error, CoercionError) and error.msg is None and error.target_type is float and error.token:
+        return f"{error.token.keyword} is '{error.token.value}'. Give a number, such as 3 or 0.5."
+    if isinstance(error, UnknownCommandError) and error.unused_tokens:
+        return _unknown(error, error.unused_tokens[0])
     return str(error)
+
+
+def _unknown(error: UnknownCommandError, word: str) -> str:
+    """Return the message of a first word that is no command: a script, an option, or a mistyped command."""
+    if word.endswith(".py"):
+        return f"{word} is no command. Write tutti run {word} to start a script; see tutti run --help."
+    if word.startswith("-"):
+        return f"unknown option {word}. See tutti --help."
+    return f"{error} See tutti --help."
 
 
 def _check_folder() -> None:

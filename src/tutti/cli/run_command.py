@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -36,6 +37,7 @@ from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 
 # Ranks of an elastic job are there already when a generation begins; a rank that dies meanwhile costs this time.
 _ELASTIC_TIMEOUT = 20.0
+_NUMBER = ("-np", "--num-proc")
 
 OF_NODE = ("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--master-addr", "--master-port")
 """torchrun's flags of a job on several nodes."""
@@ -165,7 +167,7 @@ class ElasticFlags:
 
 def run(
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    devices: Annotated[str, Parameter(name=("-np", "--num-proc", "--devices"))] = "auto",
+    devices: Annotated[str, Parameter(name=(*_NUMBER, "--devices"))] = "auto",
     hosts: Annotated[str | None, Parameter(name=("-H", "--hosts"))] = None,
     on: str | None = None,
     module: Annotated[bool, Parameter(name="-m", negative="", show_default=False)] = False,
@@ -178,7 +180,7 @@ def run(
     horovod: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     elastic_flags: Annotated[ElasticFlags, Parameter(name="*")] = ElasticFlags(),
 ) -> int:
-    """Start your own script on many devices; in it, call tutti.init().
+    """Start your own script, which calls tutti.prepare, on many devices.
 
     Example: tutti run -np 4 train.py --epochs 3
 
@@ -240,6 +242,9 @@ def run(
             f"unknown option {script}",
             remedy=f"{meant}See tutti run --help; write the script's own options after its name",
         )
+    if devices == "auto" and (misplaced := next((word for word in arguments if word in _NUMBER), None)):
+        text = f"{misplaced} after {script} is an argument of the script: write tutti run {misplaced} N {script}"
+        print(f"warning: {text} to start N processes", file=sys.stderr)
     elastic = None
     if elastic_flags.given:
         if not horovod or hosts is not None or on is not None or max_restarts or process_context.joined(os.environ):
