@@ -65,6 +65,7 @@ class OwnLoss(nn.MSELoss):
         ("loss_fn", nn.MSELoss(), "loss_fn is MSELoss, which takes outputs and targets"),
         ("loss_fn", nn.MSELoss, "such as lambda model, batch: MSELoss()(model(batch[0]), batch[1])"),
         ("loss_fn", nn.functional.cross_entropy, "lambda model, batch: cross_entropy(model(batch[0]), batch[1])"),
+        ("batchsize", 8, "tutti.prepare has no argument 'batchsize'. Did you mean 'batch_size'?"),
         ("loss_fn", "mse", "loss_fn is a str. Give a function loss_fn(model, batch)"),
         ("loss_fn", OwnLoss(), "nothing was raised"),
         ("loss_fn", torch.utils.data.TensorDataset(), "the order is tutti.prepare(model, optimizer, dataset, loss_fn)"),

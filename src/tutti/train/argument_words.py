@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from tutti.config.variables import PREFIX, SETTINGS
-from tutti.errors import TuttiError
+from tutti.errors import TuttiError, UsageError, did_you_mean
 from tutti.train.run_options import RunOptions
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ARGUMENTS = frozenset(field.name for field in fields(RunOptions)) | {"optimizer"}
 _OPTION = re.compile(r"--([a-z][a-z-]*)(?: (\d+\b(?![.:])|[a-z0-9]\S*?(?=[,;)]|\.?$|\. | or | and | with )))?")
@@ -78,3 +83,26 @@ def _argument(option: re.Match[str]) -> str:
 
 def _text(name: str, value: str) -> str:
     return f"{name}={value}" if re.fullmatch(r"[\d.]+", value) else f"{name}='{value}'"
+
+
+def refuse_unknown_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of the API: a mistyped keyword argument raises UsageError, which names the nearest one.
+
+    >>> @refuse_unknown_arguments
+    ... def prepare(batch_size: int = 1) -> None: ...
+    >>> prepare(batchsize=2)
+    Traceback (most recent call last):
+    tutti.errors.UsageError: tutti.prepare has no argument 'batchsize'. Did you mean 'batch_size'? Choices: batch_size.
+    """
+    names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        unknown = next((name for name in kwargs if name not in names), None)
+        if unknown is not None:
+            raise UsageError(
+                f"tutti.{function.__name__} has no argument '{unknown}'", remedy=did_you_mean(unknown, names)
+            )
+        return function(*args, **kwargs)
+
+    return call

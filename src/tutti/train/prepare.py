@@ -45,7 +45,7 @@ from tutti.optim.adascale import AdaScale
 from tutti.parallel.parameter_average import make_average
 from tutti.process_context import read_identity
 from tutti.train.accumulating_optimizer import accumulate_steps
-from tutti.train.argument_words import argument_words, unread_variables
+from tutti.train.argument_words import argument_words, refuse_unknown_arguments, unread_variables
 from tutti.train.conversions import ModelConversions
 from tutti.train.meta_model import materialise_model
 from tutti.train.model_conversion import cast_loss, convert_model
@@ -75,6 +75,7 @@ from tutti.types.weight_average import Average
 log = logging.getLogger("tutti.prepare")
 
 
+@refuse_unknown_arguments
 def prepare(
     model: Models,
     optimizer: Optimizers | str,
@@ -223,7 +224,7 @@ def prepare(
     with argument_words():
         unread = unread_variables({**vars(options), "optimizer": optimizer}, os.environ)
         if unread and read_identity(os.environ).rank == 0:
-            warnings.warn(unread, stacklevel=2)
+            warnings.warn(unread, stacklevel=3)
         run: Run = handler(model, optimizer, dataset, loss_fn, options)
     return run
 
