@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,27 @@ def misuse() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_misuses_of_one_rank_are_refused_at_the_call(size: int) -> None:
     run(size, with_horovod, inside=misuse)
+
+
+def sum_by_average() -> list[tuple[str, float]]:
+    """File and result of each sum that is asked for by the deprecated argument."""
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: hvd.allreduce(x, average=False, name="x"),
+        lambda x: hvd.allreduce_(x, average=False, name="x"),
+        lambda x: hvd.synchronize(hvd.allreduce_async(x, average=False, name="x")),
+        lambda x: hvd.synchronize(hvd.allreduce_async_(x, average=False, name="x")),
+        lambda x: hvd.grouped_allreduce([x], average=False, name="x")[0],
+        lambda x: hvd.grouped_allreduce_([x], average=False, name="x")[0],
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sums = [call(torch.ones(1)).item() for call in calls]
+    return [(warning.filename, result) for warning, result in zip(caught, sums, strict=True)]
+
+
+def test_the_deprecated_average_is_told_at_the_line_of_the_script() -> None:
+    """Python shows this warning for the script alone."""
+    assert run(2, with_horovod, inside=sum_by_average) == [[(__file__, 2.0)] * 6] * 2
 
 
 EPOCHS = 2

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -42,15 +43,29 @@ from tutti.horovod.torch.job import (  # noqa: F401 (Horovod has these names her
     stop_timeline,
 )
 
+T = TypeVar("T", bound=Callable[..., Any])
+
 Average, Sum, Adasum = ReduceOperation.AVERAGE, ReduceOperation.SUM, ReduceOperation.ADASUM
 
 Min, Max, Product = ReduceOperation.MIN, ReduceOperation.MAX, ReduceOperation.PRODUCT
 
 
+def _collective(function: T) -> T:
+    """Decorate a collective: before ``init`` it raises ValueError, and afterwards Horovod's exceptions for tutti's."""
+
+    @translated
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check_initialized()
+        return function(*args, **kwargs)
+
+    return cast("T", call)
+
+
 # --- process sets and control -----------------------------------------------------------------------------------------
 
 
-@translated
+@_collective
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set (a set of ranks), so that collectives can be called on it.
 
@@ -67,11 +82,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             out of range or named twice.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     return process_sets.add_process_set(process_set)
 
 
-@translated
+@_collective
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Unregister a process set (a set of ranks), which collectives can then no longer use.
 
@@ -88,11 +102,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         ValueError: ``init`` was not called.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     return process_sets.remove_process_set(process_set)
 
 
-@translated
+@_collective
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Block until all ranks of the process set have called this function. Collective over ``process_set``.
 
@@ -106,11 +119,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
             member.
         HorovodInternalError: a rank is lost.
     """
-    check_initialized()
     collectives.barrier(process_set)
 
 
-@translated
+@_collective
 def join(device: int = -1) -> int:
     """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces.
 
@@ -129,7 +141,6 @@ def join(device: int = -1) -> int:
         ValueError: ``init`` was not called.
         HorovodInternalError: a rank has ended or left.
     """
-    check_initialized()
     return collectives.join()
 
 
@@ -139,7 +150,7 @@ def join(device: int = -1) -> int:
 def _operation(op: Any, average: bool | None) -> ReduceOperation:
     if average is not None:
         warnings.warn(
-            "Parameter average has been replaced with op and will be removed in v1.0", DeprecationWarning, stacklevel=4
+            "Parameter average has been replaced with op and will be removed in v1.0", DeprecationWarning, stacklevel=5
         )
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -155,7 +166,7 @@ def _named(kind: str, name: str | None) -> str | None:
     return None if name is None else f"{kind}.{name}"
 
 
-@translated
+@_collective
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -193,7 +204,6 @@ def allreduce(
             is no power of two, or with integers.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     operation = _operation(op, average)
     compressed, ctx = compression.compress(tensor)
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -202,7 +212,7 @@ def allreduce(
     return decompressed
 
 
-@translated
+@_collective
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -238,14 +248,13 @@ def allreduce_async(
             a number of ranks that is no power of two, or with integers.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     return new_handle(
         async_collectives.allreduce_async(tensor, _operation(op, average), _named("allreduce", name), **given)
     )
 
 
-@translated
+@_collective
 def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
@@ -276,12 +285,14 @@ def allreduce_(
             number of ranks that is no power of two, or with integers; or an expanded tensor is to be overwritten.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    handle = allreduce_async_(
+        tensor, None, name, _operation(op, average), prescale_factor, postscale_factor, process_set
+    )
     result: Tensor = synchronize(handle)
     return result
 
 
-@translated
+@_collective
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -318,7 +329,6 @@ def allreduce_async_(
             number of ranks that is no power of two, or with integers; or an expanded tensor is to be overwritten.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
     return new_handle(
@@ -326,7 +336,7 @@ def allreduce_async_(
     )
 
 
-@translated
+@_collective
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -361,7 +371,6 @@ def grouped_allreduce(
             ranks that is no power of two, or with integers; or the tensors are on devices of different types.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     operation = _operation(op, average)
     compressed = [compression.compress(tensor) for tensor in tensors]
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -369,7 +378,7 @@ def grouped_allreduce(
     return [compression.decompress(t, ctx) for t, (_, ctx) in zip(reduced, compressed, strict=True)]
 
 
-@translated
+@_collective
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -405,13 +414,12 @@ def grouped_allreduce_async(
             ranks that is no power of two, or with integers; or the tensors are on devices of different types.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
     return new_handle(async_collectives.grouped_allreduce_async(tensors, operation, _named("allreduce", name), **given))
 
 
-@translated
+@_collective
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -445,12 +453,14 @@ def grouped_allreduce_(
             expanded tensor is to be overwritten.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    handle = grouped_allreduce_async_(
+        tensors, None, name, _operation(op, average), prescale_factor, postscale_factor, process_set
+    )
     result: list[Tensor] = synchronize(handle)
     return result
 
 
-@translated
+@_collective
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -489,7 +499,6 @@ def grouped_allreduce_async_(
             expanded tensor is to be overwritten.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
     return new_handle(
@@ -497,7 +506,7 @@ def grouped_allreduce_async_(
     )
 
 
-@translated
+@_collective
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: Any = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
@@ -524,7 +533,6 @@ def sparse_allreduce_async(
         RuntimeError: ``tensor`` is dense.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     wait = async_collectives.sparse_allreduce_async(
         tensor, _operation(op, None), _named("allreduce", name), process_set=process_set
     )
@@ -534,7 +542,7 @@ def sparse_allreduce_async(
 # --- other collectives ------------------------------------------------------------------------------------------------
 
 
-@translated
+@_collective
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
 
@@ -554,11 +562,10 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
             ``tensor`` is sparse; or the process set is not registered or does not have this rank as a member.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     return collectives.allgather(tensor, _named("allgather", name), process_set=process_set)
 
 
-@translated
+@_collective
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start an all-gather of a tensor from each rank, and return a handle for the result.
 
@@ -580,11 +587,10 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
             ``tensor`` is sparse; or the process set is not registered or does not have this rank as a member.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     return new_handle(async_collectives.allgather_async(tensor, _named("allgather", name), process_set=process_set))
 
 
-@translated
+@_collective
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
@@ -608,11 +614,10 @@ def grouped_allgather(
             devices of different types.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     return collectives.grouped_allgather(tensors, _named("allgather", name), process_set=process_set)
 
 
-@translated
+@_collective
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -637,13 +642,12 @@ def grouped_allgather_async(
             devices of different types.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     return new_handle(
         async_collectives.grouped_allgather_async(tensors, _named("allgather", name), process_set=process_set)
     )
 
 
-@translated
+@_collective
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -664,11 +668,10 @@ def broadcast(
             ``root_rank`` is no member of it.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     return collectives.broadcast(tensor, root_rank, _named("broadcast", name), process_set=process_set)
 
 
-@translated
+@_collective
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -693,13 +696,12 @@ def broadcast_async(
             ``root_rank`` is no member of it.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     return new_handle(
         async_collectives.broadcast_async(tensor, root_rank, _named("broadcast", name), process_set=process_set)
     )
 
 
-@translated
+@_collective
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -724,7 +726,7 @@ def broadcast_(
     return result
 
 
-@translated
+@_collective
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -749,13 +751,13 @@ def broadcast_async_(
             ``root_rank`` is no member of it; or ``tensor`` is expanded, on any rank.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     named = _named("broadcast", name)
     return new_handle(
         async_collectives.broadcast_async(tensor, root_rank, named, process_set=process_set, in_place=True)
     )
 
 
+@_collective
 def start_broadcasts(
     tensors: Sequence[Tensor], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -780,12 +782,13 @@ def start_broadcasts(
             member of it; the tensors are on devices of different types; or a tensor is expanded, on any rank.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
-    start = translated(async_collectives.grouped_broadcast_async)
-    return new_handle(start(tensors, root_rank, _named("broadcast", name), process_set=process_set, in_place=True))
+    named = _named("broadcast", name)
+    return new_handle(
+        async_collectives.grouped_broadcast_async(tensors, root_rank, named, process_set=process_set, in_place=True)
+    )
 
 
-@translated
+@_collective
 def alltoall(
     tensor: Tensor,
     splits: Tensor | None = None,
@@ -815,12 +818,11 @@ def alltoall(
             rows; or ``splits`` is None and the number of ranks does not divide the rows.
         HorovodInternalError: ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     result = collectives.alltoall(tensor, splits, _named("alltoall", name), process_set=process_set)
     return result[0] if splits is None else result
 
 
-@translated
+@_collective
 def alltoall_async(
     tensor: Tensor,
     splits: Tensor | None = None,
@@ -851,7 +853,6 @@ def alltoall_async(
             rows; or ``splits`` is None and the number of ranks does not divide the rows.
         HorovodInternalError: a rank is lost already.
     """
-    check_initialized()
     return new_handle(
         async_collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set)
     )
@@ -864,7 +865,7 @@ def _scatters(op: Any) -> ReduceOperation:
     return operation
 
 
-@translated
+@_collective
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -897,7 +898,6 @@ def reducescatter(
             is a scalar; or ``op`` is no operation of Horovod's.
         HorovodInternalError: ``op`` is another operation of Horovod's, ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     compressed, ctx = compression.compress(tensor)
     given = _reduced(prescale_factor, postscale_factor, process_set)
     reduced = collectives.reducescatter(compressed, _scatters(op), _named("reducescatter", name), **given)
@@ -905,7 +905,7 @@ def reducescatter(
     return decompressed
 
 
-@translated
+@_collective
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
@@ -938,14 +938,13 @@ def reducescatter_async(
             is a scalar; or ``op`` is no operation of Horovod's.
         HorovodInternalError: ``op`` is another operation of Horovod's, or a rank is lost already.
     """
-    check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     return new_handle(
         async_collectives.reducescatter_async(tensor, _scatters(op), _named("reducescatter", name), **given)
     )
 
 
-@translated
+@_collective
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -979,7 +978,6 @@ def grouped_reducescatter(
             the tensors are on devices of different types; or ``op`` is no operation of Horovod's.
         HorovodInternalError: ``op`` is another operation of Horovod's, ranks' calls differ, or a rank is lost.
     """
-    check_initialized()
     compressed = [compression.compress(tensor) for tensor in tensors]
     given = _reduced(prescale_factor, postscale_factor, process_set)
     named = _named("reducescatter", name)
@@ -987,7 +985,7 @@ def grouped_reducescatter(
     return [compression.decompress(t, ctx) for t, (_, ctx) in zip(reduced, compressed, strict=True)]
 
 
-@translated
+@_collective
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -1020,7 +1018,6 @@ def grouped_reducescatter_async(
             the tensors are on devices of different types; or ``op`` is no operation of Horovod's.
         HorovodInternalError: ``op`` is another operation of Horovod's, or a rank is lost already.
     """
-    check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     return new_handle(
         async_collectives.grouped_reducescatter_async(tensors, _scatters(op), _named("reducescatter", name), **given)
