@@ -23,13 +23,16 @@ import horovod.torch as hvd
 from horovod.torch.mpi_ops import synchronize
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.elastic import ObjectState
-from horovod.common.util import extension_available, gloo_built, mpi_built, nccl_built
+from horovod.common.util import env, extension_available, gloo_built, mpi_built, nccl_built
 from horovod.runner import run as run_function
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic import TorchState, run
 import torch
 assert hvd.elastic.run is run and hvd.elastic.ElasticSampler is ElasticSampler and issubclass(TorchState, ObjectState)
 assert horovod.run is run_function and (gloo_built(), mpi_built()) == (True, False)
+with env(HOROVOD_TIMELINE="", HOROVOD_OTHER="1", HOROVOD_NONE=None):
+    assert os.environ["HOROVOD_OTHER"] == "1" and "HOROVOD_NONE" not in os.environ
+assert "HOROVOD_OTHER" not in os.environ
 assert nccl_built() == hvd.nccl_built() and extension_available("torch") and not extension_available("tensorflow")
 hvd.init()
 assert int(rank) == hvd.rank()
