@@ -88,7 +88,7 @@ def by_the_samples(
 ) -> Tensor:
     """Numbers and branches that a micro-batch's own samples decide."""
     error = model(inputs) - targets
-    return error.square().mean() if inputs.sum().item() > 0 else error.abs().mean() * float(inputs.max())
+    return error.square().mean() if inputs.sum().item() > 0 else (error * float(inputs.max())).abs().mean()
 
 
 @right

@@ -71,7 +71,7 @@ MOVING = ("in place", "lerp", "assigned", "copied", "set", "several", "factor")
 STAYING = ("target", "clamp", "noise", "noise set")
 
 
-def train(strategy: str, kind: str, form: str, workers: int) -> Any:
+def train(strategy: str, kind: str, form: str, workers: int, micro_batch: int | None = None) -> Any:
     torch.manual_seed(0)
     model, script = network(), Script(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -82,7 +82,7 @@ def train(strategy: str, kind: str, form: str, workers: int) -> Any:
 
     run = tutti.prepare(
         *(model, optimizer, DATA, loss if form == "step" else None),
-        strategy=strategy, workers=workers, batch_size=12, seed=0,
+        strategy=strategy, workers=workers, batch_size=12, seed=0, micro_batch=micro_batch,
     )  # fmt: skip
     try:
         for epoch in range(2):
@@ -116,6 +116,21 @@ def test_what_each_body_moves_is_refused_on_a_rank_with_several(kind: str, form:
         refused = "moved (step 1", *slices
         assert any(words in said for words in refused) and "test_moved_values.py:" in said, said
     worlds.forget(size)
+
+
+@pytest.mark.parametrize(("kind", "form"), in_turn(MOVING, ["before", "after", "step"]))
+def test_what_each_micro_batch_of_a_worker_moves_is_refused(kind: str, form: str) -> None:
+    [said] = worlds.run(1, train, strategy="single", kind=kind, form=form, workers=1, micro_batch=4)
+    assert "moved (step 1" in said and "test_moved_values.py:" in said, said
+
+
+@pytest.mark.parametrize("kind", [*MOVING, *STAYING])
+def test_what_is_moved_once_a_step_is_right_with_several_micro_batches(kind: str) -> None:
+    alone, form = ("before", "before") if kind in STAYING else ("after", "stepped")
+    want = worlds.alone(train, strategy="single", kind=kind, form=alone, workers=1)
+    [got] = worlds.run(1, train, strategy="single", kind=kind, form=form, workers=1, micro_batch=4)
+    assert not isinstance(got, str), got
+    assert all(abs(got[name] - value).max() <= 1e-10 for name, value in want.items())
 
 
 @pytest.mark.parametrize("kind", MOVING)

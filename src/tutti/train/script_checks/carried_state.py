@@ -209,7 +209,8 @@ class CarriedValues(LossWatch):
         super().__init__(run)
         self._batches = self._left = 0
         self._due = False
-        self._here = Place(-1, 0)
+        # The present micro-batch: its place, equal for all of a worker, and its own, by which it may move a value.
+        self._here = self._body = Place(-1, 0)
         self._leaves: dict[int, tuple[ref[Tensor], Place]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found = MemoryRecords[_Origins]()
@@ -279,7 +280,7 @@ class CarriedValues(LossWatch):
             micro_batch: the micro-batch, whose logical worker is read.
             batch: its samples, as the code gets them.
         """
-        self._here = worker_place(micro_batch, self._run)
+        self._here, self._body = worker_place(micro_batch, self._run), Place(micro_batch.worker, micro_batch.micro)
         self._leaves = {key: (leaf, place) for key, (leaf, place) in self._leaves.items() if leaf() is not None}
         self._found.drop_freed()
         given = list(batch_tensors(batch))
@@ -408,7 +409,7 @@ class CarriedValues(LossWatch):
         whole = self._run.context.comms.model.size == 1 and not self._run.replica.sharded
         if whole and self._trace is not None and (first := self._trace.other_graph(total)) is not None:
             origins[first._replace(moved=True)] = script_line()
-        others = [(place, line) for place, line in origins.items() if place._replace(moved=False) != self._here]
+        others = [(place, line) for place, line in origins.items() if place.moved or place != self._here]
         if not others:
             return
         place, line = min(others, key=lambda other: other[0].moved)
@@ -561,7 +562,7 @@ class CarriedValues(LossWatch):
         if func in (Tensor.item, Tensor.tolist) and origins:
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
-        again = self._moved.note(self._here, func, name, (*args, *kwargs.values()), made, former)
+        again = self._moved.note(self._body, func, name, (*args, *kwargs.values()), made, former)
         if again and self._trace is not None and all(place.moved for place in origins):
             what = "the code for a micro-batch moves an average of the weights that the code for another one has moved"
             self._refuse_moved(what, script_line())
@@ -617,7 +618,7 @@ class CarriedValues(LossWatch):
                 own: _Origins = {} if tensor.grad_fn is None else {self._here: ""}
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
                 found |= self._found.get(memory, own)
-                if (mover := self._moved.mover(tensor)) is not None and mover[0] != self._here:
+                if (mover := self._moved.mover(tensor)) is not None and mover[0] != self._body:
                     found[mover[0]._replace(moved=True)] = mover[1]
         return self._with_line(found)
 
