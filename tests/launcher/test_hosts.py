@@ -42,7 +42,15 @@ if "wait" in sys.argv:
             time.sleep(0.05)
         raise SystemExit(reason.exit_code)
 """
-# A script that knows nothing of tutti, and ends by itself too late.
+# Scripts that know nothing of tutti, whose import takes a fresh Python seconds; the second ends by itself too late.
+STOPS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"
+print("rank", *map(os.environ.get, names), sys.argv[1:], flush=True)
+open(f"waits-{os.environ['RANK']}", "w").close()
+time.sleep(600)
+"""
 SLEEPS = """
 import os, time
 print("rank", os.environ["RANK"], flush=True)
@@ -199,8 +207,9 @@ def test_a_lost_host_counts_again_when_ssh_reaches_it(tmp_path: Path, monkeypatc
     engine.stop(signal.SIGKILL)
 
 
-def test_a_signal_reaches_every_host_once(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "wait", "a b")
+@pytest.mark.parametrize("script", [STOPS, pytest.param(SCRIPT, marks=pytest.mark.full)], ids=["plain", "tutti"])
+def test_a_signal_reaches_every_host_once(script: str, tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "wait", "a b", script=script)
     until(lambda: len(list(tmp_path.glob("waits-*"))) == 3 or launched.process.poll() is not None)
     launched.process.send_signal(signal.SIGTERM)
     out, err = launched.process.communicate(timeout=120)
