@@ -9,6 +9,7 @@ backward does. A step that reads results of an earlier generation therefore gets
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch._dynamo import list_backends, register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import TracingContext
-from torch._inductor.cudagraph_trees import MarkStepBox
 
 NAME = "emulated_graphs"
 
@@ -34,7 +34,9 @@ class Pool:
 
     def begin(self, backward: bool) -> int:
         """Overwrite the last generation where this call begins another; return the number of the call within it."""
-        marked = MarkStepBox.mark_step_counter
+        # A process that has marked no step has not imported the module, which takes half a second.
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        marked = trees.MarkStepBox.mark_step_counter if trees is not None else 0
         if marked != self._mark if marked else self._after_backward and not backward:
             self.overwritten += len(self.held)
             for tensor in self.held:
