@@ -171,7 +171,9 @@ class ScriptEdits:
 
 
 class EditWatch(QuietMode):
-    """Function mode that records the script's edits of tensors, and changes no call; subclasses check calls first.
+    """Torch function mode that records which tensors the script writes in place, by which calls; it changes no call.
+
+    Subclasses check calls before they are made, and decide which tensors are watched.
 
     Attributes:
         edits: the records, a ``ScriptEdits``.

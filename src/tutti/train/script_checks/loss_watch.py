@@ -338,8 +338,9 @@ class LossWatch(EnteredMode):
         return watch
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context manager for ``run.backward``, in which this mode follows no tensors; subclasses may follow
-        them.
+        """Return a context manager for ``run.backward``, in which this mode follows no tensors.
+
+        Subclasses may follow them.
         """
         return self.updating()
 
@@ -389,9 +390,9 @@ def _is_count(loss: Tensor, micro_batch: MicroBatch, number: float) -> bool:
 
 
 class WatchHook(OwnedHook):
-    """An ``OwnedHook`` (tutti's hook on a module) that does nothing within ``vmap`` and ``grad`` of ``torch.func``.
+    """An ``OwnedHook`` (tutti's hook on a module) that does nothing within ``torch.func`` transforms, such as ``vmap``.
 
-    Tensors within these transforms have no storage by which the hook could recognise them.
+    Tensors within these transforms have no storage, by which the hook of a ``LossWatch`` recognises tensors.
     """
 
     def __call__(self, *args: Any) -> None:
