@@ -69,18 +69,34 @@ def test_live_objects_are_those_of_the_class_and_its_subclasses() -> None:
     assert derived.name == "second"
 
 
-def test_live_objects_without_weak_references_are_found_too() -> None:
+def test_live_objects_without_weak_references_are_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slotted:
         __slots__ = ("held",)
 
         def __init__(self) -> None:
-            self.held = [self]
+            self.held = [1]
 
     found = LiveObjects(Slotted)
     made = [Slotted() for _ in range(3)]
-    assert len(found.all()) == len(found.all()) == 3
-    made.append(Slotted())
-    assert len(found.all()) == 4
+    searched = list[int]()
+    objects = gc.get_objects
+
+    def search(generation: int) -> list[object]:
+        searched.append(generation)
+        return objects(generation)
+
+    monkeypatch.setattr(gc, "get_objects", search)
+    assert len(found.all()) == 3 and 2 in searched
+    gc.disable()
+    searched.clear()
+    try:
+        made.append(Slotted())
+        assert len(found.all()) == 4
+        made[1:3] = []
+        assert sorted(map(id, found.all())) == sorted(map(id, made))
+    finally:
+        gc.enable()
+    assert 2 not in searched, "all objects are searched again"
 
 
 SEARCHING = """

@@ -14,10 +14,27 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, groupby, starmap
-from types import FrameType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    GenericAlias,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+    UnionType,
+    WrapperDescriptorType,
+)
 from typing import Any, Generic, TypeVar
 
 __all__ = [
@@ -127,9 +144,7 @@ class LiveObjects(Generic[_T]):
 
     def __init__(self, *kinds: type[_T]) -> None:
         self._kinds = kinds
-        self._known: dict[int, weakref.ref[_T]] = {}
-        # Some classes, as those of numpy.random, have no weak references.
-        self._referenced = True
+        self._known: dict[int, Callable[[], _T | None]] = {}
         self._moves: tuple[int, ...] = ()
         _SEARCHES.add(self)
 
@@ -138,53 +153,77 @@ class LiveObjects(Generic[_T]):
 
         The list keeps the objects alive. Objects that the garbage collector does not track are missing.
         """
-        if self._referenced and self._moves == _collections():
+        if self._moves == _collections():
             self._keep(_tracked((0, 1), self._kinds))
-        if not self._referenced or self._moves != _collections():
-            moves = _collections()
+        if self._moves != (moves := _collections()):
             found = _tracked((0, 1, 2), tuple(kind for each in _SEARCHES for kind in each._kinds))
             for each in _SEARCHES:
                 each._keep(found)
                 each._moves = moves
-            if not self._referenced:
-                return self._own(found)
         known = {key: item for key, reference in self._known.items() if (item := reference()) is not None}
         self._known = {key: self._known[key] for key in known}
         return list(known.values())
 
-    def _own(self, found: list[Any]) -> list[_T]:
-        return [item for item in found if issubclass(type(item), self._kinds)]
-
     def _keep(self, found: list[Any]) -> None:
-        """Keep weak references to the objects of the own classes."""
-        try:
-            self._known |= {id(item): weakref.ref(item) for item in self._own(found)}
-        except TypeError:
-            self._referenced = False
+        """Keep references to the objects of the own classes that do not keep them alive."""
+        self._known |= {id(item): _reference(item) for item in found if issubclass(type(item), self._kinds)}
+
+
+class _Unreferenced(Generic[_T]):
+    """Acts as a weak reference to an object whose class has none, as those of numpy.random.
+
+    It keeps the object until a call finds that nothing else does. An object that refers to itself stays for good.
+    """
+
+    def __init__(self, item: _T) -> None:
+        self._item = item
+
+    def __call__(self) -> _T | None:
+        # One reference is this attribute, the other one the argument.
+        return self._item if sys.getrefcount(self._item) > 2 else None
+
+
+def _reference(item: _T) -> Callable[[], _T | None]:
+    try:
+        return weakref.ref(item)
+    except TypeError:
+        return _Unreferenced(item)
 
 
 def _tracked(generations: Iterable[int], kinds: tuple[type, ...]) -> list[Any]:
-    """Return the objects of some classes in generations of the garbage collector, with a few others.
+    """Return the objects of some classes in generations of the garbage collector.
 
     No bytecode runs while a list of all objects exists, so that no other thread goes on meanwhile. A thread that is
     building a tuple from an iterator, as a background save does, would fail with SystemError: the collector tracks the
     tuple already, and CPython resizes no tuple to which something else refers. A collection would run finalizers.
     """
     with _uncollected():
-        present = set(map(type, chain.from_iterable(map(gc.get_objects, generations))))
-        others: dict[type, Iterable[Any]] = {each: () for each in present if not issubclass(each, kinds)}
-        if len(others) == len(present):
-            return []
         objects = chain(chain.from_iterable(map(gc.get_objects, generations)), (None,))
-        # Runs of objects of one class: of the other classes an empty tuple stands for a run.
-        runs: Iterable[Any] = starmap(others.get, groupby(objects, type))
-        return list(chain.from_iterable(runs))
+        # Runs of objects of one class: of the common ones an empty tuple stands for a run.
+        runs: Iterable[Any] = starmap(_COMMON.get, groupby(objects, type))
+        others = list(chain.from_iterable(runs))
+    present = {each for each in set(map(type, others)) if issubclass(each, kinds)}
+    return [each for each in others if type(each) in present] if present else []
 
 
 def _collections() -> tuple[int, ...]:
     """Return how often the collector has moved objects into its oldest generation, or collected that."""
     return tuple(generation["collections"] for generation in gc.get_stats()[1:])
 
+
+_COMMON: dict[type, Iterable[Any]] = dict.fromkeys(
+    (
+        *(tuple, dict, list, set, frozenset, type, property, classmethod, staticmethod, weakref.ref, NoneType),
+        *(FunctionType, CellType, BuiltinFunctionType, MethodType, ModuleType, GenericAlias, UnionType),
+        *(GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType, MappingProxyType),
+        *(FrameType, GeneratorType, CoroutineType),
+    ),
+    (),
+)
+"""Classes of most objects of a process, which are none that are searched for: each with no objects.
+
+Objects that code may be building without other references are among these, such as tuples.
+"""
 
 _SEARCHES = weakref.WeakSet[LiveObjects[Any]]()
 """All ``LiveObjects`` of this process."""
