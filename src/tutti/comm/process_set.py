@@ -84,7 +84,7 @@ def registered_number(process_set: ProcessSet) -> int:
     """Return the number of a process set on which this rank may call collectives.
 
     Args:
-        process_set: an argument of the script.
+        process_set: the argument ``process_set`` that the script has given a collective; any object.
 
     Raises:
         UsageError: it is no ``ProcessSet``, is not registered, or does not have this rank as a member.

@@ -24,7 +24,7 @@ class NoRule:
     adaptive: ClassVar[bool] = False
 
     def factor(self, batch: int) -> float:
-        """Return by what the learning rate is multiplied for a global batch of ``batch`` samples: 1, whatever its size.
+        """Return the factor on the learning rate for a global batch of ``batch`` samples: 1 for every size.
 
         This class is the rule ``none`` of ``--lr-scale``; rules that scale the learning rate override the method.
 

@@ -123,7 +123,7 @@ class Stream:
             return self.collate(items)
 
     def collated_parts(self, items: list[Any], pieces: list[range], first: int, key: int) -> Batch:
-        """Collate a rank's samples into one batch; with the script's ``collate`` each of its micro-batches by itself.
+        """Collate a rank's samples into one batch, or with the script's ``collate`` into one for each micro-batch.
 
         Args:
             items: the rank's samples, at least one.

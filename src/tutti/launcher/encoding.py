@@ -52,7 +52,7 @@ def replace_unencodable(*streams: TextIO) -> None:
 
 
 def write_utf8(*streams: TextIO) -> None:
-    """Switch text streams to the encoding UTF-8, whatever the locale.
+    """Switch text streams to the encoding UTF-8 in every locale.
 
     For standard streams that are redirected into log files. UTF-8 cannot encode lone surrogates: those that stand for
     undecodable bytes of file names (``os.fsdecode``) are written as these bytes, others as ``?``. Streams that are no

@@ -13,7 +13,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class EndedRank:
-    """How the process of a rank has ended, as ``Engine.poll`` reports it.
+    """Record of the end of a rank's process, as ``Engine.poll`` returns it.
 
     Attributes:
         code: exit code of the process; -N if signal N killed it, as ``subprocess`` has it.

@@ -41,7 +41,7 @@ _PROBE = (1.0, -2.5, 1e-3)
 
 @dataclass(frozen=True)
 class GradientSplit:
-    """How a gradient is split over the ranks of a group, for a script that computes with the whole gradient.
+    """Description of a gradient's split over the ranks of a group, by which the whole gradient can be gathered.
 
     Attributes:
         gatherer: gathers whole tensors from the ranks' parts, and cuts this rank's part out of a whole tensor.
@@ -87,7 +87,7 @@ class GradientParts:
         elsewhere: bool = False,
         whole: bool = False,
     ) -> None:
-        """Put placeholders that know this rank's part of one gradient into the ``.grad`` of parameters. Not collective.
+        """Set ``.grad`` of parameters to placeholders that hold this rank's part of one gradient. Not collective.
 
         Called once for each gradient, on all ranks of the group for the same gradients in the same order, also where a
         rank has no part: the number of the call, from 0, is the ``index`` of ``norm`` and ``total``. The previous

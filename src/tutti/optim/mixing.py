@@ -54,7 +54,7 @@ _ELEMENT_WISE = frozenset(
 
 @dataclass(frozen=True)
 class Mixing:
-    """Which elements an optimizer's update combines, found by a trial: the slices of tensors on which it may step.
+    """Slices of tensors on which an optimizer may step without a change of the result, as found by a trial.
 
     A step on slices is right if it gives the slices of the step on whole tensors. The defaults describe an element-wise
     optimizer such as AdamW, for which all slices are right.

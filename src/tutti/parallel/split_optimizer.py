@@ -50,7 +50,7 @@ def support_split_tensors(
 
 
 class SliceRegions(NamedTuple):
-    """Where this rank's slice of a tensor lies in the whole tensor.
+    """Position of this rank's slice of a tensor within the whole tensor, as one or several regions.
 
     Attributes:
         shape: shape of the whole tensor.

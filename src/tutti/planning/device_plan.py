@@ -533,7 +533,7 @@ def cheapest_plan(plans: Sequence[DevicePlan]) -> DevicePlan:
 
 @dataclass(frozen=True)
 class LostReason:
-    """Why a plan takes longer than the winner, the plan that it is compared with.
+    """Reason why a plan takes longer than the winner, the plan that it is compared with.
 
     Attributes:
         gap: seconds that the plan takes longer than the winner; may be negative for a tie.

@@ -23,7 +23,7 @@ _EVERY, _WORKERS = 10, 4
 
 @dataclass(frozen=True)
 class ScriptMeasurement:
-    """How the gradient noise of a training script is measured; None leaves a number as the script has it.
+    """Numbers for the measurement of a training script's gradient noise; None leaves a number as the script has it.
 
     Attributes:
         every: interval of measurements in steps; 10 where the script gives none either.

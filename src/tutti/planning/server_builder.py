@@ -111,7 +111,7 @@ def optimizer_mixing(optimizer: OptimizerChoice, named: Shapes) -> Mixing:
 
 
 def is_elementwise(optimizer: OptimizerChoice) -> bool:
-    """Return whether an optimizer updates each element by itself, so that slices need no messages between ranks.
+    """Return whether an optimizer updates each element independently, so that it can step on slices of tensors.
 
     Found by a trial on a small matrix and a small vector. False also for an optimizer that draws random numbers or
     needs a closure, and for tutti's LARS, LARC, LAMB, NovoGrad and Muon.

@@ -19,7 +19,7 @@ _PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopReason:
-    """Kind of the signal by which this process was asked to stop, and the exit code that follows from it.
+    """Record of the signal by which this process was asked to stop, and the exit code that belongs to it.
 
     All ranks stop together, so that a rank may stop that has got no signal itself.
 

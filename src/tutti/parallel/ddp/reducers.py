@@ -327,7 +327,7 @@ class OverlappedReducer:
         return self._parsed(read, step_context)
 
     def finish_later(self, step_context: StepContext, loss_sums: Tensor) -> PendingSums | None:
-        """Do what ``finish`` does, but for reading the sums: the host does not wait for the device.
+        """Complete the sums as ``finish`` does, without waiting for the device or reading the sums on the host.
 
         Collective over the data ranks, as ``finish``.
 

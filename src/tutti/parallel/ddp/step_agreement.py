@@ -51,7 +51,7 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
 
 
 def edits_key(step_context: StepContext) -> int:
-    """Return a hash of the script's edits of parameters that are split over ranks; 0 without such edits.
+    """Return a hash of the script's writes to parameters that are split over ranks; 0 without such writes.
 
     Every comparison of a step over ranks includes it.
 

@@ -35,7 +35,7 @@ _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 @dataclass(frozen=True)
 class Address:
-    """Where a parameter server is reached, and the key that proves its identity.
+    """Network address of a parameter server, and the key that proves its identity.
 
     Attributes:
         endpoint: ZeroMQ endpoint, such as ``tcp://HOST:PORT``.

@@ -41,7 +41,7 @@ class _StageBackward(NamedTuple):
 
 
 class SecondBackward:
-    """A backward of one call of a model through its stages that can be differentiated once.
+    """Backward of one call of a staged model that keeps its graph, so that it can be differentiated once.
 
     Args:
         passes: passes calls of the model through its stages.

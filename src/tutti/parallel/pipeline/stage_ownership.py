@@ -48,7 +48,7 @@ class CutModel:
 
 @dataclass(frozen=True)
 class StageOwnership:
-    """Which ranks hold which tensors of models that are cut into pipeline stages.
+    """Record of the ranks that hold each tensor of models that are cut into pipeline stages, as one rank needs it.
 
     Attributes:
         models: the models, with this rank's stages of each; a single one where the prepared module is a model.

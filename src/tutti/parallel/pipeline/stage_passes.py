@@ -134,7 +134,7 @@ class StagePasses:
         return tuple(self.learns)
 
     def uses(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is one of the model whose calls this object passes, on any of its stages.
+        """Return whether a parameter belongs to this object's model, on any of the model's stages.
 
         Args:
             parameter: a parameter of the module given to ``tutti.prepare``, which may contain several models.

@@ -12,14 +12,14 @@ from tutti.torch_compat import uncompiled_call
 
 
 class WholeForward:
-    """The forward of a model that one pipeline stage computes alone, in the form of a ``ForwardRecord``.
+    """Forward of a model that cannot be cut, for one pipeline stage to compute; has the methods of ``ForwardRecord``.
 
     Args:
         plain: the whole model.
 
     Attributes:
         buffers: empty: no buffer is read on several stages.
-        writes_inputs: False: each call looks by itself for writes to its arguments.
+        writes_inputs: False: no writes of arguments are known beforehand, and each call checks its own.
     """
 
     buffers: frozenset[str] = frozenset()

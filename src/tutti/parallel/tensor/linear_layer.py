@@ -16,7 +16,7 @@ from tutti.torch_compat import module_parameters
 
 
 class FormulaLinear(nn.Module):
-    """A linear layer that computes by the formula, whatever its own class does with the same numbers.
+    """Linear layer that computes x · Wᵀ + b, or x · W + b, by PyTorch's operators, in place of its class's own forward.
 
     Attributes:
         weight: (outputs, inputs) for a subclass of ``nn.Linear``, otherwise (inputs, outputs).

@@ -39,7 +39,7 @@ ATTENTION = functional.scaled_dot_product_attention
 
 
 class LocalForward(NamedTuple):
-    """How a block's own forward, whose code names sizes of the whole, is fitted to a slice of its heads or features.
+    """Changes by which a block's own forward, whose code names sizes of the whole, runs on a slice of its heads.
 
     Attributes:
         width: features of all heads together.

@@ -83,7 +83,7 @@ class SilentRanks(TensorRanks):
 
 
 class LayerSlice(NamedTuple):
-    """Which slice of one tensor-parallel layer or tensor this rank holds, with the ranks that hold the other slices.
+    """Slice of a tensor-parallel layer or tensor that this rank holds, with the ranks that hold the other slices.
 
     Attributes:
         name: name of the layer in the whole model.

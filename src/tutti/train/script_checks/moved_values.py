@@ -24,12 +24,13 @@ _Memory: TypeAlias = StorageWeakRef | None
 
 
 class Place(NamedTuple):
-    """The micro-batch on which a value depends.
+    """Identity of the micro-batch on which a value depends.
 
     Attributes:
         worker: index of its logical worker, a fixed share of the global batch.
         micro: number of the micro-batch where several ranks share the workers, else 0.
-        moved: whether the code for the micro-batch has moved the value, and not computed it from the samples.
+        moved: True if the code for the micro-batch has changed an earlier value in place, False if it has computed the
+            value from the samples.
     """
 
     worker: int
