@@ -123,7 +123,7 @@ class NestedState:
 
 
 class UncopiedError(Exception):
-    """An optimizer cannot be copied for other parameters; the text is the reason."""
+    """Raised by ``copied_for`` where an optimizer cannot be copied for other parameters; the text is the reason."""
 
 
 def copied_for(optimizer: Optimizer, groups: Mapping[int, Mapping[str, Any]], changes: Mapping[str, Any]) -> Optimizer:

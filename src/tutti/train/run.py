@@ -424,13 +424,13 @@ class Run:
             The loss, as the mean over the global batch (with asynchronous servers over this rank's logical workers).
 
         Raises:
-            UsageError: the run has no loss function; the body of ``microbatches`` makes the call; the optimizer needs a
-                closure; the caller made the batch, and the batch size grows, or this rank has no sample of it and the
-                strategy needs samples on every rank; the loss has an unknown form; the script has converted the model,
-                or has written parameters or buffers, or registered hooks, that the strategy refuses
-                (``central_storage`` and parameter servers, for example, refuse parameters written between steps); or
-                the script has caught an exception of an earlier step, of which other ranks may hold a part (under
-                ``single`` every step can be skipped).
+            UsageError: the run has no loss function; it is called in the body of a loop over ``run.microbatches``; the
+                optimizer needs a closure; the caller made the batch, and the batch size grows, or this rank has no
+                sample of it and the strategy needs samples on every rank; the loss has an unknown form; the script has
+                converted the model, or has written parameters or buffers, or registered hooks, that the strategy
+                refuses (``central_storage`` and parameter servers, for example, refuse parameters written between
+                steps); or the script has caught an exception of an earlier step, of which other ranks may hold a part
+                (under ``single`` every step can be skipped).
             NonFiniteError: ``max_nonfinite`` updates in a row were skipped because a gradient is not finite.
             MismatchError, PeerError: ranks are about to run different collectives, or a rank has died.
         """

@@ -62,7 +62,7 @@ class BlockCall:
 
 
 class ReadsValuesError(Exception):
-    """A block (module called as a unit) cannot run on fake tensors, which have no values, in a recorded forward.
+    """Raised where a block (module called as a unit) cannot run on fake tensors, because it reads tensors' values.
 
     Args:
         name: name of the block in the whole model.
@@ -134,8 +134,9 @@ class BlockDispatch:
         plain: the whole model.
         opened: names of the modules whose own Python code every pipeline stage runs, and whose submodules are the
             blocks.
-        device: the device of fake tensors and of made numbers.
-        numbered: blocks that run on made numbers in place of fake tensors, by name, each with its error on these.
+        device: the device of fake tensors and of made-up numbers.
+        numbered: blocks that run on made-up numbers (``made_numbers``) in place of fake tensors, by name, each with its
+            error on these.
 
     Attributes:
         plain: the whole model.

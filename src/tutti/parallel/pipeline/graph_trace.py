@@ -38,7 +38,7 @@ _DERIVING = {torch.autograd.grad, torch.autograd.backward}
 
 
 class UntraceableError(UsageError):
-    """``torch.fx`` cannot trace a model's forward, so the model cannot be cut into pipeline stages by its graph."""
+    """Raised where ``torch.fx`` cannot trace a model's forward, so that no graph shows where stages may be cut."""
 
 
 class _Read(NamedTuple):

@@ -31,14 +31,14 @@ _UNLIKELY = (torch.ops.aten.any, torch.ops.aten.isnan)
 
 
 def made_numbers(like: Any, low: float, device: torch.device, generator: torch.Generator) -> Any:
-    """Return a tensor of the shape of another one: random numbers from ``low`` to ``low`` + 0.5, zeros, or True.
+    """Return a tensor of made-up values in place of a fake one: random floats, integer zeros, or True for booleans.
 
-    Objects that hold tensors are copied, with made tensors in them.
+    An object that is no tensor is copied, with the tensors that it holds replaced in this way.
 
     Args:
-        like: a tensor, or any object.
-        low: smallest of the random numbers, which floating and complex tensors get; integers are zeros.
-        device: device of the made tensors.
+        like: a tensor, whose shape and dtype the result has, or any object.
+        low: smallest of the random numbers, which lie between ``low`` and ``low`` + 0.5.
+        device: device of the result.
         generator: generator of the random numbers, on the CPU.
     """
     if not isinstance(like, Tensor):
@@ -69,7 +69,7 @@ def _tensors_within(value: Any) -> list[Tensor]:
 
 
 class ValuesAfterBlocks(TorchDispatchMode):
-    """Dispatch mode in which operations that need the values of fake tensors compute with made numbers.
+    """Dispatch mode in which operations that need the values of fake tensors compute with made-up numbers.
 
     For the code after the last block (module that one pipeline stage calls as a unit) of a recorded forward, such as a
     CTC loss or a check of a distribution's arguments: the last stage alone runs it, with real values. A block must not
@@ -77,7 +77,7 @@ class ValuesAfterBlocks(TorchDispatchMode):
 
     Args:
         fakes: mode of the fake tensors.
-        device: device of the made numbers.
+        device: device of the made-up numbers.
 
     Attributes:
         error: error of the first such operation on fake tensors; None if there was none.

@@ -35,7 +35,7 @@ _INPUTS = "inputs"
 
 
 class ReadOutsideError(UsageError):
-    """The model cannot be cut into pipeline stages, since its own forward reads a parameter outside of its submodules.
+    """Raised where a model cannot be cut into stages because its own forward reads a parameter of its submodules.
 
     Every stage runs the model's own forward, and would need this parameter.
 
@@ -65,7 +65,8 @@ class ForwardRecord:
         trial: calls the loss function on the model it is given, with one micro-batch.
         device: the device of the micro-batch, on which the fake tensors are, too, wherever the model is now; None for
             that of the model.
-        numbered: blocks that run on made numbers in place of fake tensors, by name, each with its error on these.
+        numbered: blocks that run on made-up numbers (``made_numbers``) in place of fake tensors, by name, each with its
+            error on these.
 
     Attributes:
         plain: the whole model.

@@ -75,7 +75,7 @@ class BodyTrace:
         self._other = found if found.place != place else None
 
     def note(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Place | None:
-        """Record a PyTorch call of the present body, right after the call, and compare it with that of the first body.
+        """Record a PyTorch call of the running loop body, after the call, and compare it with that of the first body.
 
         The first body is that of the global batch's first micro-batch with the same shapes as this one. A call is
         compared with the call at the same position there. Once a body has read a value of a tensor, or has drawn from
