@@ -68,9 +68,9 @@ LISTED = {
 """Modules that change the process of a user's script, with words of the page for each change."""
 
 OWN_PROCESS = """
-    __main__ cli.chaos_command cli.run_command cli.train_command compare.runs launcher.agent launcher.child
-    launcher.elastic_driver launcher.launch launcher.ray_engine launcher.script_rank launcher.stdin_control
-    launcher.supervisor train.rank_entry train.task_run workload.bench_device data.loader
+    __main__ cli.chaos_command cli.run_command cli.train_command compare.runs horovod.run_function launcher.agent
+    launcher.child launcher.elastic_driver launcher.launch launcher.ray_engine launcher.script_rank
+    launcher.stdin_control launcher.supervisor train.rank_entry train.task_run workload.bench_device data.loader
     parallel.parameter_server.server parallel.parameter_server.server_session
 """
 """Modules that do so in processes of tutti alone: its commands, the ranks it starts, loader processes and servers."""

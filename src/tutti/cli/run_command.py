@@ -24,7 +24,7 @@ from tutti.config.engine_config import (
     parse_engine,
 )
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
-from tutti.config.watchdog_limits import TIMEOUT, WatchdogLimits, check_timeout
+from tutti.config.watchdog_limits import ELASTIC_TIMEOUT, TIMEOUT, WatchdogLimits, check_timeout
 from tutti.errors import UsageError
 from tutti.horovod.installing import run_horovod_script
 from tutti.launcher import slurm_engine, stdin_control, watchdog
@@ -35,8 +35,6 @@ from tutti.launcher.launch import check_script, launch, run_script
 from tutti.launcher.script_rank import run_as_rank
 from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 
-# Ranks of an elastic job are there already when a generation begins; a rank that dies meanwhile costs this time.
-_ELASTIC_TIMEOUT = 20.0
 _NUMBER = ("-np", "--num-proc")
 
 OF_NODE = ("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--master-addr", "--master-port")
@@ -147,16 +145,10 @@ class ElasticFlags:
         if devices == "auto":
             raise UsageError("an elastic job needs -np", remedy="write -np 2 --min-np 1 --max-np 4")
         np, script = int(devices), self.host_discovery_script
-        least, most = np if self.min_np is None else self.min_np, np if self.max_np is None else self.max_np
-        if not 1 <= least <= np <= most:
-            raise UsageError(
-                f"--min-np {least}, -np {np} and --max-np {most} contradict each other",
-                remedy="give 1 <= min-np <= np <= max-np",
-            )
         return ElasticOptions(
             np=np,
-            min_np=least,
-            max_np=most,
+            min_np=np if self.min_np is None else self.min_np,
+            max_np=np if self.max_np is None else self.max_np,
             script=None if script is None else script.absolute(),
             slots_per_host=self.slots_per_host,
             reset_limit=self.reset_limit,
@@ -254,7 +246,7 @@ def run(
             )
         elastic = elastic_flags.options(devices)
         os.environ["HOROVOD_ELASTIC"] = "1"
-        timeout = _ELASTIC_TIMEOUT if timeout is None else timeout
+        timeout = ELASTIC_TIMEOUT if timeout is None else timeout
     if timeout is not None:
         os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
     joined = process_context.joined(os.environ)

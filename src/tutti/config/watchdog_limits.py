@@ -10,6 +10,8 @@ from tutti.errors import UsageError
 
 TIMEOUT = 300.0
 """Seconds that ranks wait for each other, and for a batch of a loader process."""
+ELASTIC_TIMEOUT = 20.0
+"""``TIMEOUT`` of an elastic job: a rank that dies while the others connect costs this time."""
 START, SAVE = 1800.0, 1800.0
 """Seconds without progress at the start and in a save, see ``WatchdogLimits``."""
 

@@ -6,14 +6,27 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tutti.config.watchdog_limits import TIMEOUT
+from tutti.config.watchdog_limits import ELASTIC_TIMEOUT, TIMEOUT
 from tutti.errors import UsageError
 from tutti.horovod.installing import export_rank
+from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.hosts import parse_hosts
 
-_ELASTIC = ("min_np", "max_np", "min_num_proc", "max_num_proc", "host_discovery_script", "reset_limit", "slots")
+_ELASTIC = {
+    "min_np": "min_np",
+    "max_np": "max_np",
+    "min_num_proc": "min_np",
+    "max_num_proc": "max_np",
+    "host_discovery_script": "script",
+    "reset_limit": "reset_limit",
+    "slots": "slots_per_host",
+    "cooldown_range": "cooldown",
+    "elastic_timeout": "timeout",
+}
+"""Parameters of an elastic job → fields of ``ElasticOptions``."""
 
 
 def run(
@@ -23,14 +36,14 @@ def run(
     np: int | None = None,
     hosts: str | None = None,
     num_proc: int | None = None,
-    start_timeout: float = TIMEOUT,
+    start_timeout: float | None = None,
     **settings: Any,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in new processes on this machine, the ranks of one job, as ``horovod.run`` does.
 
     Blocks until all ranks have ended. The ranks are forked, so that ``func`` may be defined anywhere; only its result
-    reaches this process, and not its changes to variables. Each rank must call ``hvd.init()`` itself; ``HOROVOD_RANK``
-    and the other variables of ``export_rank`` are set before.
+    reaches this process, and not its changes to variables. Each rank must call ``hvd.init()`` itself. ``HOROVOD_RANK``
+    and the other variables of ``export_rank`` are set before, in an elastic job by ``hvd.init``.
 
     Args:
         func: function that trains.
@@ -39,20 +52,23 @@ def run(
         np: number of ranks; ``num_proc`` if not given, and one if neither is.
         hosts: hosts and slots such as ``localhost:2``, a slot being room for one rank; only this machine may be named.
         num_proc: another name of ``np``.
-        start_timeout: seconds that ranks may wait for each other in a collective.
-        settings: Horovod's other parameters, such as ``use_gloo`` and ``verbose``; without effect. The names of those
-            with a true value are printed on standard error.
+        start_timeout: seconds that ranks may wait for each other in a collective; None: 300, in an elastic job 20.
+        settings: Horovod's other parameters. ``min_np`` or ``min_num_proc``, ``max_np`` or ``max_num_proc``,
+            ``host_discovery_script``, ``slots`` (of hosts that the script prints without a number), ``reset_limit``,
+            ``cooldown_range`` and ``elastic_timeout`` make an elastic job, whose ranks leave and join while it runs.
+            The others, such as ``use_gloo``, are without effect; the names of those with a true value are printed on
+            standard error.
 
     Returns:
-        List of what ``func`` returned in each rank, in rank order. The values must be possible to pickle.
+        List of what ``func`` returned in each rank, in rank order; of an elastic job in the ranks that ended without
+        an error. The values must be possible to pickle.
 
     Raises:
-        UsageError: ``hosts`` is malformed, names another machine or has fewer slots than ranks; ``settings`` ask for an
-            elastic job (whose ranks change while it runs) by ``min_np``, ``max_np``, ``min_num_proc``,
-            ``max_num_proc``, ``host_discovery_script``, ``reset_limit`` or ``slots``; the number of ranks is below 1;
-            this process is a rank itself, already trains, or has used the accelerator or autograd; or the call is made
+        UsageError: ``hosts`` is malformed, names another machine or has fewer slots than ranks; the limits of an
+            elastic job contradict each other, or its host discovery script fails; the number of ranks is below 1; this
+            process is a rank itself, already trains, or has used the accelerator or autograd; or the call is made
             outside the main thread.
-        PeerError: a rank was killed, or ended without a result.
+        PeerError: a rank was killed, or ended without a result; of an elastic job all ranks, or a limit was reached.
         Preempted: a rank ended with exit code 75.
         KeyboardInterrupt: a signal stopped the job, and no rank raised an error.
         SystemExit: a signal came before the ranks were started; the code is 128 + its number.
@@ -60,13 +76,7 @@ def run(
         Exception: the first error of a rank, with the rank and its traceback as a note; a RuntimeError with its type
             and text if it cannot be pickled.
     """
-    elastic = [name for name in _ELASTIC if settings.get(name) is not None]
-    if elastic:
-        raise UsageError(
-            f"horovod.run(…, {elastic[0]}=…): ranks that join and leave cannot be started by a function call",
-            why="a rank that joins later begins with the script, not with the memory of this process",
-            remedy="start the script with tutti run --horovod -np 2 --min-np 1 --max-np 4 --host-discovery-script FILE",
-        )
+    limits = {_ELASTIC[name]: settings.pop(name) for name in _ELASTIC if settings.get(name) is not None}
     named = parse_hosts(hosts) if hosts else []
     others = [host.address for host in named if not host.local]
     if others:
@@ -81,16 +91,30 @@ def run(
             f"horovod.run(…, np={ranks}, hosts={hosts!r}): {ranks} ranks need {ranks} slots, and hosts has {slots}",
             remedy=f"write hosts='localhost:{ranks}', or np={slots}",
         )
+    elastic = None
+    if limits:
+        if "script" in limits:
+            limits["script"] = Path(limits["script"]).absolute()
+        elastic = ElasticOptions(**{"np": ranks, "min_np": ranks, "max_np": ranks} | limits)
+        if elastic.max_np > ranks and elastic.script is None:
+            raise UsageError(
+                f"horovod.run(…, np={ranks}, max_np={elastic.max_np}) has no slots into which ranks could come",
+                remedy="give host_discovery_script, a program that prints localhost:SLOTS, or leave out max_np",
+            )
     idle = sorted(name for name, value in settings.items() if value)
     if idle:
         print(f"tutti: without effect: {', '.join(idle)}", file=sys.stderr)
     # Commands read horovodrun's flags from this package, and do not import torch.
-    from tutti.launcher.function_ranks import launch_function
+    from tutti.launcher.function_ranks import launch_elastic_function, launch_function
 
-    call = partial(_call_as_rank, partial(func, *args, **dict(kwargs or {})))
-    return launch_function(call, devices=ranks, timeout=start_timeout)
+    call = partial(_call_as_rank, partial(func, *args, **dict(kwargs or {})), elastic is not None)
+    if elastic is None:
+        return launch_function(call, devices=ranks, timeout=TIMEOUT if start_timeout is None else start_timeout)
+    return launch_elastic_function(call, elastic, ELASTIC_TIMEOUT if start_timeout is None else start_timeout)
 
 
-def _call_as_rank(function: Callable[[], Any]) -> Any:
+def _call_as_rank(function: Callable[[], Any], elastic: bool) -> Any:
+    if elastic:
+        os.environ["HOROVOD_ELASTIC"] = "1"
     export_rank(os.environ)
     return function()

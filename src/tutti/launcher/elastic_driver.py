@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tutti.errors import ExitCode
+from tutti.errors import ExitCode, UsageError
 from tutti.launcher import child, failure, membership
 from tutti.launcher.failure import Failure
 from tutti.launcher.forking import fork
@@ -47,6 +47,9 @@ class ElasticOptions:
         cooldown: seconds for which a rank that fails takes a slot away: after the first failure on its host, and at
             most, as the time doubles with each further failure; None: for good.
         timeout: seconds to wait for ``min_np`` ranks before the job ends.
+
+    Raises:
+        UsageError: not 1 ≤ ``min_np`` ≤ ``np`` ≤ ``max_np``.
     """
 
     np: int
@@ -57,6 +60,13 @@ class ElasticOptions:
     reset_limit: int | None = None
     cooldown: tuple[float, float] | None = None
     timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_np <= self.np <= self.max_np:
+            raise UsageError(
+                f"--min-np {self.min_np}, -np {self.np} and --max-np {self.max_np} contradict each other",
+                remedy="give 1 <= min-np <= np <= max-np",
+            )
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from tutti.device import reason_not_to_fork
 from tutti.errors import ExitCode, PeerError, Preempted, UsageError
 from tutti.launcher import context
 from tutti.launcher.child import SIGNALS
+from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.launch import launch as launch_ranks
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ def launch_function(
             timeout=timeout,
             show_all=show_all,
         )
-        _raise_first(folder, devices, code)
+        _raise_first(folder, f"of {devices}", code)
         if code - 128 in SIGNALS:
             raise KeyboardInterrupt(f"stopped by signal {code - 128}")
         return [_result(folder, rank, code) for rank in range(devices)]
@@ -88,6 +89,54 @@ def launch_function(
 
 
 launch = launch_function
+
+
+def launch_elastic_function(function: Callable[[], T], limits: ElasticOptions, timeout: float) -> list[T]:
+    """Call ``function()`` in the ranks of an elastic job on this machine, whose set of ranks changes while it runs.
+
+    All ranks, those that join later included, are forked from this process as it is now. Blocks until all have ended.
+
+    Args:
+        function: called in every rank.
+        limits: numbers of ranks, the host discovery script and the other limits of the job.
+        timeout: seconds that ranks may wait for each other in a collective.
+
+    Returns:
+        List of what ``function`` returned in the ranks that ended without an error, in the order of their last rank.
+        The values must be possible to pickle.
+
+    Raises:
+        UsageError: as from ``launch_function``; or the host discovery script fails or prints a malformed line.
+        Exception: all ranks have failed: the first error, with the rank and its traceback as a note.
+        PeerError: the job ended without such an error: its ranks were killed, or a limit was reached.
+        KeyboardInterrupt: a signal stopped the job.
+        SystemExit: a signal came before the ranks were started; the code is 128 + its number.
+        DiskError: there is no space to start the ranks or to write their logs.
+    """
+    _check_outside()
+    folder = Path(tempfile.mkdtemp(prefix="tutti-launch-"))
+    try:
+        code = launch_ranks(
+            _call,
+            (folder, function, (), {}),
+            processes=limits.np,
+            logs=folder / "logs",
+            timeout=timeout,
+            elastic=limits,
+        )
+        if code == 0:
+            return [_result(folder, rank, code) for rank in _ranks(folder, "result")]
+        if code - 128 in SIGNALS:
+            raise KeyboardInterrupt(f"stopped by signal {code - 128}")
+        _raise_first(folder, "of the elastic job", code)
+        raise PeerError(f"the elastic job ended with exit code {code}", remedy="see what it wrote on standard error")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ranks(folder: Path, kind: str) -> list[int]:
+    """Return the ranks that have left a ``result`` or an ``error`` in ``folder``, in order."""
+    return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f"{kind}-*") if not path.suffix)
 
 
 def _check_outside() -> None:
@@ -116,14 +165,14 @@ def _check_outside() -> None:
 
 def _call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Call the function in a rank, and leave what it returns or raises in ``folder``."""
-    rank = os.environ["RANK"]
     try:
         answer = pickle.dumps(function(*args, **named))
     except Exception as error:
         text = "".join(traceback.format_exception(error))
-        _write(folder / f"error-{rank}", pickle.dumps((time.time(), _portable(error), text)))
+        _write(folder / f"error-{os.environ['RANK']}", pickle.dumps((time.time(), _portable(error), text)))
         raise
-    _write(folder / f"result-{rank}", answer)
+    # Ranks of an elastic job have another rank at the end than at the beginning.
+    _write(folder / f"result-{os.environ['RANK']}", answer)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -141,20 +190,18 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _raise_first(folder: Path, devices: int, code: int) -> None:
+def _raise_first(folder: Path, job: str, code: int) -> None:
     """Raise the first error of a rank; one about a lost peer only if there is no other, and none was preempted."""
     found = []
-    for rank in range(devices):
-        path = folder / f"error-{rank}"
-        if path.is_file():
-            moment, error, text = pickle.loads(path.read_bytes())
-            found.append((isinstance(error, PeerError), moment, rank, error, text))
+    for rank in _ranks(folder, "error"):
+        moment, error, text = pickle.loads((folder / f"error-{rank}").read_bytes())
+        found.append((isinstance(error, PeerError), moment, rank, error, text))
     if code == ExitCode.PREEMPTED and all(lost for lost, *_ in found):
         raise Preempted("the job was preempted", why=f"a rank ended with exit code {code}")
     if not found:
         return
     _, _, rank, error, text = min(found, key=lambda each: each[:3])
-    error.add_note(f"On rank {rank} of {devices}:\n{text}")
+    error.add_note(f"On rank {rank} {job}:\n{text}")
     raise error
 
 
