@@ -32,7 +32,7 @@ FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "SLURM_", "OMPI_
 SLOW = """
 def loss(model, batch):
     inputs, labels = batch
-    time.sleep(0.02)
+    time.sleep(0.06)
     return nn.functional.cross_entropy(model(inputs), labels)
 """
 OPTIONS = (
@@ -189,7 +189,7 @@ def interrupt(hosts: Hosts, started: Sequence[Started], out: str, step: int) -> 
     [pytest.param("mirrored", "torchrun", marks=pytest.mark.full), ("parameter_server:servers=2", "srun")],
 )
 def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, launcher: str, hosts: Hosts) -> None:
-    task = [write_task(hosts.folder, SLOW), *OPTIONS, "--reproducible", "--steps", "150", "--strategy", strategy]
+    task = [write_task(hosts.folder, SLOW), *OPTIONS, "--reproducible", "--steps", "50", "--strategy", strategy]
     hosts.throttle("10mbit")
     words = [*task, "--out", "two"]
     if launcher == "torchrun":
@@ -207,10 +207,10 @@ def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, la
 @pytest.mark.row(10)
 @pytest.mark.parametrize("mode", ["async", "bounded,staleness=2"])
 def test_workers_go_on_after_a_link_to_their_servers_was_down_for_two_seconds(mode: str, hosts: Hosts) -> None:
-    task = [write_task(hosts.folder, SLOW), *OPTIONS, "--steps", "150", "--strategy", f"parameter_server:mode={mode}"]
+    task = [write_task(hosts.folder, SLOW), *OPTIONS, "--steps", "50", "--strategy", f"parameter_server:mode={mode}"]
     interrupt(hosts, [hosts.slurm([2, 2], rank, "train", *task, "--out", "out") for rank in range(4)], "out", 10)
     [server] = summary(hosts.folder, "out")["servers"]  # type: ignore[misc]
-    assert (server["updates"], server["steps"]) == (4 * 150, [150] * 4), "each push has counted, and once"
+    assert (server["updates"], server["steps"]) == (4 * 50, [50] * 4), "each push has counted, and once"
 
 
 @pytest.mark.row(10)
