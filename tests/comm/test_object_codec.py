@@ -12,6 +12,7 @@ import torch
 
 from tutti.comm.object_codec import decode_object, encode_object, tensors_described
 from tutti.errors import UsageError
+from tutti.train.script_checks.followed_numbers import FollowedNumbers
 
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 2**200, 1.5, math.inf, 1 + 2j, "", "né\ud800", b"\x00", [], (), set(), {}),
@@ -51,13 +52,26 @@ def test_tensors_apart() -> None:
     assert decode_object(data, tensors)["b"][0] is tensors[1]
 
 
+def test_numbers_that_remember_their_samples_arrive_as_plain_ones() -> None:
+    follow = FollowedNumbers(lambda: True).follow
+    sums = {"loss": follow(1.5, {0: "script.py:7"}) * 4, "correct": [follow(3, {0: "script.py:8"})]}
+    found = decode_object(encode_object(sums))
+    assert found == {"loss": 6.0, "correct": [3]}
+    assert (type(found["loss"]), type(found["correct"][0])) == (float, int)
+
+
 class Own:
     pass
+
+
+class Metres(float):
+    """A number of its own class, which would arrive as another one."""
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        (Metres(1.5), "Metres, which cannot be sent to other ranks"),
         ({"a": [Own()]}, r"the object\['a'\]\[0\] is a .*Own"),
         (lambda: 0, "function"),
         (np.array([Own()]), "Python objects"),

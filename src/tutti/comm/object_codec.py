@@ -6,6 +6,7 @@ Values are None, bool, int, float, complex, str, bytes, list, tuple, set, frozen
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -152,6 +153,9 @@ def _encode(value: Any, out: list[bytes], tensors: list[Tensor] | None, place: s
     elif kind is torch.dtype:
         out.append(b"y")
         _text(out, str(value).removeprefix("torch.").encode())
+    elif isinstance(value, int | float) and value.__reduce_ex__(2)[0] in (int, float):
+        # Numbers of a loop's body that remember their samples are plain ones in copies and pickles.
+        _encode(copy.copy(value), out, tensors, place)
     else:
         raise UsageError(
             f"{place} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to other ranks",
