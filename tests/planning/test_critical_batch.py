@@ -112,6 +112,15 @@ def test_a_run_that_diverged_ends_with_the_code_of_diverged_runs(
     path = run_directory(tmp_path / "a", loss=None)
     assert main(["noise", str(path)]) == ExitCode.NON_FINITE
     assert "the run diverged" in capsys.readouterr().err
+    # tutti train leaves no more than this of a run that has ended so.
+    (path / "summary.json").write_text('{"exit_code": 6}')
+    assert main(["noise", str(path)]) == ExitCode.NON_FINITE
+    assert "the run diverged" in capsys.readouterr().err
+    (path / "summary.json").write_text('{"exit_code": 5}')
+    assert main(["noise", str(path)]) == 2 and "ended with exit code 5" in capsys.readouterr().err
+    (path / "summary.json").unlink()
+    (path / "config.toml").touch()
+    assert main(["noise", str(path)]) == 2 and "has not ended, or was interrupted" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,12 @@ def test_a_run_that_missed_the_target_counts_as_infinite(tmp_path: Path) -> None
     _, found, notes = measured_targets(runs, TARGET, "digits")
     assert [(each.batch, each.samples) for each in found] == [(32, 6400)]
     assert any("batch 128 is left out" in note for note in notes)
+    # Of a run that diverged tutti train leaves no more than its exit code.
+    (tmp_path / "a" / "summary.json").write_text('{"exit_code": 6}')
+    diverged = evidence(*(tmp_path / name for name in "abde"))
+    with pytest.raises(TargetError, match="batch 32 is left out: 2 of 3 runs missed it"):
+        measured_targets(diverged, TARGET, "digits")
+    assert not diverged[0].target["reached"]
     with pytest.raises(TargetError, match="no run has reached"):
         measured_targets(runs[1:2], TARGET, "digits")
 

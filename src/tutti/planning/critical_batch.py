@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from tutti.errors import NonFiniteError, UsageError, counted
+from tutti.errors import ExitCode, NonFiniteError, UsageError, counted
 from tutti.metrics.metrics_file import METRICS, metric_records
 from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
 from tutti.planning.branch_fit import BranchFit
@@ -24,6 +24,7 @@ from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.recipe import CriticalBatchWay, TrainingRecipe
 from tutti.planning.run_evidence import interval_spread, target_interval
 
+_ENDED = "give the directory of a run that has ended, such as runs/digits-…; --resume ends an interrupted one"
 _NOISE_SPREAD = 0.7
 _BRANCH_SPREAD = 0.35
 """Standard deviation of log B_crit given the noise scale, from the back-test, and given branches: half of it, a
@@ -104,18 +105,24 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
             no ``global_batch_size``; or the run has made no step.
         NonFiniteError: the run diverged: its last step has no finite loss or was skipped.
     """
-    summary = _object(path / "summary.json", "give the directory of a run that has ended, such as runs/digits-…")
+    summary = _summary(path / "summary.json")
+    diverged = summary.get("exit_code") == ExitCode.NON_FINITE
+    if not isinstance(summary.get("global_batch_size"), int) and not diverged:
+        failed = f"the run ended with exit code {summary['exit_code']}" if summary.get("exit_code") else None
+        raise UsageError(
+            "the summary has no global_batch_size", where=str(path / "summary.json"), why=failed, remedy=_ENDED
+        )
     try:
         steps = [record for record in metric_records(path) if record.get("group") == "train"]
     except OSError as error:
         raise UsageError("cannot read the run's metrics", where=str(path), why=error.strerror) from error
-    if not steps:
+    if not steps and not diverged:
         raise UsageError(
             "no step of the run can be read",
             where=str(path / METRICS),
             remedy="give the directory of a run that has trained, with its metrics.jsonl",
         )
-    if steps[-1].get("loss") is None or steps[-1].get("skipped"):
+    if diverged or steps[-1].get("loss") is None or steps[-1].get("skipped"):
         raise NonFiniteError(
             "the run diverged",
             where=str(path),
@@ -320,13 +327,15 @@ def _reached(summary: dict[str, Any]) -> tuple[tuple[str, float] | None, float |
     return (wanted, None, 0.0) if math.isinf(interval[1]) else (wanted, fmean(interval), interval_spread(interval))
 
 
-def _object(path: Path, remedy: str) -> dict[str, Any]:
+def _summary(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        here = (path.parent / "config.toml").is_file()
+        what = "the run has not ended, or was interrupted" if here else "cannot read the run"
+        raise UsageError(what, where=str(path), why=error.strerror, remedy=_ENDED) from error
     except OSError as error:
-        raise UsageError("cannot read the run", where=str(path), why=error.strerror, remedy=remedy) from error
+        raise UsageError("cannot read the run", where=str(path), why=error.strerror, remedy=_ENDED) from error
     except ValueError as error:
-        raise UsageError("the run's summary is not JSON", where=str(path), why=str(error), remedy=remedy) from error
-    if not isinstance(found, dict) or not isinstance(found.get("global_batch_size"), int):
-        raise UsageError("the summary has no global_batch_size", where=str(path), remedy=remedy)
-    return found
+        raise UsageError("the run's summary is not JSON", where=str(path), why=str(error), remedy=_ENDED) from error
+    return found if isinstance(found, dict) else {}

@@ -15,7 +15,7 @@ from typing import Any
 from tutti.config.settings import read_file
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget, check_metric
-from tutti.errors import TargetError, UsageError, counted
+from tutti.errors import ExitCode, TargetError, UsageError, counted
 from tutti.metrics.goodput import run_goodput
 from tutti.metrics.metrics_file import metric_records
 from tutti.metrics.records import read_environment, read_summary
@@ -100,9 +100,10 @@ def read_evidence(path: Path) -> RunEvidence:
 
     Returns:
         A ``RunEvidence``: ``path`` as given; ``task`` and ``config``; ``target``, the object ``target`` of the summary
-        (None without ``--until``); ``step_seconds``, the mean seconds of a step after the first fifth of the steps,
-        scaled to a whole global batch (None where fewer than ten steps are left, or where seconds or samples do not
-        advance within one of five equal blocks of them), with the standard error of its natural logarithm
+        (None without ``--until``; of a run that diverged one that it has missed); ``step_seconds``, the mean seconds of
+        a step after the first fifth of the steps, scaled to a whole global batch (None where fewer than ten steps are
+        left, or where seconds or samples do not advance within one of five equal blocks of them), with the standard
+        error of its natural logarithm
         (``step_spread``; 0 without ``step_seconds``); ``host``, name of the host and ``cpu`` or ``accelerator`` (empty
         where ``env.json`` is missing or invalid); ``held_out``, names of the values that evaluations have recorded; and
         the seconds of start, evaluations and saves (``overhead``), and samples of an epoch (``epoch_samples``).
@@ -121,11 +122,20 @@ def read_evidence(path: Path) -> RunEvidence:
     if not summary:
         log.warning("%s: the run has not ended, or its summary.json cannot be read: it says nothing of a target", path)
     target = summary.get("target")
+    if summary.get("exit_code") == ExitCode.NON_FINITE and config.until is not None:
+        target = _missed(TrainingTarget.parse(config.until, f"until of {path}"))
     if not config.devices.isdecimal():
         raise UsageError("the run does not say on how many devices it was", where=str(path), remedy="leave it out")
     epoch = _epoch_samples(records, target)
     overhead = _overhead(path, config, records, epoch)
     return RunEvidence(path, task, config, target, seconds, spread, _host(path), held_out, overhead, epoch)
+
+
+def _missed(wanted: TrainingTarget) -> dict[str, Any]:
+    """Return the entry ``target`` of a run that diverged, whose summary has none: it has never reached the target."""
+    better = "higher" if wanted.metric.higher else "lower"
+    known = {"metric": wanted.metric.name, "better": better, "value": wanted.value, "reached": False}
+    return {**known, "samples": None, "samples_before": None, "epochs": None}
 
 
 def _epoch_samples(records: Sequence[Mapping[str, Any]], target: Mapping[str, Any] | None) -> float | None:
