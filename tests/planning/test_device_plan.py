@@ -64,6 +64,15 @@ def test_a_fit_through_the_laws_points_gives_the_law_back() -> None:
     assert data.critical_batch is not None and data.critical_batch[0] == pytest.approx(64, rel=0.2)
 
 
+def test_a_measured_step_of_stated_samples_has_no_band() -> None:
+    """Its draws show the error of the measurement: a band of no width would contradict them."""
+    data, made = TargetData([MeasuredTarget(16, 80_000, 0)], None, {}, "script"), step(2, 16, {"compute": 0.1})
+    measured, predicted = replace(made, measured=True), replace(made, band=(0.05, 0.2))
+    (known,), (found,) = device_plans([measured], data, None), device_plans([predicted], data, None)
+    assert known.band is None and known.band_text == "no band: the step was measured, and the samples are stated"
+    assert found.band == (250.0, 1000.0) and "the samples are stated" in found.band_text
+
+
 def test_one_measured_batch_says_nothing_of_another() -> None:
     data = TargetData(MEASURED[:1], None, {}, "digits")
     assert data.at(16).samples == 80000 and data.critical_batch is None

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.faults.commands import tutti
+from tutti.cli.plan_answer import PlanAnswer, PlanLimits
+from tutti.cli.plan_verification import PlanVerifier
+from tutti.config.spec import Duration
 from tutti.errors import UsageError
 from tutti.planning.cluster_network import Network
 from tutti.planning.conformal_band import shipped_residuals
+from tutti.planning.device_plan import MeasuredTarget, PlannedStep, TargetData, device_plans
+from tutti.planning.measured_costs import MeasuredCosts
+from tutti.planning.monte_carlo import DRAWS
+from tutti.planning.plan_candidates import PlanCandidates
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.published_costs import PublishedCosts
 from tutti.planning.script_task import copy_model, load_script
 from tutti.planning.step_prediction import ModelSizes, gather_sizes, predict_step
+from tutti.planning.task_or_script import TaskOrScript
 from tutti.torch_compat import FakeTensorMode, is_fake
+from tutti.workload.machine_file import Machine
 
 HEAD = """\
 import sys
@@ -204,7 +215,60 @@ def test_a_script_is_planned_with_its_arguments(tmp_path: Path) -> None:
     assert f"then tutti run -np 1 {path} 6\n" in shown.out or f"then tutti run -np 2 {path} 6\n" in shown.out
     assert "tutti.prepare(…, strategy='mirrored', batch_size=64" in shown.out
     refused = tutti(tmp_path, *words, "--verify", "1", "--", "6")
-    assert refused.code == 2 and "--verify is of tutti train, which trains no script" in refused.err, refused.err
+    assert refused.code == 2 and "--verify trains here, and the plan is for another machine" in refused.err, refused.err
+
+
+ROUNDS = LOOP.replace("run.epochs(2)", "run.epochs(9)").replace("print(run.stats.loss, loss.item())", "pass")
+ROUNDS = ROUNDS.replace("        for words", "        run.save('checkpoints')\n        for words")
+"""36 steps, in each epoch a checkpoint."""
+
+
+@pytest.mark.parametrize(
+    ("body", "devices", "options", "words"),
+    [
+        (ROUNDS, "3", {"strategy": "sharded:stage=1", "workers": None, "micro_batch": 4}, ""),
+        (ROUNDS.replace("batch_size=32", "batch_size=10"), "1", {"strategy": "mirrored", "batch_size": 32}, ""),
+        (LOOP, "1", {"strategy": "mirrored"}, "the script has trained 8 steps, too few to time"),
+        (ROUNDS.replace("run.backward", "1 / 0, run.backward"), "2", {"strategy": "mirrored"}, "the script raises"),
+    ],
+    ids=["3 ranks", "another batch", "too short", "raises"],
+)
+def test_a_script_is_timed_with_the_options_of_a_plan(
+    body: str, devices: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    module = ("-m", "tutti.planning.script_timing", "steps.json", json.dumps(options))
+    done = tutti(tmp_path, "run", "-np", devices, *module, script(tmp_path, body))
+    assert (done.code == 0) == (not words) and words in done.err, done.err
+    assert (tmp_path / "steps.json").exists() == (not words) and not (tmp_path / "checkpoints").exists()
+    if not words:
+        found = json.loads((tmp_path / "steps.json").read_text())
+        assert (found["steps"], found["devices"], found["device"]) == (20, int(devices), "cpu")
+        assert 0 < found["seconds"] < 60 and found["spread"] >= 0
+
+
+def test_verify_trains_a_script_and_plans_again(tmp_path: Path) -> None:
+    """A loop of its own, and a plan that the script cannot train: its note says why, and the others are measured."""
+    path = script(tmp_path, ROUNDS)
+    named = TaskOrScript(path, ())
+    base, data = PlannedRun(batch_size=32), TargetData([MeasuredTarget(32, 900, 0)], None, {}, "train.py")
+    steps = [
+        PlannedStep(1, 32, "mirrored", 0.5, np.full(DRAWS, 0.5), {}, "predicted", options=options)
+        for options in ((), (("micro_batch", 8),), (("micro_batch", -1),))
+    ]
+    asked = PlanLimits.check(1, (), None, None, None, 3, None)
+    goal, found = Duration(9, "ep"), PlanCandidates(steps)
+    answer = PlanAnswer(named, goal, device_plans(steps, data, None), found, [], data, asked, load_script(path))
+    machine = Machine(host={"name": platform.node()}, device={"type": "cpu"}, parts=(), figures={}, curves={})
+    costs = MeasuredCosts(machine, "fp32", Network(1))
+    verifier = PlanVerifier(answer, base, (), costs, answer.loaded)
+    verifier.check()
+    measured = verifier.verify()
+    assert [each.options for each in measured] == [(), (("micro_batch", 8),)]
+    assert all(each.measured and each.seconds != 0.5 and each.basis == "measured by --verify" for each in measured)
+    first, second, failed, before = answer.notes
+    for note, each in zip((first, second), measured, strict=True):
+        assert f"{each.seconds * 1e3:.3g} ms a step (20 steps), {each.seconds / 0.5:.2f} × the plan's" in note
+    assert "micro_batch=-1 failed: micro_batch is -1" in failed and "the fastest plan was 1 device" in before
 
 
 def test_a_script_is_planned_for_its_own_epochs_without_a_recipe(tmp_path: Path) -> None:

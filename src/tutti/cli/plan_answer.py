@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tutti.planning.device_plan import DevicePlan, LostReason, TargetData
     from tutti.planning.plan_candidates import PlanCandidates
     from tutti.planning.run_evidence import RunEvidence
+    from tutti.planning.script_task import ScriptTask
 
 _SHOWN = 3
 _LAW_DRAWS = 64
@@ -129,11 +130,13 @@ def _deadline(text: str) -> float:
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*(s|m|min|h|d)\s*", text)
     try:
-        seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+        seconds = float(match[1]) * _UNITS[match[2]] if match else None
     except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
+        seconds = None
+    if seconds is None:
         raise UsageError(f"cannot read '{text}'", where="--deadline", remedy="write 8h, 30m or 90s")
+    if seconds <= 0:
+        raise UsageError(f"--deadline is {text}", remedy="give more than 0, such as 8h")
     return seconds
 
 
@@ -149,6 +152,7 @@ class PlanAnswer:
         notes: lines to print below the tables.
         data: samples that training needs to reach the target, by batch size.
         asked: limits of the plans.
+        loaded: the script; None for a task.
     """
 
     subject: TaskOrScript
@@ -158,6 +162,7 @@ class PlanAnswer:
     notes: list[str]
     data: TargetData
     asked: PlanLimits
+    loaded: ScriptTask | None = None
 
     def show(
         self, base: PlannedRun, runs: Sequence[RunEvidence], out: Path | None, figure: Path | None, as_json: bool
@@ -234,9 +239,9 @@ class PlanAnswer:
             self._print(text, best, marks, place, reasons)
             if rate is not None:
                 print(f"rate      {rate['text']}")
-            if chosen is not None and self.subject.script:
+            if chosen is not None and self.loaded is not None:
                 print("rate      the script's own, which tutti does not scale to the plan's batch")
-                print(f"to run it: {_script_run(chosen, self.subject)}")
+                print(f"to run it: {_script_run(chosen, self.subject, self.loaded)}")
             for path in (out if chosen is not None else None, figure):
                 if path is not None:
                     print(f"wrote {path}")
@@ -398,12 +403,16 @@ def _runners_up(plans: Sequence[DevicePlan], best: Sequence[DevicePlan]) -> list
     return found
 
 
-def _script_run(plan: DevicePlan, script: TaskOrScript) -> str:
-    """Return what to give to ``tutti.prepare`` in a script, and the command that starts it, for a plan."""
-    options = {"strategy": plan.step.strategy, "batch_size": plan.step.batch, **dict(plan.step.options)}
+def _script_run(plan: DevicePlan, named: TaskOrScript, loaded: ScriptTask) -> str:
+    """Return what to change in a script for a plan, and the command that starts it."""
+    options: dict[str, Any] = {"strategy": plan.step.strategy, "batch_size": plan.step.batch, **dict(plan.step.options)}
+    loader = ""
+    if loaded.has_loader and plan.step.batch != loaded.options["batch_size"]:
+        # Beside a loader, tutti.prepare takes no other batch.
+        loader = f"DataLoader(…, batch_size={options.pop('batch_size')}), "
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    command = shlex.join(["tutti", "run", "-np", str(plan.devices), script.text, *script.arguments])
-    return f"tutti.prepare(…, {given}), then {command}"
+    command = shlex.join(["tutti", "run", "-np", str(plan.devices), named.text, *named.arguments])
+    return f"{loader}tutti.prepare(…, {given}), then {command}"
 
 
 def plan_in_words(plan: DevicePlan) -> str:

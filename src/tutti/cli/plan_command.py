@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from tutti.cli.output_checks import check_writable
-from tutti.cli.plan_answer import PlanAnswer, PlanLimits, choice_in_words, plan_in_words
+from tutti.cli.plan_answer import PlanAnswer, PlanLimits
+from tutti.cli.plan_verification import PlanVerifier
 from tutti.cli.simulate_command import parse_link
 from tutti.config.settings import OptionalWholeNumber, WholeNumber
 from tutti.config.spec import Duration
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from tutti.tasks.task import Task
 
 _Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-_VERIFY_STEPS = 25
 _MANY = Parameter(consume_multiple=True, negative="", show_default=False)
 
 
@@ -142,7 +138,7 @@ def plan_devices(
         raise UsageError("no task is given", remedy="write tutti plan TASK --runs DIR, or tutti plan --law RUN…")
     named = TaskOrScript.of(task, arguments)
     if named.script:
-        _check_options(task, runs, out, verify)
+        _check_options(task, runs, out)
     elif not user.is_own(task):
         # Raises for an unknown task.
         task_registry.held_out_values(task)
@@ -200,10 +196,12 @@ def plan_devices(
             notes.append("memory is not checked, and recomputation not tried, without --device-memory")
     found = search(steps)
     _check_found(found)
-    answer = PlanAnswer(named, goal, device_plans(found.steps, data, asked.price), found, notes, data, asked)
-    if verify and isinstance(goal, TrainingTarget):
-        _check_here(costs, evidence)
-        verified = _verify(answer, goal, base, evidence)
+    plans = device_plans(found.steps, data, asked.price)
+    answer = PlanAnswer(named, goal, plans, found, notes, data, asked, loaded)
+    if verify:
+        verifier = PlanVerifier(answer, base, evidence, costs, loaded)
+        verifier.check()
+        verified = verifier.verify()
         known_steps = {**{step_key(s): s for s in steps}, **{step_key(s): s for s in verified}}
         found = search([*known_steps.values()])
         answer = replace(answer, plans=device_plans(found.steps, data, asked.price), found=found)
@@ -284,12 +282,13 @@ def _check_found(found: PlanCandidates) -> None:
     if found.steps:
         return
     why = "; ".join(f"{text} ({counted(count, 'choice')})" for text, count in found.refusals().items())
+    remedy = "give other --strategy or --batch-size" if found.searched else "give --machine, or longer runs"
+    if found.lacking:
+        remedy = "give more --device-memory or --max-devices, or other --strategy or --batch-size"
+    elif len(found.remedies) == 1:
+        (remedy,) = found.remedies
     raise UsageError(
-        "no choice of devices and batch can be planned",
-        why=why or "no run has ten recorded steps",
-        remedy="give more --device-memory or --max-devices, or other --strategy or --batch-size"
-        if found.lacking
-        else "give --machine, other --strategy or --batch-size",
+        "no choice of devices and batch can be planned", why=why or "no run has ten recorded steps", remedy=remedy
     )
 
 
@@ -357,9 +356,9 @@ def _steps_of_runs(
     return [s for s in steps if not strategies or s.strategy in strategies or s.family in families]
 
 
-def _check_options(script: str, runs: Sequence[Path], out: Path | None, verify: int) -> None:
+def _check_options(script: str, runs: Sequence[Path], out: Path | None) -> None:
     """Raise UsageError for options that need runs of ``tutti train``, where a script is planned."""
-    for flag, given in (("--runs", runs), ("--out", out), ("--verify", verify)):
+    for flag, given in (("--runs", runs), ("--out", out)):
         if given:
             raise UsageError(
                 f"{flag} is of tutti train, which trains no script",
@@ -482,78 +481,3 @@ def _of_machine(evidence: Sequence[RunEvidence], costs: StepCosts, precision: st
     kind = "cpu" if costs.machine.device.get("type") == "cpu" else "accelerator"
     host = f"{costs.machine.host.get('name', '')} {kind}"
     return [run for run in evidence if run.host == host and run.config.precision == precision]
-
-
-def _check_here(costs: StepCosts | None, evidence: Sequence[RunEvidence]) -> None:
-    """Raise UsageError if the plan is for another machine than this one."""
-    import platform
-
-    from tutti.planning.measured_costs import MeasuredCosts
-
-    host = platform.node()
-    if isinstance(costs, MeasuredCosts):
-        planned = {str(costs.machine.host.get("name"))}
-    elif costs is not None:
-        planned = {costs.name}
-    else:
-        planned = {run.host.rpartition(" ")[0] for run in evidence}
-    if planned != {host}:
-        raise UsageError(
-            "--verify trains here, and the plan is for another machine",
-            why=f"this is {host}, the plan is for {', '.join(sorted(planned))}",
-            remedy="leave out --verify, or plan with --machine of tutti bench from here",
-        )
-
-
-def _verify(
-    answer: PlanAnswer, target: TrainingTarget, base: PlannedRun, runs: Sequence[RunEvidence]
-) -> list[PlannedStep]:
-    """Train the best plans that this machine has devices for, and return their measured steps."""
-    from tutti.config.variables import without_settings
-    from tutti.launcher.devices import count_accelerators
-    from tutti.metrics.records import config_toml
-    from tutti.planning.device_plan import best_by_devices
-    from tutti.planning.plan_candidates import measured_steps
-    from tutti.planning.plan_file import model_run, plan_config
-    from tutti.planning.run_evidence import read_evidence
-
-    here = count_accelerators(base.device, os.environ) or os.cpu_count() or 1
-    ranked = sorted(answer.plans, key=lambda plan: plan.seconds)
-    able = [p for p in ranked if p.devices <= here and p.step.samples is None and not p.step.least]
-    able = able[: answer.asked.verify]
-    if not able:
-        raise UsageError(
-            "no plan can be verified", why=f"this machine has {counted(here, 'device')}", remedy="leave out --verify"
-        )
-    first = best_by_devices(answer.plans)
-    found = []
-    for plan in able:
-        with tempfile.TemporaryDirectory() as folder:
-            directory, file = Path(folder) / "run", Path(folder) / "plan.toml"
-            config = replace(
-                plan_config(plan, base, target, model_run(plan, runs)),
-                until=None,
-                patience=None,
-                samples=None,
-                steps=_VERIFY_STEPS,
-                eval_every="none",
-                checkpoint_every="none",
-                keep_best=None,
-                out=str(directory),
-            )
-            file.write_text(config_toml(config, answer.subject.text), encoding="utf-8")
-            words = [sys.executable, "-m", "tutti", "train", "--config", str(file)]
-            done = subprocess.run(words, env=without_settings(os.environ), capture_output=True, text=True)
-            label = choice_in_words(plan)
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-                answer.notes.append(f"verify: {label} failed: {last}")
-                continue
-            (step,) = measured_steps([read_evidence(directory)])
-            ratio = step.seconds / plan.step.seconds
-            answer.notes.append(
-                f"verify: {label}: {step.seconds * 1e3:.3g} ms a step ({_VERIFY_STEPS} steps), {ratio:.2f} × the plan's"
-            )
-            found.append(replace(step, basis="measured by --verify"))
-    answer.notes.append(f"verify: before it, the fastest plan was {plan_in_words(min(first, key=lambda p: p.seconds))}")
-    return found

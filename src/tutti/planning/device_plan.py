@@ -317,6 +317,8 @@ class DevicePlan:
         kind.
         """
         if self.data.band == (self.data.samples, self.data.samples):
+            if self.band is None and self.step.measured:
+                return "no band: the step was measured, and the samples are stated"
             if self.band is None:
                 return "no band: predicted steps like this were not checked"
             return "90 % band of the step; the samples are stated"
@@ -423,7 +425,9 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
         seconds = training + besides
         draws = demand.draws / step.batch * step.draws + besides
         band = None
-        if demand.band is not None and (step.measured or step.band is not None):
+        stated = demand.band == (demand.samples, demand.samples)
+        # A measured step of stated samples has the error of its measurement alone, which the draws show.
+        if demand.band is not None and (step.band is not None or (step.measured and not stated)):
             known = step.seconds if step.band is None else step.band[1]
             wide = math.exp(math.hypot(math.log(demand.band[1] / demand.samples), math.log(known / step.seconds)))
             band = (training / wide + besides, training * wide + besides)

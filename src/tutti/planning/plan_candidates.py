@@ -17,6 +17,7 @@ from tutti.planning.device_plan import PlannedStep
 from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.planned_run import PlannedRun, mesh_extents
 from tutti.planning.run_evidence import RunEvidence, target_interval
+from tutti.planning.scaling_laws import Array
 
 _OPTIONS = ("micro_batch", "activation_checkpointing")
 """Options of a run that are part of a plan, besides devices, batch and strategy."""
@@ -29,6 +30,7 @@ class PlanCandidates:
     Attributes:
         steps: measured and predicted steps.
         refused: number of plans that cannot be made, by the reason in words.
+        remedies: ways out of these reasons, each once, as keys.
         lacking: of plans that do not fit into memory, by name of the strategy: fewest bytes that a device lacks, number
             of plans, and bytes by kind of the plan that lacks least.
         rests: lines on what the steps rest on.
@@ -39,6 +41,7 @@ class PlanCandidates:
 
     steps: list[PlannedStep] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
+    remedies: dict[str, None] = field(default_factory=dict)
     lacking: dict[str, tuple[float, int, Mapping[str, float]]] = field(default_factory=dict)
     rests: list[str] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
@@ -68,17 +71,18 @@ class PlanCandidates:
         short = {_short_words(name, least, memory): n for name, (least, n, memory) in self.lacking.items()}
         return {**self.refused, **short}
 
-    def refuse(self, strategy: str, why: str) -> None:
+    def refuse(self, strategy: str, error: UsageError) -> None:
         """Count a plan that the search leaves out because its strategy or options cannot be carried out or simulated.
 
         Adds 1 to the entry of ``refused`` whose key is the text ``STRATEGY: WHY``.
 
         Args:
             strategy: name of the plan's strategy.
-            why: the reason; plans of one strategy and reason are counted together.
+            error: what is wrong with it; plans of one strategy and reason are counted together.
         """
-        text = f"{strategy}: {why}"
+        text = f"{strategy}: {error.what}"
         self.refused[text] = self.refused.get(text, 0) + 1
+        self.remedies |= {error.remedy: None} if error.remedy else {}
 
 
 def _short_words(strategy: str, least: float, memory: Mapping[str, float]) -> str:
@@ -138,9 +142,7 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
         spread = max(run.step_spread for run in same)
         if len(seconds) > 1:
             spread = max(spread, float(np.std(np.log(seconds), ddof=1)) / math.sqrt(len(seconds)))
-        # Runs of other strategies or options are measurements of their own, with errors of their own.
-        seed = zlib.crc32(repr((devices, batch, strategy, options)).encode())
-        draws = middle * np.exp(spread * np.random.default_rng(seed).standard_normal(DRAWS))
+        draws = drawn_seconds(middle, spread, (devices, batch, strategy, options))
         samples = None
         if not is_single_update(strategy):
             middles = [float(np.mean(target_interval(run.target))) for run in same if run.target is not None]
@@ -151,6 +153,19 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
         basis = f"measured in {counted(len(seconds), 'run')}"
         found.append(PlannedStep(devices, batch, strategy, middle, draws, {}, basis, True, options, samples))
     return found
+
+
+def drawn_seconds(middle: float, spread: float, choice: object) -> Array:
+    """Return (256,) Monte Carlo draws of the measured seconds of a step, by its normal error in the logarithm.
+
+    Args:
+        middle: measured seconds.
+        spread: standard error of their natural logarithm.
+        choice: devices, batch, strategy and options. Other choices are measurements of their own, with errors of their
+            own; equal ones give equal draws.
+    """
+    seed = zlib.crc32(repr(choice).encode())
+    return np.asarray(middle * np.exp(spread * np.random.default_rng(seed).standard_normal(DRAWS)))
 
 
 def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[PlannedStep], command: str) -> None:

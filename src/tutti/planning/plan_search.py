@@ -402,7 +402,7 @@ def search_plans(
             if step_key(step) not in known:
                 rows[step.devices] += device_plans([pricer.floor(step)], data, None)
         except UsageError as error:
-            found.refuse(step.family, error.what)
+            found.refuse(step.family, error)
     steps = [*measured]
     for devices, plans in rows.items():
         own = [step for step in measured if step.devices == devices]
@@ -420,7 +420,7 @@ def search_plans(
                     continue
                 (exact,) = device_plans([pricer.evaluate(plan.step)], data, None)
             except UsageError as error:
-                found.refuse(plan.step.family, error.what)
+                found.refuse(plan.step.family, error)
                 continue
             evaluated += 1
             families.add(plan.step.family)

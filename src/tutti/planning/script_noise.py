@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutti.errors import NonFiniteError, TuttiError, UsageError, counted
+from tutti.errors import NonFiniteError, UsageError, counted
 from tutti.launcher.launch import check_script
 from tutti.optim.noise_scale import NoiseEstimate
 from tutti.planning.critical_batch import NoiseEvidence, last_estimates
-from tutti.planning.script_task import innermost_line, run_intercepted
-from tutti.train.prepare import prepare_run
+from tutti.planning.script_training import EnoughSteps, train_script
 from tutti.train.run import Run
 from tutti.train.run_options import RunOptions
 
@@ -60,10 +59,6 @@ class ScriptMeasurement:
         )
 
 
-class _EnoughSteps(BaseException):
-    """Ends a script after its last step; a script's ``except Exception`` does not catch it."""
-
-
 class _Recorder:
     """Keeps the estimates of each step of a run, and ends the script after a number of steps.
 
@@ -87,7 +82,7 @@ class _Recorder:
         if run.noise_probe is not None:
             self.values.append(dict(run.noise_probe.values()))
         if self._steps is not None and self.taken >= self._steps:
-            raise _EnoughSteps
+            raise EnoughSteps
 
 
 def script_noise(
@@ -116,32 +111,12 @@ def script_noise(
     """
     check_script(script)
     recorder = _Recorder(measurement.steps)
-    prepared: list[Run] = []
-
-    def prepare(model: Any, optimizer: Any, dataset: Any, loss: Any, options: RunOptions) -> Run:
-        chosen = options if prepared else measurement.applied(options, recorder)
-        prepared.append(prepare_run(model, optimizer, dataset, loss, chosen))
-        return prepared[-1]
-
-    try:
-        run_intercepted(script, arguments, prepare)
-    except (_EnoughSteps, TuttiError) as error:
-        if isinstance(error, TuttiError):
-            raise
-    except SystemExit as end:
-        if end.code:
-            raise UsageError(
-                f"the script exits with {end.code!r}",
-                where=innermost_line(script, end),
-                remedy="give its own arguments after --, as in: tutti noise train.py --steps 500 -- --epochs 3",
-            ) from end
-    except Exception as error:
-        raise UsageError(
-            "the script raises",
-            where=innermost_line(script, error),
-            why=f"{type(error).__name__}: {error}",
-            remedy="make it run with python first; its own arguments follow --",
-        ) from error
+    train_script(
+        script,
+        arguments,
+        lambda dataset, options: (dataset, measurement.applied(options, recorder)),
+        "tutti noise train.py --steps 500",
+    )
     return _evidence(script, recorder, last)
 
 

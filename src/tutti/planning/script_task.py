@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tutti.config.optimizer_config import OPTIMIZERS
 from tutti.data.adapt import adapt_training
@@ -51,11 +52,13 @@ class ScriptTask:
         options: values by field of ``TrainConfig``; what the script does not say is absent.
         custom_loop: whether the script computes the loss in its own training loop, and gives no loss function to
             ``tutti.prepare``; such a script cannot be simulated in pipeline stages.
+        has_loader: whether the script gives a ``DataLoader``, which decides the batch size.
     """
 
     task: Task
     options: Mapping[str, Any] = field(default_factory=dict)
     custom_loop: bool = False
+    has_loader: bool = False
 
     def samples(self) -> int:
         """Return the number of samples in the script's training data; UsageError for a stream, which has no length."""
@@ -114,7 +117,8 @@ def load_script(script: str, arguments: Sequence[str] = ()) -> ScriptTask:
         "activation_checkpointing": _checkpointing_text(options, script),
         "optimizer": optimizer_text(optimizer),
     }
-    return ScriptTask(task, {name: value for name, value in stated.items() if value is not None}, loss is None)
+    known = {name: value for name, value in stated.items() if value is not None}
+    return ScriptTask(task, known, loss is None, isinstance(dataset, DataLoader))
 
 
 def script_epochs(script: str, arguments: Sequence[str] = ()) -> float:
