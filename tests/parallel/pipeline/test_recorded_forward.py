@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -292,7 +292,61 @@ def transcribed(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.ctc_loss(scores.log_softmax(-1).transpose(0, 1), targets, lengths, torch.full_like(lengths, 2))
 
 
+class Wide(Block):
+    """A layer of another class than its neighbours, as hybrid models have them."""
+
+
+class Seeing(nn.Module):
+    """A model of images and text: its inner model calls the text model's embedding, reads values and returns an object.
+
+    Parts of an image, here of the labels, stand in the place of one word.
+    """
+
+    class Inner(nn.Module):
+        class Text(Body):
+            def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+                rotation = self.rotary(x, torch.arange(x.shape[1]))
+                for block in self.blocks:
+                    x, *_ = block(x, rotation=rotation)
+                if not torch.is_tensor(x):
+                    x = x * 2
+                return self.norm(x)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.look, self.text = nn.Embedding(WORDS, WIDTH), self.Text(0, 0.0)
+            self.text.blocks = nn.ModuleList([Block(0.0), Wide(0.0), Experts(), Wide(0.0)])
+
+        def forward(self, words: Tensor, labels: Tensor) -> Output:
+            marked, x = words == 3, self.text.embed(words)
+            parts = self.look(labels[marked])
+            if int(marked.sum()) * x.shape[-1] != parts.numel():
+                raise ValueError("not as many words as parts")
+            return Output(self.text(x.masked_scatter(marked[..., None], parts)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = self.Inner(), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor, labels: Tensor | None = None) -> Output:
+        assert labels is not None
+        scores = self.head(self.inner(words, labels).scores)
+        return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+class Assigning(Decoder):
+    """Assigns its scores to the labels by NumPy, behind its last block, as detectors assign boxes."""
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        scores = self.head(self.body(words, **options))
+        assert labels is not None
+        order = torch.from_numpy(scores.detach()[..., 0].numpy().argsort(1))
+        return Output(scores, functional.cross_entropy(scores.mT, labels.gather(1, order)))
+
+
 MODELS = {
+    "seeing": Seeing,
+    "assigning": Assigning,
     "transcribing": Transcribing,
     "scaled": Scaled,
     "collecting": Collecting,
@@ -336,6 +390,9 @@ def on_one_device(name: str, reproducible: bool) -> Any:
 PLACES = [
     ("in place", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
     ("transcribing", 2, "pipeline:micro_batches=4", True),
+    ("seeing", 2, "pipeline:micro_batches=4", True),
+    ("seeing", 3, "pipeline:micro_batches=4", False),
+    ("assigning", 3, "pipeline:micro_batches=4", True),
     ("scaled", 2, "pipeline:micro_batches=4", True),
     ("scaled", 3, "pipeline:micro_batches=4", False),
     ("direct", 2, "pipeline:micro_batches=4", False),
@@ -706,6 +763,37 @@ def test_a_forward_that_reads_values_is_refused_by_the_error_of_its_recording() 
     said = str(caught.value)
     assert "cannot be recorded without the values of its tensors" in said and "aten.nonzero" in said, said
     assert f"{__file__}:" in said and "torch.fx" not in said and "take strategy='mirrored'" in said, said
+
+
+class Asking(nn.Module):
+    """Doubles what is no tensor: a traced value is none, and its stages would double tensors."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__()
+        self.asked, self.layers = asked, nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asked == "is_tensor" and not torch.is_tensor(x):
+            x = x * 2
+        if self.asked == "isinstance" and not isinstance(x, Tensor):
+            x = x * 2
+        if self.asked == "mapping" and not isinstance(x, Mapping):
+            x = x * 2
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("asked", "recorded"), [("is_tensor", 1), ("isinstance", 1), ("mapping", 1), ("nothing", 0)])
+def test_a_forward_that_asks_for_the_type_of_a_value_is_recorded_and_not_traced(asked: str, recorded: int) -> None:
+    model, x = Asking(asked), torch.randn(2, 4)
+    want = model(x)
+    found = find_stage_partition(model, 2, (), trial=lambda called: called(x).sum())
+    assert (found.record is not None) == bool(recorded)
+    if found.record is not None:
+        first, second = found.stages
+        stages = found.record.stage(first, [], [first[-1]]), found.record.stage(second, [first[-1]], [])
+        assert torch.equal(stages[1]((x,), {}, *stages[0]((x,), {})), want)
 
 
 class Optional(nn.Module):

@@ -20,6 +20,7 @@ from tutti.errors import UsageError, script_line_of
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.swap import training_mode
 from tutti.nn.untraced import FUNCTION_MODE, Untraced, has_hooks, surroundings
+from tutti.python_compat import calling_frame
 from tutti.torch_compat import FUNCTION_MODE_ENTRIES, NormBase, module_buffers, module_parameters, saved_tensor_hooks
 
 _RANDOM = {
@@ -34,6 +35,10 @@ _RANDOM_METHODS = {
     *("bernoulli", "bernoulli_", "multinomial", "uniform_", "normal_", "random_", "exponential_"),
     *("cauchy_", "geometric_", "log_normal_"),
 }
+_KNOWING = {"torch", "tutti"}
+"""Packages that ask for the types of traced values and treat them as such."""
+_ASKING_FOR_OTHERS = {"abc", "typing"}
+"""Modules in whose code ``isinstance`` asks for its caller."""
 _DERIVING = {torch.autograd.grad, torch.autograd.backward}
 
 
@@ -51,6 +56,24 @@ class _Read(NamedTuple):
         return str(self.graph)
 
 
+class _TracedValue(fx.Proxy):
+    """A value of a traced forward, of whose type the forward gets no answer: it is known when a stage runs."""
+
+    @property
+    def __class__(self) -> type:
+        # ``isinstance`` and ``torch.is_tensor`` ask for it, and would take the branch for what is no tensor.
+        depth = 1
+        while (asking := calling_frame(depth).f_globals.get("__name__", "")) in _ASKING_FOR_OTHERS:
+            depth += 1
+        if asking == "torch" or asking.partition(".")[0] not in _KNOWING:
+            raise ValueError("it asks for the type of a value, which is known when a stage runs and not before")
+        return _TracedValue
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        raise TypeError("a traced value stays one")
+
+
 class _Tracer(fx.Tracer):
     """Records calls of modules as one node each, and traces into the modules in ``opened``.
 
@@ -62,6 +85,9 @@ class _Tracer(fx.Tracer):
         self._opened = opened
         self._around, self._saving = surroundings(), saved_tensor_hooks()
         self._own: dict[nn.Module, list[Any]] = {}
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _TracedValue(node, self)
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         self._own = {module: _tensors(module) for module in root.modules()}

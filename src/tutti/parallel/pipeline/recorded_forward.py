@@ -123,7 +123,7 @@ class ForwardRecord:
     def _record(self, trial: Callable[[Any], Any], training: bool) -> _Recording:
         with forked_generators(self._device), _buffers_on(self.dispatch.opened, self._device):
             untraced = Untraced(self.plain)
-            values = ValuesAfterBlocks(self.dispatch.fakes, self._device)
+            values, result = ValuesAfterBlocks(self.dispatch.fakes, self._device), None
             recording = _Recording(self.dispatch, values)
             try:
                 with training_mode([self.plain], training=training), torch.set_grad_enabled(training), values:
@@ -131,10 +131,12 @@ class ForwardRecord:
             except UsageError:
                 raise
             except Exception:
-                # Made numbers may fail the checks of the code that reads them.
-                if values.error is not None:
-                    raise values.error from None
-                raise
+                # Made numbers may fail the checks of the code that reads them, and NumPy takes no fake tensors. Behind
+                # all blocks the last stage alone runs this code, on the tensors that it has read so far.
+                if not recording.read_behind_all_blocks():
+                    if values.error is not None:
+                        raise values.error from None
+                    raise
             finally:
                 changed = untraced.undo()
         changed = [name for name in changed if name.rpartition(".")[0] in self.opened]
@@ -265,6 +267,8 @@ class _Recording(TorchDispatchMode):
         self.writes_inputs = False
         self.outdated: list[str] = []
         self.leaked = False
+        self._behind: set[BlockOutput] = set()
+        self._within: str | None = None
         self._sources: dict[int, set[BlockOutput]] = {}
         self._from: dict[int, set[str]] = {}
         self._alive: list[Tensor] = []
@@ -298,6 +302,7 @@ class _Recording(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout_rate(func, args, kwargs) != 0.0:
             self.drawn.append(func.overloadpacket.__name__)
         sources, parameters = self.sources(entering), self._parameters_of(entering)
+        self._behind |= sources
         if self._values.error is not None:
             # By other values the code may take another branch, and read any of these tensors.
             self.reads |= sources
@@ -374,6 +379,7 @@ class _Recording(TorchDispatchMode):
         """
         if self._values.error is not None:
             raise self._values.error
+        self._within = name
         reads, leaves = self.sources((args, kwargs)), tree_leaves((args, kwargs))
         self._look(leaves)
         self.read += sorted(self._parameters_of(leaves))
@@ -384,8 +390,23 @@ class _Recording(TorchDispatchMode):
             self._mark(tensor, {BlockOutput(len(self.calls), number)})
             self._returned[storage_key(tensor)] = BlockOutput(len(self.calls), number)
             self._pair(storage_key(tensor), {storage_key([*leaves, *tensors][index]) for index in same}, name)
+        self._behind = {BlockOutput(len(self.calls), number) for number in range(len(tensors))}
         self.calls.append(BlockCall(name, frozenset(reads), len(tensors)))
+        self._within = None
         return result
+
+    def read_behind_all_blocks(self) -> bool:
+        """Add the tensors that were read since the last block to ``reads``, if the forward was behind all blocks.
+
+        Returns:
+            Whether each block with parameters has been called, and no block was running.
+        """
+        called = {call.name for call in self.calls}
+        left = (block for name, block in self.dispatch.blocks.items() if name not in called)
+        if self._within or not called or any(next(block.parameters(), None) is not None for block in left):
+            return False
+        self.reads |= self._behind
+        return True
 
     def end(self, output: Any) -> Any:
         """Add the block outputs from which the model's output is computed to ``reads``, and return the output.

@@ -366,7 +366,7 @@ class _RecordedForward:
             return False
         known, wider = dict(self._numbered), {*opened, name}
         try:
-            self._record(wider)
+            self._record_opening(wider)
         except Exception:
             self._numbered = known
             return False
@@ -374,12 +374,16 @@ class _RecordedForward:
         return True
 
     def graph(self, opened: set[str]) -> fx.Graph:
+        self.record = self._record_opening(opened)
+        return self.record.graph()
+
+    def _record_opening(self, opened: set[str]) -> ForwardRecord:
+        """Record the forward; open blocks inside of which a module is called from outside."""
         while True:
             try:
-                self.record = self._record(opened)
-                return self.record.graph()
+                return self._record(opened)
             except ReadOutsideError as error:
-                # A module inside of a block is called from outside: its siblings become blocks, too.
+                # The siblings of such a module become blocks, too.
                 parts = error.name.split(".")[:-1]
                 above = [".".join(parts[:depth]) for depth in range(1, len(parts))]
                 inside = next((name for name in above if name not in opened), None)
@@ -402,10 +406,13 @@ class _RecordedForward:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a list or sequence of several modules of one class that have parts themselves."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+    """Return whether a module is a list or sequence of modules that have parts themselves, several of one class.
+
+    Layers of a hybrid model, such as Jamba, are of two classes: with attention, and with a state-space model.
+    """
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
-    return len({type(block) for block in module}) == 1 and next(module[0].children(), None) is not None
+    return len({type(block) for block in module}) < len(module) and all(list(block.children()) for block in module)
 
 
 def _find(
