@@ -40,9 +40,11 @@ def compiled(part: str, strategy: str) -> dict[str, Tensor]:
         def loss(model: Any, batch: Any) -> Any:
             return apart(model(batch[0]), batch[1])
 
+    called = torch.compile(model, backend="eager") if part == "wrapped" else model
+
     def body(batch: Any) -> None:
         optimizer.zero_grad()
-        run.backward(loss(model, batch))
+        run.backward(loss(called, batch))
         optimizer.step()
 
     if part == "model":
@@ -71,6 +73,7 @@ def plainly() -> dict[str, Tensor]:
         ("loss", "tensor:least=1"),
         ("targets", "tensor:least=1"),
         ("model", "tensor:least=1"),
+        ("wrapped", "sharded"),
         ("body", "mirrored"),
         ("targets", "pipeline"),
         ("body", "pipeline"),

@@ -104,15 +104,16 @@ class Memory(Loss):
 
 
 class Usual(Loss):
-    """A loss divided by a running mean."""
+    """A loss divided by a running mean of the steps before."""
 
     def __init__(self) -> None:
         self.mean = 1.0
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         loss = functional.cross_entropy(model(batch[0])[0], batch[1])
+        divided = loss / self.mean
         self.mean = 0.9 * self.mean + 0.1 * loss.item()
-        return loss / self.mean
+        return divided
 
 
 class Dictionary(Loss):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import ref
 
@@ -138,6 +139,7 @@ class KeptValues(LossWatch):
         self._empty = False
         self._others = OtherSteps(run, self._note_step)
         self._hooks: list[Any] = []
+        self._uncompiled = ExitStack()
 
     def begin_batch(self, watched: bool) -> bool:
         """Count a global batch as begun, and return whether this mode is to check its micro-batches. Not collective.
@@ -179,6 +181,9 @@ class KeptValues(LossWatch):
             self._before = {}
             self._numbers.make_plain()
             return False
+        if run.replica.sharded and run.context.reproducible and "torch._dynamo" in sys.modules:
+            # Code that is not compiled rounds otherwise.
+            return False
         self._plain.begin_watched(turn)
         parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
         return not has_compiled_code(parts, run.context)
@@ -188,7 +193,8 @@ class KeptValues(LossWatch):
 
         From then on the mode follows values of earlier steps' samples through calls of PyTorch. Where it needs them to
         recognise recurrent states, which it leaves out, it adds forward pre-hooks to the model's modules; ``ended``
-        removes the hooks. Not collective.
+        removes the hooks. Of a model that FSDP2 shards, code of ``torch.compile`` runs uncompiled until then. Not
+        collective.
 
         Args:
             micro_batch: the micro-batch, of which the number of samples is read.
@@ -203,10 +209,17 @@ class KeptValues(LossWatch):
         if None in self._before.values() or self._run.replica.sharded:
             hook = WatchHook(self._look)
             self._hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+        if self._run.replica.sharded and "torch._dynamo" in sys.modules:
+            # Dynamo would trace this mode in FSDP2's hooks, and parameters would be left without gradients.
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
         self.enter()
 
     def ended(self) -> None:
-        """Remove the forward pre-hooks that ``begin`` has added to the model's modules; ``end`` calls this."""
+        """Undo what ``begin`` has changed beside the mode, its forward pre-hooks and the stance of ``torch.compile``.
+
+        ``end`` calls this.
+        """
+        self._uncompiled.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
