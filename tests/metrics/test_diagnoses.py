@@ -261,6 +261,12 @@ def two_views(net: Any, batch: Any) -> Any:
     return torch.relu(1 + (own - near).square() - (own - near.roll(1, 0)).square()).mean()
 
 
+def gathered(net: Any, batch: Any) -> Any:
+    """Similarities with the outputs of all ranks, whose script knows that the loss mixes samples."""
+    outputs = net(batch)
+    return (outputs @ tutti.allgather(outputs).T).logsumexp(1).mean()
+
+
 def by_hand(loss: Any, **options: Any) -> None:
     run = prepare(None, **options)
     for batch in islice(run.microbatches(0), 8):
@@ -276,6 +282,7 @@ def centred(net: Any, batch: Any) -> Any:
 
 
 MIXING = {mean: False, counted: False, ignored: False, in_batch_negatives: True, variance: True, two_views: True}
+MIXING |= {gathered: False}
 
 
 @pytest.mark.parametrize(

@@ -533,3 +533,19 @@ class _ReduceScatter(torch.autograd.Function):
         return None, *grouped_allgather(
             [gradient * factor for gradient in gradients], _grad_name(name), process_set=process_set
         )
+
+
+_DIFFERENTIABLE = frozenset(
+    f"{each.__name__}Backward" for each in (_AllReduce, _AllGather, _Broadcast, _AllToAll, _ReduceScatter)
+)
+
+
+def is_collective_node(node: Any) -> bool:
+    """Return whether an autograd node is that of a collective of this module, whose backward is a collective, too.
+
+    A check that one rank makes alone must not differentiate through it: the other ranks would not take part.
+
+    Args:
+        node: the node, such as ``tutti.allgather(tensor).grad_fn``.
+    """
+    return node.name() in _DIFFERENTIABLE

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tutti.comm.collectives import is_collective_node
+from tutti.comm.current_session import collectives_refused
 from tutti.parallel.ddp.loss_shape import reads_statistic
+from tutti.parallel.ddp.output_graph import nodes_below
 
 _MOST = 1_000_000
 """Largest number of elements of the model's outputs, whose second derivatives take memory."""
+_NODES = 4096
+"""Most autograd nodes of a loss in which a collective is looked for (a guess)."""
 _SMALL = 1e-7
 
 
@@ -58,7 +63,8 @@ class MixingProbe:
         """Return whether a loss mixes samples: whether one sample's gradient depends on the model's outputs for others.
 
         True also where the model or the loss gives each sample a statistic of all, such as their mean. False where that
-        cannot be told, such as for functions without a second derivative. Ends the probe.
+        cannot be told, such as for functions without a second derivative, and for a loss that gathers over ranks, whose
+        script knows of their samples. Ends the probe.
 
         Args:
             loss: what the loss function returned, or what ``run.backward`` was given; if it is a tuple or list, its
@@ -70,8 +76,10 @@ class MixingProbe:
         size = sum(output.numel() for output in outputs)
         if not outputs or size > _MOST or not isinstance(total, Tensor) or not total.requires_grad:
             return False
-        # Not every function has a second derivative.
-        with suppress(Exception), torch.enable_grad():
+        if any(map(is_collective_node, nodes_below(total.grad_fn, lambda _: True, _NODES))):
+            return False
+        # Not every function has a second derivative, and a collective in the loss is none of this rank alone.
+        with suppress(Exception), collectives_refused(), torch.enable_grad():
             if _depends(total.sum(), outputs):
                 return True
         return reads_statistic(total.grad_fn, self._samples)

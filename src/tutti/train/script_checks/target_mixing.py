@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tutti.comm.current_session import collectives_refused
 from tutti.data.global_generators import own_generators
 from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
@@ -121,7 +122,7 @@ class TargetProbe(TorchFunctionMode):
         computed = id(next(iter(tree_leaves(loss)), None)) in self._known
         if not calls or not outputs or not computed or size > _MOST or drawn:
             return ""
-        with suppress(Exception), own_generators():
+        with suppress(Exception), own_generators(), collectives_refused():
             value, whole = self._again(calls, loss, self._batch_of(None), self._outputs)
             told = read_loss(loss, self._micro_batch)[0]
             if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False) or not whole.isfinite().all():
