@@ -219,6 +219,17 @@ def left_after_batches(model: nn.Module, optimizer: torch.optim.Optimizer, run: 
             break
 
 
+def halves_momentum(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    """Writes the optimizer's state in each body."""
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.9
+    for batch in run.microbatches(0):
+        body(model, optimizer, batch, run.backward)
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["momentum_buffer"].mul_(0.5)
+
+
 class Plain:
     """One device without tutti, with the methods that the loops call."""
 
@@ -252,6 +263,14 @@ def test_an_edit_in_every_nth_body_is_refused(loop: Callable[..., None]) -> None
     [(said, updates)] = worlds.run(1, looped, loop=loop, workers=2)
     assert "edits gradients in every n-th of its bodies" in said and "test_edits_by_bodies.py" in said
     assert updates == (loop is every_third_by_a_counter)
+
+
+def test_a_write_of_optimizer_state_in_each_of_several_bodies_is_refused() -> None:
+    [(said, updates)] = worlds.run(1, looped, loop=halves_momentum, workers=2)
+    assert "writes the state of an optimizer" in said and updates == 1
+    want = worlds.alone(looped, loop=halves_momentum, workers=0)
+    [got] = worlds.run(1, looped, loop=halves_momentum, workers=1)
+    assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
 @pytest.mark.parametrize(("loop", "read"), [(left_within_a_batch, False), (left_after_bodies, True)])

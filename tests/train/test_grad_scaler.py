@@ -57,6 +57,29 @@ def test_the_advised_loss_scale_trains_as_without_one() -> None:
     assert all(torch.allclose(value, found[name], atol=1e-6) for name, value in trained(None).items())
 
 
+def plain_backward(strategy: str) -> str:
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 3), torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, DATA, strategy=strategy, batch_size=12)
+    try:
+        for inputs, targets in run.microbatches(0):
+            scaler.scale(nn.functional.mse_loss(model(inputs), targets)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=1", "mirrored"])
+def test_a_scaler_and_a_plain_backward_are_refused_where_parameters_are_split(strategy: str) -> None:
+    for said in worlds.run(2, plain_backward, strategy=strategy):
+        assert ("run.backward(scaler.scale(loss))" in said) == (strategy != "mirrored"), said
+        assert not said or "test_grad_scaler.py:" in said
+
+
 def refused(strategy: str, unused: bool) -> str:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     try:

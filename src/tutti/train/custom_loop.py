@@ -388,6 +388,8 @@ class CustomLoop:
         """
         if self._state.micro_batch is None or not self._state.in_body:
             return nullcontext()
+        if not self._bodies.several:
+            self._bodies.check_scaler()
         return self._origin.plain_backward(loss, gradient, self._state.micro_batch)
 
     @contextmanager

@@ -10,6 +10,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.device import widest_float
@@ -17,7 +18,7 @@ from tutti.errors import UsageError, script_line
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import parameters
 from tutti.python_compat import LiveObjects
-from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version
+from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version, tree_leaves
 from tutti.train.script_checks.body_counters import counted_loss, edit_condition
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class BodyComparison:
         self._first: list[tuple[str, int]] | None = None
         self._settings: dict[int, str] = {}
         self._written: tuple[list[int], list[float] | None] = ([], None)
+        self._states: list[int] = []
         self._at_forward: list[bool] | None = None
         self._hooks_at_forward: list[int] | None = None
         self._hooked = False
@@ -85,7 +87,7 @@ class BodyComparison:
         """
         self._final, self._events, self._at_forward, self._hooks_at_forward = final, [], None, None
         if self.several:
-            self._written = self._values()
+            self._written, self._states = self._values(), self._versions_of_states()
             self._watch_forward()
             if self._first is None:
                 if self._compares_values() and (line := counted_loss()):
@@ -176,6 +178,22 @@ class BodyComparison:
                 self._check_settings()
         self._events.append((kind, index))
         self._at_forward = None
+
+    def check_scaler(self) -> None:
+        """Check, before a plain ``loss.backward()``, that no GradScaler needs the gradients that it leaves.
+
+        Raises:
+            UsageError: the optimizer has other parameters than the model, such as shards, which get their gradients
+                from ``run.backward`` or ``optimizer.step()``, and a scaler has scaled a loss.
+        """
+        if self._sync.gradient_at in ("rows", "shards") and any(map(has_scaled, _SCALERS.all())):
+            raise UsageError(
+                "torch.amp.GradScaler and loss.backward() cannot be combined with parameters that are split over ranks",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
+                why="the scaler looks for gradients of the optimizer's parameters, which are not reduced yet",
+                remedy="call run.backward(scaler.scale(loss)), or give tutti.prepare loss_scale='dynamic' in the"
+                " scaler's place",
+            )
 
     def _refuse_scaler(self) -> NoReturn:
         raise UsageError(
@@ -309,6 +327,13 @@ class BodyComparison:
             return versions, None
         return versions, [float(value.sum(dtype=widest_float(value.device))) for value in values]
 
+    def _versions_of_states(self) -> list[int]:
+        """Return versions of the tensors in the optimizers' states, in the global batches whose values are compared."""
+        if not self._compares_values():
+            return []
+        states = (state for optimizer in self._sync.optimizers for state in optimizer.state.values())
+        return [tensor_version(each) for state in states for each in tree_leaves(state) if isinstance(each, Tensor)]
+
     def _compares_values(self) -> bool:
         """Return whether parameters are compared by value, and schedulers by their number of steps."""
         return self._batches < _COMPARED or self._run.lifecycle.windows.is_open
@@ -324,6 +349,14 @@ class BodyComparison:
                 where=f"step {self._run.global_step + 1}",
                 why="micro-batches of one global batch must see the same parameters",
                 remedy="write them where run.stepped is true; or take as many workers as data ranks"
+                f" ({self._run.context.mesh.data_ranks}), and no micro_batch",
+            )
+        if self._versions_of_states() != self._states:
+            raise UsageError(
+                "the loop's body writes the state of an optimizer, with several micro-batches a rank",
+                where=f"step {self._run.global_step + 1}",
+                why="this rank runs the body several times a global batch, and would write it once for each",
+                remedy="write it where run.stepped is true; or take as many workers as data ranks"
                 f" ({self._run.context.mesh.data_ranks}), and no micro_batch",
             )
 
