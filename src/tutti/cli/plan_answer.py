@@ -22,6 +22,7 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.planning.task_or_script import TaskOrScript
 
 if TYPE_CHECKING:
+    from tutti.config.train_config import TrainConfig
     from tutti.planning.device_plan import DevicePlan, LostReason, TargetData
     from tutti.planning.plan_candidates import PlanCandidates
     from tutti.planning.run_evidence import RunEvidence
@@ -184,51 +185,27 @@ class PlanAnswer:
             UsageError: a figure is asked for, and matplotlib is not installed, or the file's name does not end in
                 ``.svg`` or ``.png``.
         """
-        from tutti.planning.device_plan import best_by_devices, cheapest_plan, find_knee, lost_reason, within_limits
-        from tutti.planning.plan_file import (
-            headline,
-            model_run,
-            plan_config,
-            plan_json,
-            rate_words,
-            write_plan,
-            write_plan_figure,
-        )
+        from tutti.planning.device_plan import best_by_devices, find_knee, lost_reason, within_limits
+        from tutti.planning.plan_file import headline, plan_json, write_plan_figure
 
         best = best_by_devices(self.plans)
         rows = {plan.devices: plan for plan in best}
         limited = self.asked.deadline is not None or self.asked.budget is not None
         able = [p for p in self.plans if within_limits(p, self.asked.deadline, self.asked.budget)]
         fastest = min(able, key=lambda plan: plan.seconds, default=None)
-        knee, cheapest = find_knee(best), cheapest_plan(self.plans)
-        marked = {"knee": knee, "cheapest": cheapest, "fastest within the limits" if limited else "fastest": fastest}
         place = {id(plan): number for number, plan in enumerate(self.plans)}
-        marks: dict[int, list[str]] = {}
-        for name, plan in marked.items():
-            if plan is not None:
-                marks.setdefault(place[id(plan)], []).append(name)
+        marks = self._marks(best, fastest, place)
         losers = [plan for row in _runners_up(self.plans, best) for plan in row]
         shown = self.plans if as_json else losers
         reasons = {place[id(p)]: lost_reason(p, rows[p.devices]) for p in shown if p is not rows[p.devices]}
-        chosen = fastest if limited else knee or best[0]
+        chosen = fastest if limited else find_knee(best) or best[0]
         text = headline(best, self._aim(), fastest if limited else None) if chosen is not None else self._missed(best)
         rate: dict[str, Any] | None = None
         if chosen is not None and isinstance(self.target, TrainingTarget) and not self.subject.script:
-            near = model_run(chosen, runs)
-            config = plan_config(chosen, base, self.target, near)
-            words = rate_words(config, near)
-            value = config.optimizer_choice.options.lr * config.lr_rule.factor(config.batch_size)
-            rate = {"value": value, "lr_scale": config.lr_scale, "text": words}
+            config, rate = _planned_rate(chosen, base, self.target, runs)
             if out is not None:
-                few = {place[id(plan)] for plan in (*best, *losers)} | marks.keys()
-                at = {number: row for row, number in enumerate(sorted(few))}
-                rendered = plan_json(
-                    [self.plans[number] for number in at],
-                    {at[number]: reason for number, reason in reasons.items() if number in at},
-                    {at[number]: names for number, names in marks.items()},
-                )
-                facts = {**self._json(text, rendered, at[place[id(chosen)]]), "learning_rate": rate}
-                write_plan(config, self.subject.text, facts, out)
+                few = sorted({place[id(plan)] for plan in (*best, *losers)} | marks.keys())
+                self._write(config, text, rate, few, place[id(chosen)], reasons, marks, out)
         if figure is not None:
             write_plan_figure(best, f"{self.subject.text}: {self._aim()}", figure)
         if as_json:
@@ -246,6 +223,60 @@ class PlanAnswer:
                 if path is not None:
                     print(f"wrote {path}")
         return ExitCode.DONE if chosen is not None else ExitCode.THRESHOLD
+
+    def _marks(
+        self, best: Sequence[DevicePlan], fastest: DevicePlan | None, place: dict[int, int]
+    ) -> dict[int, list[str]]:
+        """Return words such as ``knee`` and ``cheapest`` by a plan's index in ``plans``.
+
+        Args:
+            best: the fastest plan of each number of devices.
+            fastest: the fastest plan within the limits; None for none.
+            place: index by the plan's id.
+        """
+        from tutti.planning.device_plan import cheapest_plan, find_knee
+
+        limited = self.asked.deadline is not None or self.asked.budget is not None
+        name = "fastest within the limits" if limited else "fastest"
+        marks: dict[int, list[str]] = {}
+        for word, plan in {"knee": find_knee(best), "cheapest": cheapest_plan(self.plans), name: fastest}.items():
+            if plan is not None:
+                marks.setdefault(place[id(plan)], []).append(word)
+        return marks
+
+    def _write(
+        self,
+        config: TrainConfig,
+        text: str,
+        rate: dict[str, Any],
+        few: Sequence[int],
+        chosen: int,
+        reasons: dict[int, LostReason],
+        marks: dict[int, list[str]],
+        out: Path,
+    ) -> None:
+        """Write the plan file, with a few of the plans: the chosen one and its runners-up.
+
+        Args:
+            config: options of the planned run.
+            text: the headline.
+            rate: its learning rate, and the rule in words.
+            few: indices of the plans in the file, rising.
+            chosen: index of the chosen plan; as those of ``reasons`` and ``marks`` in ``plans``.
+            reasons: why plans lost.
+            marks: words such as ``knee``.
+            out: the file.
+        """
+        from tutti.planning.plan_file import plan_json, write_plan
+
+        at = {number: row for row, number in enumerate(few)}
+        rendered = plan_json(
+            [self.plans[number] for number in few],
+            {at[number]: reason for number, reason in reasons.items() if number in at},
+            {at[number]: names for number, names in marks.items()},
+        )
+        facts = {**self._json(text, rendered, at[chosen]), "learning_rate": rate}
+        write_plan(config, self.subject.text, facts, out)
 
     def _aim(self) -> str:
         """Return the target, or the length of training, in words."""
@@ -374,6 +405,18 @@ class PlanAnswer:
         if self.asked.price is not None:
             print(f"price     {self.asked.price:g} a device and hour, stated for {self.asked.price_date}")
         print(f"time      {_time_words(best)}")
+
+
+def _planned_rate(
+    plan: DevicePlan, base: PlannedRun, target: TrainingTarget, runs: Sequence[RunEvidence]
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """Return the configuration of a plan's run, and its learning rate with the rule in words."""
+    from tutti.planning.plan_file import model_run, plan_config, rate_words
+
+    near = model_run(plan, runs)
+    config = plan_config(plan, base, target, near)
+    value = config.optimizer_choice.options.lr * config.lr_rule.factor(config.batch_size)
+    return config, {"value": value, "lr_scale": config.lr_scale, "text": rate_words(config, near)}
 
 
 def _time_words(best: Sequence[DevicePlan]) -> str:

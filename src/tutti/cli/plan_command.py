@@ -152,60 +152,106 @@ def plan_devices(
     _check_sources(named, runs, recipe, machine)
 
     from tutti.planning.device_plan import device_plans
-    from tutti.planning.plan_candidates import measured_steps, step_key
     from tutti.planning.run_evidence import find_runs, other_time, read_evidence, usable_runs
 
     evidence, notes = usable_runs([read_evidence(path) for path in find_runs(runs)], task)
-    goal: TrainingTarget | Duration
-    loaded = named.load_script() if recipe is None else None
-    if loaded is not None:
-        goal = stated_length or Duration(named.script_epochs(), "ep")
-        asked, data = _to_length(goal, loaded, asked, notes)
-    else:
-        goal, data = _to_target(evidence, recipe, known, task, notes)
-        if recipe is not None and known is None and not named.script:
-            _check_known(goal, f"--recipe {recipe}", task)
-        loaded = named.load_script()
+    goal, asked, data, loaded = _goal(named, evidence, recipe, known, stated_length, asked, notes)
     base = _base(evidence, precision, None if loaded is None else loaded.options)
     batches = _batches(data, asked.batches)
     until = f"{goal.metric.name}={goal.value:g}" if isinstance(goal, TrainingTarget) else "NAME=VALUE"
-    command = f"tutti train {task} --until {until}"
-    steps = _steps_of_runs(evidence, strategy, batches, max_devices, command)
-    costs = None
-    here = evidence
+    steps = _steps_of_runs(evidence, strategy, batches, max_devices, f"tutti train {task} --until {until}")
+    search: Callable[[list[PlannedStep]], PlanCandidates] = _planned_alone
+    costs, here = None, evidence
     if machine is None:
         notes.append("only the devices and batches of the runs are planned without --machine")
-    search: Callable[[list[PlannedStep]], PlanCandidates] = _planned_alone
-    if machine is not None:
-        from tutti.planning.machine_choice import open_machine
-
-        costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
-        if loaded is not None:
-            costs.rests.append(SCRIPT_TRACED)
-        here = _of_machine(evidence, costs, base.precision)
-        if len(here) < len(evidence):
-            others = counted(len(evidence) - len(here), "run")
-            notes.append(f"steps of {others} are not used, trained on another machine or precision")
-            kept = {step_key(s) for s in measured_steps(here)}
-            steps = [s for s in steps if step_key(s) in kept]
+    else:
+        costs = _costs(machine, base, devices_per_node, network, loaded)
+        here, steps = _on_machine(evidence, steps, costs, base, notes)
     data = data.with_other(other_time(here, base))
     if costs is not None:
-        subject = task if loaded is None else loaded.task
-        search = _searcher(subject, base, costs, data, asked, batches, strategy, steps)
+        search = _searcher(loaded.task if loaded else task, base, costs, data, asked, batches, strategy, steps)
         if asked.device_memory is None:
             notes.append("memory is not checked, and recomputation not tried, without --device-memory")
-    found = search(steps)
-    _check_found(found)
-    plans = device_plans(found.steps, data, asked.price)
-    answer = PlanAnswer(named, goal, plans, found, notes, data, asked, loaded)
+
+    def answered(known: list[PlannedStep]) -> PlanAnswer:
+        found = search(known)
+        _check_found(found)
+        return PlanAnswer(named, goal, device_plans(found.steps, data, asked.price), found, notes, data, asked, loaded)
+
+    answer = answered(steps)
     if verify:
         verifier = PlanVerifier(answer, base, evidence, costs, loaded)
         verifier.check()
-        verified = verifier.verify()
-        known_steps = {**{step_key(s): s for s in steps}, **{step_key(s): s for s in verified}}
-        found = search([*known_steps.values()])
-        answer = replace(answer, plans=device_plans(found.steps, data, asked.price), found=found)
+        answer = answered(_replaced(steps, verifier.verify()))
     return answer.show(base, evidence, out, figure, as_json)
+
+
+def _goal(
+    named: TaskOrScript,
+    evidence: Sequence[RunEvidence],
+    recipe: Path | None,
+    known: TrainingTarget | None,
+    length: Duration | None,
+    asked: PlanLimits,
+    notes: list[str],
+) -> tuple[TrainingTarget | Duration, PlanLimits, TargetData, ScriptTask | None]:
+    """Return when training ends, the limits of the plans, the samples until then, and the script; None for a task.
+
+    Args:
+        named: the task or script.
+        evidence: the runs.
+        recipe: file of ``tutti noise``; None for none.
+        known: the target of ``--target``.
+        length: of ``--length``, for a script; None for the epochs that it trains.
+        asked: limits of the plans.
+        notes: appended to.
+    """
+    loaded = named.load_script() if recipe is None else None
+    if loaded is not None:
+        end = length or Duration(named.script_epochs(), "ep")
+        return end, *_to_length(end, loaded, asked, notes), loaded
+    goal, data = _to_target(evidence, recipe, known, named.text, notes)
+    if recipe is not None and known is None and not named.script:
+        _check_known(goal, f"--recipe {recipe}", named.text)
+    return goal, asked, data, named.load_script()
+
+
+def _costs(
+    machine: str, base: PlannedRun, devices_per_node: int | None, network: str | None, loaded: ScriptTask | None
+) -> StepCosts:
+    """Return the prices of the machine of ``--machine``."""
+    from tutti.planning.machine_choice import open_machine
+
+    costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
+    if loaded is not None:
+        costs.rests.append(SCRIPT_TRACED)
+    return costs
+
+
+def _on_machine(
+    evidence: Sequence[RunEvidence],
+    steps: list[PlannedStep],
+    costs: StepCosts,
+    base: PlannedRun,
+    notes: list[str],
+) -> tuple[list[RunEvidence], list[PlannedStep]]:
+    """Return the runs that were trained on the planned machine, and those of the measured steps that are theirs."""
+    from tutti.planning.plan_candidates import measured_steps, step_key
+
+    here = _of_machine(evidence, costs, base.precision)
+    if len(here) == len(evidence):
+        return here, steps
+    others = counted(len(evidence) - len(here), "run")
+    notes.append(f"steps of {others} are not used, trained on another machine or precision")
+    kept = {step_key(s) for s in measured_steps(here)}
+    return here, [s for s in steps if step_key(s) in kept]
+
+
+def _replaced(steps: Sequence[PlannedStep], newer: Sequence[PlannedStep]) -> list[PlannedStep]:
+    """Return measured steps, of each plan the newer one."""
+    from tutti.planning.plan_candidates import step_key
+
+    return list({step_key(step): step for step in (*steps, *newer)}.values())
 
 
 def _check_known(target: TrainingTarget, option: str, task: str) -> None:
