@@ -116,11 +116,12 @@ def exported(folder: Path, file: str, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a task of the user's own and a run ``first`` of it, on three devices."""
+    """A folder with a task of the user's own, a run ``first`` of it on three devices, and one without checkpoints."""
     here = tmp_path_factory.mktemp("user")
     (here / "net.py").write_text(NET, encoding="utf-8")
     (here / "own.py").write_text(TASK, encoding="utf-8")
     train(here, "first", "--devices", "3", "--steps", "14", "--ema", "0.9:warmup", "--keep-best", "accuracy")
+    (here / "bare" / "checkpoints").mkdir(parents=True)
     return here
 
 
@@ -192,7 +193,8 @@ REFUSED = {
     "export gone": (2, "there is no run with checkpoints (gone)"),
     "export first --step 7": (2, "there is no checkpoint of step 7"),
     "export first --step last": (2, "--step is 'last'"),
-    "export first --step best:nothing:max": (4, "none was evaluated so"),
+    "export first --step best:nothing:max": (4, "none was evaluated so. Take --step newest"),
+    "export bare": (4, "none was saved. Give another run; --checkpoint-every saves while"),
     "export first -o first": (2, "the file exists already (first)"),
     "export first -o net.py": (2, "Choose another -o, or add --overwrite"),
     "export first -o gone/x": (8, "the weights could not be written (gone/x): No such file"),

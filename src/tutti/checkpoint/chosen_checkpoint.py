@@ -56,8 +56,11 @@ def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Mani
     for text in broken:
         warn(f"ignored: {text}")
     if manifest is None:
-        why = "none can be trusted" if broken else "none was saved" if step == "newest" else "none was evaluated so"
-        raise CheckpointError("there is no such checkpoint", where=str(folder), why=why)
+        why, remedy = "none was evaluated so", "take --step newest, or train with --eval-every and --keep-best"
+        if broken or step == "newest":
+            why = "none can be trusted" if broken else "none was saved"
+            remedy = "give another run; --checkpoint-every saves while a run trains, and not at its end alone"
+        raise CheckpointError("there is no such checkpoint", where=str(folder), why=why, remedy=remedy)
     return manifest
 
 
