@@ -32,7 +32,7 @@ CALLS = (
 METHODS = ("__enter__", "addHandler")
 """Methods whose calls are effects, whatever their object: a function mode may stay entered."""
 
-ASSIGNED = ("os.environ", "sys.excepthook", "sys.stderr", "sys.stdout", "threading.excepthook")
+ASSIGNED = ("os.environ", "sys.excepthook", "sys.stderr", "sys.stdout", "threading.excepthook", "torch.save")
 
 LISTED = {
     "tutti.config.verbosity": ("a handler of the logger `tutti`",),
@@ -60,6 +60,7 @@ LISTED = {
     "tutti.train.metric_loggers": ("an exit handler of each logger",),
     "tutti.train.preemption": ("`run.stopping()`",),
     "tutti.train.prepare": ("`torch.set_num_threads(1)`",),
+    "tutti.train.script_checks.followed_numbers": ("`torch.save` writes these numbers as plain ones",),
     "tutti.train.script_checks.entered_mode": (
         "a function mode follows values from batches to losses",
         "another one follows them to the step of an optimizer",

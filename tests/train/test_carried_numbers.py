@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import weakref
@@ -214,6 +215,40 @@ def kept_in_a_file() -> Any:
 def test_numbers_that_a_script_keeps_are_plain_once_they_are_not_followed() -> None:
     [(found, kinds)] = worlds.run(1, kept_in_a_file)
     assert kinds == {float} and len(found["losses"]) == 8
+
+
+def saved_while_followed() -> list[Any]:
+    """Save losses in bodies and at the ends of epochs, and return what ``torch.load`` finds beside what was saved."""
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, dataset(), workers=WORKERS, batch_size=12, seed=0)
+    losses, found = list[float](), list[Any]()
+
+    def save(**values: Any) -> None:
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), **values}, file)
+        file.seek(0)
+        read = torch.load(file)
+        found.append(({name: read[name] for name in values}, values))
+
+    for epoch in range(2):
+        for inputs, targets in run.microbatches(epoch):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(inputs), targets)
+            run.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            if run.stepped:
+                save(loss=loss.item(), best=(epoch, min(losses)), log=[{"mean": sum(losses) / len(losses)}])
+        save(loss=loss.item(), log=list(losses))
+    return [(read, {name: copy.deepcopy(each) for name, each in values.items()}) for read, values in found]
+
+
+def test_a_file_saved_in_a_step_that_is_watched_has_plain_numbers() -> None:
+    [found] = worlds.run(1, saved_while_followed)
+    assert len(found) > 4 and all(read == values for read, values in found)
+    assert {type(read["loss"]) for read, _ in found} == {float}
 
 
 _SCHEDULE = {"calls": 0}

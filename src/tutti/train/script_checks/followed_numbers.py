@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType
 from typing import Any
+
+import torch
 
 _FEW = 200
 """Most objects whose containers Python looks for by itself."""
@@ -78,6 +81,7 @@ class FollowedNumbers:
         kind = kinds.get(type(value))
         if kind is None:
             return value
+        _save_plain_numbers()
         number = kind(value)
         number.origins, number.group = origins, self
         self._made.append(number)
@@ -87,14 +91,44 @@ class FollowedNumbers:
         """Replace followed numbers that a script keeps in lists, dicts, objects and closures by plain floats and ints.
 
         To be called once the origins of numbers are no longer needed, so that files of ``torch.save`` hold floats:
-        ``torch.load(weights_only=True)`` accepts no other class. Local variables, and tuples that are not elements of
-        such containers, keep the followed numbers. Looks at all containers of the process, which takes tenths of a
-        second; does nothing if ``follow`` has made no number since the previous call.
+        ``torch.load(weights_only=True)`` accepts no other class; until then ``torch.save`` replaces them itself. Local
+        variables, and tuples that are not elements of such containers, keep the followed numbers. Looks at all
+        containers of the process, which takes tenths of a second; does nothing if ``follow`` has made no number since
+        the previous call.
         """
         if not self._made:
             return
         made, self._made = self._made, []
         _replace(made, [_plain(number) for number in made], depth=3)
+
+
+@functools.cache
+def _save_plain_numbers() -> None:
+    """Make ``torch.save`` of this process write followed numbers as floats and ints: see ``make_plain``."""
+    inner = torch.save
+
+    @functools.wraps(inner)
+    def save(obj: object, *args: Any, **named: Any) -> None:
+        inner(_without_origins(obj), *args, **named)
+
+    torch.save = torch.serialization.save = save
+
+
+def _without_origins(value: Any, within: frozenset[int] = frozenset()) -> Any:
+    """Return a value with plain numbers in place of followed ones in lists, tuples and dicts; itself if it has none.
+
+    Args:
+        value: any object; it stays as it is.
+        within: ids of the containers that it is in.
+    """
+    if type(value) not in (list, tuple, dict, OrderedDict) or id(value) in within:
+        return _plain(value)
+    within |= {id(value)}
+    old = list(value.values()) if isinstance(value, dict) else value
+    new = [_without_origins(each, within) for each in old]
+    if all(map(operator.is_, old, new)):
+        return value
+    return type(value)(zip(value, new, strict=True) if isinstance(value, dict) else new)
 
 
 def _plain(value: Any) -> Any:
