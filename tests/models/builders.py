@@ -5,8 +5,9 @@ No weights are downloaded.
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
@@ -15,9 +16,11 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 WORDS, LENGTH, CLASSES, SAMPLES = 40, 8, 5, 13
+IMAGE = 3
+"""The token in whose place a model of images and text reads a part of an image; no word of a text."""
 SIZES = {
     "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": WORDS,
     "max_position_embeddings": 16,
@@ -26,6 +29,8 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = {**SIZES, "num_key_value_heads": 3, **TOKENS}
 FEW = ("mirrored", "sharded", "tensor", "pipeline, 1f1b")
 """Strategies of a further architecture."""
+LEFT_OUT = "left out"
+"""Value of an option of ``SIZES`` that a configuration does not take."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,9 @@ class Entry:
         build: makes it; parameters follow from PyTorch's seed.
         data: kind of its samples, of those of ``zoo.Samples``.
         by_batch: its loss depends on which samples share a micro-batch (batch norm, contrastive losses), so that a
-            plain loop over logical workers is its reference.
+            plain loop over logical workers, which weights samples equally, is its reference.
         strategies: under which it runs, in one form of loss; none for all strategies and forms.
+        loss: its loss function, where the loss is not ``model(**batch).loss``.
     """
 
     package: str
@@ -46,6 +52,7 @@ class Entry:
     data: str
     by_batch: bool = False
     strategies: tuple[str, ...] = ()
+    loss: Callable[[Any, Mapping[str, Tensor]], Any] | None = None
 
     @property
     def installed(self) -> bool:
@@ -54,9 +61,9 @@ class Entry:
     @property
     def forms(self) -> tuple[str, ...]:
         """How its loss may be computed: see ``loss_fn``."""
-        text = self.data in ("causal", "masked", "sequences")
+        text = self.data in ("causal", "masked", "sequences", "looks", "frames", "patches")
         if self.strategies:
-            return ("mean",) if self.package == "timm" else ("padded",) if text else ("own",)
+            return ("mean",) if self.package == "timm" else ("padded",) if text and not self.by_batch else ("own",)
         if self.package == "timm":
             return ("mean", "counted")
         return ("own", "padded", "counted") if text else ("own",)
@@ -80,6 +87,41 @@ def timm(name: str, **options: Any) -> Callable[[], nn.Module]:
         return create_model(name, num_classes=CLASSES, **options)  # type: ignore[no-any-return]
 
     return build
+
+
+def causal(model: str, **options: Any) -> Entry:
+    config = model.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+    return entry(model, options.pop("config", config), "causal", **options)
+
+
+def masked(name: str, **options: Any) -> Entry:
+    given = {**SIZES, **TOKENS, **options}
+    return entry(f"{name}ForMaskedLM", f"{name}Config", "masked", **{k: v for k, v in given.items() if v != LEFT_OUT})
+
+
+def sequences(name: str, **options: Any) -> Entry:
+    return entry(f"{name}ForConditionalGeneration", f"{name}Config", "sequences", **options)
+
+
+def images(name: str, data: str = "images", *, by_batch: bool = False, **options: Any) -> Entry:
+    return entry(f"{name}ForImageClassification", f"{name}Config", data, by_batch=by_batch, **options)
+
+
+def entry(model: str, config: str, data: str, *, by_batch: bool = False, **options: Any) -> Entry:
+    return Entry("transformers", hf(model, config, **options), data, by_batch, FEW)
+
+
+def timm_entry(name: str, data: str = "photos", *, by_batch: bool = False, **options: Any) -> Entry:
+    return Entry("timm", timm(name, **options), data, by_batch, FEW)
+
+
+def timm_class(module: str, name: str, *, by_batch: bool = False, **options: Any) -> Entry:
+    def build() -> nn.Module:
+        with without_torchvision():
+            models = importlib.import_module(f"timm.models.{module}")
+        return getattr(models, name)(num_classes=CLASSES, **options)  # type: ignore[no-any-return]
+
+    return Entry("timm", build, "photos", by_batch, FEW)
 
 
 @contextmanager

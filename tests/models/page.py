@@ -12,16 +12,15 @@ from typing import Any
 
 from tests.models import harness, zoo
 from tests.models.builders import FEW
-from tests.models.further_models import FURTHER
 
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "results"
 HEAD = """# Models of other libraries
 
-This page says with which models of transformers, timm and peft each strategy gives the result of plain PyTorch. The
-models are tiny and built from configurations, in float64, without dropout. Each trains for one epoch in batches with
-uneven micro-batches, by its own loss (`model(**batch).loss`) or a loss function, without and with padding. `=` means
-the parameters of plain PyTorch on the global batches to 1e-10 (for batch norm and contrastive losses, and for
+This page says with which models of transformers, timm, peft and diffusers each strategy gives the result of plain
+PyTorch. The models are tiny and built from configurations, in float64, without dropout. Each trains for one epoch in
+batches with uneven micro-batches, by its own loss (`model(**batch).loss`) or a loss function, without and with padding.
+`=` means the parameters of plain PyTorch on the global batches to 1e-10 (for batch norm and contrastive losses, and for
 `local_sgd`, those of a loop that plays the logical workers one after the other).
 
 An example, with a model built from a configuration:
@@ -51,10 +50,10 @@ for epoch in range(4):
         print(f"epoch {epoch}: loss {run.stats.loss:.3f}")
 ```
 
-The models are in `tests/models/`; `make models` runs all cases and writes this page. It needs `transformers`, `timm`
-and `peft`, which the extra `models` installs. timm brings torchvision along. Where PyTorch is the build for CPUs,
-install the torchvision of the same build first, or leave it out (`pip install --no-deps timm`): the build for GPUs does
-not load there, and `import transformers` then fails.
+The models are in `tests/models/`; `make models` runs all cases and writes this page. It needs `transformers`, `timm`,
+`peft` and `diffusers`, which the extra `models` installs, with `scipy` for the losses of detectors. timm brings
+torchvision along. Where PyTorch is the build for CPUs, install the torchvision of the same build first, or leave it out
+(`pip install --no-deps timm`): the build for GPUs does not load there, and `import transformers` then fails.
 """
 SIGNS = {"equal": "=", "refused": "refused", "wrong": "**wrong**"}
 
@@ -81,7 +80,7 @@ def table(records: Sequence[Path]) -> str:
     text = [HEAD, f"{len(lines)} of {whole} cases, run {day}. An empty cell has not been run.", ""]
     text += _rows([name for name, entry in zoo.MODELS.items() if not entry.strategies], list(harness.STRATEGIES), lines)
     text += ["", "Further architectures, in one form of loss; `tensor` and `pipeline` on two and three devices:", ""]
-    text += _rows(list(FURTHER), list(FEW), lines)
+    text += _rows([name for name, entry in zoo.MODELS.items() if entry.strategies], list(FEW), lines)
     text += ["", "Refused:", ""] if harness.REFUSED else []
     text += [f"- {model} under {strategies}: {why}." for model, _, strategies, why in harness.REFUSED]
     versions = sorted({line["version"] for line in lines if "version" in line})

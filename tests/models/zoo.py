@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,33 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from tests.models.builders import CLASSES, GROUPED, LENGTH, SAMPLES, SIZES, TOKENS, WORDS, Entry, hf, timm
+from tests.models.builders import (
+    CLASSES,
+    FEW,
+    GROUPED,
+    IMAGE,
+    LENGTH,
+    SAMPLES,
+    SIZES,
+    TOKENS,
+    WORDS,
+    Entry,
+    hf,
+    timm,
+)  # fmt: skip
 from tests.models.further_models import FURTHER
+from tests.models.recent_models import RECENT
 
 
-def _lora() -> nn.Module:
-    import peft
+def _adapted(base: str, data: str, config: str = "LoraConfig", **options: Any) -> Entry:
+    """A model of the table with adapters of peft, which alone are trained."""
 
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(MODELS["Llama"].build(), config)  # type: ignore[arg-type]
+    def build() -> nn.Module:
+        import peft
+
+        return peft.get_peft_model(MODELS[base].build(), getattr(peft, config)(**options))  # type: ignore[arg-type]
+
+    return Entry("peft", build, data, strategies=FEW)
 
 
 MODELS: Mapping[str, Entry] = {
@@ -65,7 +84,10 @@ MODELS: Mapping[str, Entry] = {
              experts_implementation="eager", **GROUPED),
         "causal",
     ),
-    "Llama with LoRA": Entry("peft", _lora, "causal"),
+    "Llama with LoRA": replace(
+        _adapted("Llama", "causal", r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False),
+        strategies=(),
+    ),
     "BERT": Entry("transformers", hf("BertForMaskedLM", "BertConfig", **SIZES, **TOKENS), "masked"),
     "RoBERTa": Entry("transformers", hf("RobertaForMaskedLM", "RobertaConfig", **SIZES, **TOKENS), "masked"),
     "DistilBERT": Entry(
@@ -140,6 +162,37 @@ MODELS: Mapping[str, Entry] = {
         "timm", timm("test_efficientnet"), "photos", by_batch=True
     ),
     **FURTHER,
+    **RECENT,
+    "GPT-2 with LoRA": _adapted(
+        "GPT-2", "causal", r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False
+    ),
+    "BERT with LoRA": _adapted("BERT", "masked", r=4, target_modules=["query", "value"], init_lora_weights=False),
+    "T5 with LoRA": _adapted("T5", "sequences", r=4, target_modules=["q", "v", "wo"], init_lora_weights=False),
+    "ViT with LoRA": _adapted(
+        "ViT", "images", r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"],
+        init_lora_weights=False,
+    ),
+    "Mixtral with LoRA": _adapted(
+        "Mixtral", "causal", r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False
+    ),
+    "Qwen3 with DoRA": _adapted(
+        "Qwen3", "causal", r=4, use_dora=True, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    ),
+    "Llama with rank-stabilised LoRA of embeddings": _adapted(
+        "Llama", "causal", r=4, use_rslora=True, target_modules=["embed_tokens", "o_proj", "lm_head"],
+        init_lora_weights=False,
+    ),
+    "Llama with IA3": _adapted(
+        "Llama", "causal", "IA3Config", target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"], init_ia3_weights=False,
+    ),
+    "Llama with prompt tuning": _adapted(
+        "Llama", "causal", "PromptTuningConfig", num_virtual_tokens=3, task_type="CAUSAL_LM"
+    ),
+    "Llama with prefix tuning": _adapted(
+        "Llama", "causal", "PrefixTuningConfig", num_virtual_tokens=3, task_type="CAUSAL_LM"
+    ),
+    "LLaVA with LoRA": _adapted("LLaVA", "looks", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
 }  # fmt: skip
 
 
@@ -198,6 +251,20 @@ class Samples(Dataset[dict[str, Tensor]]):
         text = {"input_ids": words * mask, "attention_mask": mask}
         noise = torch.randn(SAMPLES, 400, generator=draw, dtype=torch.float64)
         series, time = noise[:, :14], torch.arange(14, dtype=torch.float64).expand(SAMPLES, 14) / 14
+        # Four parts of an image stand before the words.
+        parts = torch.full((SAMPLES, 4), IMAGE)
+        seen = {
+            "input_ids": torch.cat([parts, words.clamp(min=IMAGE + 1) * mask], 1),
+            "attention_mask": torch.cat([torch.ones_like(parts), mask], 1),
+            "labels": torch.cat([torch.full_like(parts, -100), words.masked_fill(mask == 0, -100)], 1),
+        }
+        corners = torch.rand(SAMPLES, 2, 3, 2, generator=draw, dtype=torch.float64)
+        denoised = {
+            "sample": images,
+            "timestep": torch.randint(0, 100, (SAMPLES,), generator=draw),
+            "noise": torch.randn(SAMPLES, 3, 8, 8, generator=draw, dtype=torch.float64),
+        }
+        texts = noise[:, : LENGTH * 12].reshape(SAMPLES, LENGTH, 12)
         self._columns: dict[str, Tensor] = {
             "classes": {**text, "labels": classes},
             "waves": {"input_values": noise, "labels": labels[:, :4]},
@@ -205,6 +272,38 @@ class Samples(Dataset[dict[str, Tensor]]):
             "captions": {"pixel_values": images, "labels": words},
             "told": {**text, "pixel_values": images, "labels": words},
             "maps": {"pixel_values": photos, "labels": labels[:, :1, None].expand(-1, 40, 40) % CLASSES},
+            "looks": {**seen, "pixel_values": images},
+            "frames": {**seen, "pixel_values": images[:, None]},
+            "patches": {
+                **seen,
+                "pixel_values": functional.interpolate(images, 16).reshape(SAMPLES, 16, 48).repeat(1, 1, 2),
+                "image_grid_thw": torch.tensor([1, 4, 4]).expand(SAMPLES, 3),
+                "mm_token_type_ids": (seen["input_ids"] == IMAGE).long(),
+            },
+            "boxes": {
+                "pixel_values": photos,
+                "class_labels": labels[:, :3] % CLASSES,
+                "boxes": torch.cat([0.3 + corners[:, 0] * 0.4, 0.1 + corners[:, 1] * 0.3], 2),
+            },
+            "segments": {
+                "pixel_values": photos,
+                "class_labels": torch.arange(3).expand(SAMPLES, 3),
+                "mask_labels": (functional.interpolate(images, 40) > 0.3).double(),
+            },
+            "heard": {"input_values": noise.repeat(1, 4), "labels": labels},
+            "denoised": denoised,
+            "denoised by text": {**denoised, "encoder_hidden_states": texts},
+            "denoised by class": {
+                "hidden_states": images,
+                **{key: denoised[key] for key in ("timestep", "noise")},
+                "class_labels": classes,
+            },
+            "denoised by two texts": {
+                "hidden_states": images,
+                **{key: denoised[key] for key in ("timestep", "noise")},
+                "encoder_hidden_states": texts,
+                "pooled_projections": texts[:, 0],
+            },
             "series": {
                 "past_values": series[:, :10],
                 "past_time_features": time[:, :10, None],
@@ -269,4 +368,6 @@ def loss_fn(name: str, form: str) -> Callable[[Any, Mapping[str, Tensor]], Any]:
         total = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
         return total, (labels != -100).sum()
 
+    if entry.loss is not None:
+        return entry.loss
     return image if entry.package == "timm" else counted if form == "counted" else own
