@@ -7,6 +7,7 @@ the same backward and optimizer calls in the same order, see the same parameters
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -328,11 +329,16 @@ class BodyComparison:
         return versions, [float(value.sum(dtype=widest_float(value.device))) for value in values]
 
     def _versions_of_states(self) -> list[int]:
-        """Return versions of the tensors in the optimizers' states, in the global batches whose values are compared."""
-        if not self._compares_values():
-            return []
-        states = (state for optimizer in self._sync.optimizers for state in optimizer.state.values())
-        return [tensor_version(each) for state in states for each in tree_leaves(state) if isinstance(each, Tensor)]
+        """Return versions of the tensors in the optimizers' states, in the global batches whose values are compared.
+
+        Nothing where the state is elsewhere, and refused to the script.
+        """
+        found: list[int] = []
+        with suppress(UsageError):
+            for optimizer in self._sync.optimizers if self._compares_values() else ():
+                leaves = (leaf for state in optimizer.state.values() for leaf in tree_leaves(state))
+                found += [tensor_version(each) for each in leaves if isinstance(each, Tensor)]
+        return found
 
     def _compares_values(self) -> bool:
         """Return whether parameters are compared by value, and schedulers by their number of steps."""
