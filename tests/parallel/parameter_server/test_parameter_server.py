@@ -337,6 +337,25 @@ def test_a_setting_that_the_optimizer_itself_changes_is_refused(strategy: str) -
     worlds.run(2, estimating, strategy=strategy)
 
 
+class Demanding(torch.optim.SGD):
+    """Its step fails wherever no closure is given, of a kind that the trial cannot tell."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        return super().step(closure)
+
+
+def untried(mode: str) -> None:
+    net = model()
+    with pytest.raises(UsageError, match="Demanding cannot be tried, and parameter servers step .*AssertionError"):
+        tutti.prepare(net, Demanding(net.parameters()), samples(72), loss, strategy=f"parameter_server:{mode}")
+
+
+def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:
+    for mode in ("mode=sync", "mode=async"):
+        worlds.run(2, untried, mode=mode)
+
+
 @pytest.mark.parametrize("mode", ["mode=sync,servers=2", "mode=async"])
 def test_a_gradient_that_is_not_finite_changes_nothing(mode: str) -> None:
     answers = worlds.run(3, overflowing, strategy=f"parameter_server:{mode}")

@@ -151,6 +151,12 @@ class ServerSession:
                     f"{type(member).__name__} needs a closure, and parameter servers have no model to call",
                     remedy="take strategy='mirrored', or an optimizer whose step needs no closure",
                 )
+            if mixing.untried is not None:
+                raise UsageError(
+                    f"{type(member).__name__} cannot be tried, and parameter servers step on tensors of their own",
+                    why=mixing.untried,
+                    remedy="take strategy='mirrored', or let its step need nothing but its parameter groups and state",
+                )
             refuse_changed_settings(member, mixing)
             refuse_parts(member, mixing, self._config.servers, "parameter servers")
             flat = flat and mixing.flat
