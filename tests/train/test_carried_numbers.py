@@ -19,6 +19,7 @@ from torch.nn import functional
 import tutti
 from tests import worlds
 from tests.train.test_carried_values import dataset, network, trained_with
+from tutti.errors import UsageError
 
 WORKERS = 4
 
@@ -315,3 +316,36 @@ def kept_longer_than_its_run() -> Any:
 def test_a_number_that_a_script_keeps_does_not_keep_the_run() -> None:
     [(number, freed)] = worlds.run(1, kept_longer_than_its_run)
     assert number > 0 and freed
+
+
+def hooked(is_read: bool, workers: int) -> Any:
+    """A forward hook that keeps a running mean of activations in a dict, and divides by it or does not."""
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double(), {"mean": 1.0}
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Any:
+        before = kept["mean"]
+        kept["mean"] = 0.9 * before + 0.1 * float(output.detach().abs().mean())
+        return output / before if is_read else None
+
+    model[0].register_forward_hook(hook)
+    samples = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", samples, lambda net, batch: net(batch).square().mean(), workers=workers, batch_size=6
+    )
+    try:
+        for batch in run.epoch(0):
+            run.step(batch)
+    except UsageError as error:
+        return str(error), run.updates
+    return kept["mean"]
+
+
+def test_a_number_that_a_hook_of_the_model_keeps_is_refused_where_workers_share_it() -> None:
+    [(said, updates)] = worlds.run(1, hooked, is_read=True, workers=2)
+    assert "depends on what another one has left in kept" in said and updates == 0
+    for is_read, workers in ((True, 1), (False, 2)):
+        assert all(isinstance(found, float) for found in worlds.run(1, hooked, is_read=is_read, workers=workers))
+    # The trials of losses leave no trace in what hooks keep.
+    [once] = worlds.run(1, hooked, is_read=False, workers=1)
+    assert once != 1.0

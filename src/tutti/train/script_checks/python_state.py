@@ -177,11 +177,14 @@ class PythonState:
         return [change for changes in self._changes for change in changes()]
 
     def _attributes_and_hooks(self, module: nn.Module) -> None:
-        """Record the attributes and hooks of a module, and the variables its forward reads; not its submodules'."""
+        """Record the attributes and hooks of a module, and the variables these and its forward read; no submodules'."""
         self._attributes(module, _DEPTH, _OF_MODULES)
         if is_of_script(type(module)):
             self._function(plain_forward(module), _DEPTH)
-        self._restores += [partial(_refill, table, dict(table)) for table in hook_tables(module).values()]
+        for table in hook_tables(module).values():
+            self._restores.append(partial(_refill, table, dict(table)))
+            for hook in list(table.values()):
+                self._value(hook, _DEPTH, "a hook")
 
     def _attributes(self, holder: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
         if id(holder) not in self._seen and hasattr(holder, "__dict__"):
