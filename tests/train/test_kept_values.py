@@ -18,6 +18,8 @@ from tests import worlds
 from tests.covering import table
 from tests.scripts.oracle import global_batches
 from tutti.errors import TuttiError
+from tutti.torch_compat import traced_function_modes
+from tutti.train.script_checks.kept_values import KeptValues
 
 Arrays = dict[str, Any]
 BATCH = 12
@@ -537,3 +539,32 @@ def headers(workers: int) -> list[int]:
 def test_a_watched_body_keeps_no_header_of_each_freed_tensor(workers: int) -> None:
     for kept in worlds.run(2, headers, workers=workers):
         assert len(kept) == workers and max(kept) < 1000, kept
+
+
+def modes_of_code() -> list[list[bool]]:
+    """For each body of a loop: whether the mode that follows kept values sees the body, a step hook, and the rest."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = TensorDataset(torch.randn(48, 4, dtype=torch.float64), torch.arange(48) % 3)
+    run = tutti.prepare(model, optimizer, data, None, workers=2, batch_size=12)
+    seen: list[list[bool]] = []
+
+    def look(*_: Any) -> None:
+        seen[-1].append(any(isinstance(mode, KeptValues) for mode in traced_function_modes()))
+
+    optimizer.register_step_pre_hook(look)
+    for x, y in run.microbatches(0):
+        seen.append([])
+        look()
+        run.backward(functional.cross_entropy(run.model(x), y))
+        look()
+        optimizer.step()
+        look()
+    return seen
+
+
+def test_the_mode_is_off_the_stack_while_an_update_is_made() -> None:
+    for seen in worlds.run(2, modes_of_code):
+        # In the first body a mode of another check lies above it.
+        assert seen[1:] == [[True, True, False, True]] * 3
