@@ -23,9 +23,7 @@ from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     FunctionModesDisabled,
     functorch_level,
-    leave_function_mode,
     tensor_versions,
-    top_function_mode,
     tree_leaves,
     tree_map,
 )
@@ -229,16 +227,9 @@ class KeptValues(LossWatch):
     @contextmanager
     def _inactive(self) -> Iterator[None]:
         # On PyTorch's stack of modes it would handle each call of tutti's own.
-        is_top = top_function_mode() is self
-        if is_top:
-            leave_function_mode(self)
-        try:
-            with super()._inactive():
-                yield
-                self._note_own()
-        finally:
-            if is_top:
-                self.__enter__()  # type: ignore[no-untyped-call]
+        with self.off_the_stack(), super()._inactive():
+            yield
+            self._note_own()
 
     def _note_own(self) -> None:
         """Record the memory of the model's parameters, their gradients, and buffers."""
