@@ -28,6 +28,7 @@ _KINDS: tuple[Any, Any] = (float, np.floating), (float, np.floating, int, np.int
 """Classes of numbers without and with ints."""
 _IRREGULAR = 0.7310585786300049
 """Factor on numbers before they are rounded: decimal ones then seldom lie where rounding decides."""
+_NUMERIC = (*_KINDS[True], np.ndarray)
 _KEYS = 1 << 33
 """Smallest key of a number; those of lines are hashes of 32 bits, or negative."""
 
@@ -234,10 +235,11 @@ class PlainNumbers:
 
 def _has_identity(value: Any) -> bool:
     """Return whether a value is a number or a small array that is an object of its own, unlike small ints."""
+    if not isinstance(value, _NUMERIC) or isinstance(value, bool | FollowedNumber):
+        return False
     if isinstance(value, np.ndarray):
         return value.size <= _LARGEST
-    is_number = isinstance(value, _KINDS[True]) and not isinstance(value, bool | FollowedNumber)
-    return is_number and (isinstance(value, _KINDS[False]) or abs(value) > 256)
+    return isinstance(value, _KINDS[False]) or abs(value) > 256
 
 
 def is_number_key(key: int) -> bool:

@@ -24,6 +24,7 @@ def script_values() -> Iterator[Any]:
     """
     frame: FrameType | None = calling_frame(1)
     seen = set[int]()
+    of_script = dict[type, bool]()
     while frame is not None:
         if is_script_file(frame.f_code.co_filename):
             values = list(local_variables(frame).values())
@@ -32,13 +33,13 @@ def script_values() -> Iterator[Any]:
                 values += frame.f_globals.values()
             for value in values:
                 yield value
-                yield from _held(value)
+                kind = type(value)
+                if kind in _CONTAINERS:
+                    if len(value) <= _FEW:
+                        yield from list(value.values() if kind is dict else value)
+                    continue
+                if kind not in of_script:
+                    of_script[kind] = is_of_script(kind)
+                if of_script[kind]:
+                    yield from list(getattr(value, "__dict__", {}).values())
         frame = frame.f_back
-
-
-def _held(value: Any) -> Iterator[Any]:
-    if type(value) in _CONTAINERS:
-        if len(value) <= _FEW:
-            yield from list(value.values() if type(value) is dict else value)
-    elif is_of_script(type(value)):
-        yield from list(getattr(value, "__dict__", {}).values())
