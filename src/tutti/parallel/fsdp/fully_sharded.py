@@ -46,6 +46,7 @@ from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.parallel.fsdp.whole_reads import WholeReads
 from tutti.torch_compat import (
     gradient_hooks,
+    hooks_registered,
     is_dtensor,
     local_tensor,
     module_parameters,
@@ -120,6 +121,8 @@ class FullySharded:
         self._flags = {each.name: each.parameter.requires_grad for each in self.rows}
         self._storages = {each.name: storage_key(gathered) for each, gathered in self._pairs}
         self._watched: set[str] = set()
+        # Number of hooks registered in this process when ``adapt_hooks`` looked last.
+        self._registered = -1
         self._versions: dict[str, tuple[nn.Parameter, int]] = {}
         self._concealed: set[nn.Parameter] = set()
         self.reads = WholeReads(comm, {gathered: each for each, gathered in self._pairs}, self._reached)
@@ -214,7 +217,7 @@ class FullySharded:
             if storage_key(twins[1]) != self._storages[name]:
                 refuse_assigned_data(name)
             before = self._flags[name]
-            if any(p.requires_grad != before for p in twins):
+            if [p for p in twins if p.requires_grad != before]:
                 self._flags[name] = not before
                 for parameter in twins:
                     parameter.requires_grad_(not before)
@@ -582,6 +585,9 @@ class FullySharded:
             UsageError: a parameter with a hook has another dtype when it is unsharded (option ``param_dtype``), so that
                 the hook would get gradients of that dtype.
         """
+        registered = hooks_registered()
+        if registered == self._registered:
+            return []
         for name, (_, gathered, *unsharded) in self._twins.items():
             for other in unsharded:
                 if not gradient_hooks(gathered):
@@ -594,7 +600,9 @@ class FullySharded:
                         remedy="leave out one of the two, or take strategy='sharded:stage=1' or 'mirrored'",
                     )
         own = {name: twins[1] for name, twins in self._twins.items()}
-        return wrap_hooks({**dict(parameters([self._model])), **own}.items(), self._wrap_hook)
+        found = wrap_hooks({**dict(parameters([self._model])), **own}.items(), self._wrap_hook)
+        self._registered = registered
+        return found
 
     def _watch(self, unit: FSDPModule) -> None:
         """Register hooks that note which parameters of a wrapped module receive a gradient, frozen ones included.
