@@ -347,7 +347,7 @@ class Demanding(torch.optim.SGD):
 
 def untried(mode: str) -> None:
     net = model()
-    with pytest.raises(UsageError, match="Demanding cannot be tried, and parameter servers step .*AssertionError"):
+    with pytest.raises(UsageError, match=r"Demanding cannot be tried, and parameter servers step .*AssertionError"):
         tutti.prepare(net, Demanding(net.parameters()), samples(72), loss, strategy=f"parameter_server:{mode}")
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch.overrides import TorchFunctionMode
 
-from tutti.torch_compat import leave_function_mode, top_function_mode
+from tutti.torch_compat import leave_function_mode
 
 
 class EnteredMode(TorchFunctionMode):
@@ -29,18 +26,6 @@ class EnteredMode(TorchFunctionMode):
             # A loop that the script leaves early ends when modes of its run, or of a later one, lie above this mode.
             leave_function_mode(self)
             self.ended()
-
-    @contextmanager
-    def off_the_stack(self) -> Iterator[None]:
-        """Return a context in which this mode sees no calls, unless modes that were entered later lie above it."""
-        is_top = top_function_mode() is self
-        if is_top:
-            leave_function_mode(self)
-        try:
-            yield
-        finally:
-            if is_top:
-                self.__enter__()  # type: ignore[no-untyped-call]
 
     def ended(self) -> None:
         """Clean up after the mode is left; ``end`` calls this. The base class does nothing."""

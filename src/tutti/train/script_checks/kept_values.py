@@ -226,8 +226,7 @@ class KeptValues(LossWatch):
 
     @contextmanager
     def _inactive(self) -> Iterator[None]:
-        # On PyTorch's stack of modes it would handle each call of tutti's own.
-        with self.off_the_stack(), super()._inactive():
+        with super()._inactive():
             yield
             self._note_own()
 
