@@ -137,8 +137,11 @@ UNEVEN: dict[str, tuple[Loss, str]] = {
         "times 0.5|a sum over",
     ),
     "mean over weights": (weighted, "a mean or a sum over the micro-batch's"),
-    "mean over weights by a number": (weighted_by_number, "a mean or a sum over the micro-batch's|a sum divided by"),
-    "shares of weights": (weighted_by_shares, "a mean or a sum over the micro-batch's"),
+    "mean over weights by a number": (
+        weighted_by_number,
+        "a mean or a sum over the micro-batch's|a sum divided by|a sum over",
+    ),
+    "shares of weights": (weighted_by_shares, "a mean or a sum over the micro-batch's|a sum over"),
     "sum with weights": (of_weights, "a sum over"),
     "sum with class weights": (
         lambda out, want: (CLASS_WEIGHTS[want.argmax(1)] * by_sample(out, want)).sum(),
@@ -166,15 +169,23 @@ UNEVEN: dict[str, tuple[Loss, str]] = {
     ),
     "weights by softmax": (
         lambda out, want: (want[:, 0].softmax(0) * by_sample(out, want)).sum(),
-        "a mean or a sum over the micro-batch's",
+        "a mean or a sum over the micro-batch's|a sum over",
     ),
     "sum of a soft cross-entropy": (
         lambda out, want: -(want.softmax(1) * out.log_softmax(1)).sum(),
         "a sum over",
     ),
     "half of each, by einsum": (lambda out, want: torch.einsum("bc,bc->", out - want, (out - want) / 2), "a sum over"),
-    "mean over a mask of elements": (masked, "a mean or a sum over the micro-batch's|a sum divided by"),
-    "smoothed shares of weights": (weighted_by_smoothed_shares, "a mean or a sum over the micro-batch's"),
+    "mean times its samples": (
+        lambda out, want: functional.mse_loss(out, want) * len(out),
+        "times .*number of samples",
+    ),
+    "mean times its share of the batch": (
+        lambda out, want: by_sample(out, want).mean() * want.shape[0] / BATCH,
+        "times .*number of samples",
+    ),
+    "mean over a mask of elements": (masked, "a mean or a sum over the micro-batch's|a sum divided by|a sum over"),
+    "smoothed shares of weights": (weighted_by_smoothed_shares, "a mean or a sum over the micro-batch's|a sum over"),
 }
 OF_SAMPLES: dict[str, Loss] = {
     "weights of one": of_ones,
@@ -187,6 +198,7 @@ OF_SAMPLES: dict[str, Loss] = {
     "mean times a constant of NumPy": lambda out, want: (
         by_sample(out, want).mean() * np.sqrt(2) + 0.1 * out.square().sum() / len(out)
     ),
+    "mean times a constant beside a size": lambda out, want: 4 * by_sample(out, want).mean() + 0 * out.sum() / len(out),
     "half the mean": lambda out, want: (out - want).square().sum() / (2 * len(out)),
     "half the mean by size": halved_size,
     "half the mean in a module": Halved(),
@@ -258,10 +270,18 @@ PLACES = [
     (1, "single", 4, 1),
     (2, "central_storage", None, 2),
 ]
+OF_ONE_SAMPLE = PLACES[4]
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("name", "place"), in_turn(list(UNEVEN), PLACES, each=2))
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *in_turn(list(UNEVEN), PLACES, each=2),
+        ("mean times its samples", OF_ONE_SAMPLE),
+        ("smoothed shares of weights", OF_ONE_SAMPLE),
+    ],
+)
 def test_a_loss_that_is_no_mean_of_its_parts_is_refused(
     name: str, place: tuple[int, str, int | None, int | None], how: str
 ) -> None:

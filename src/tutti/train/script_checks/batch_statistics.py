@@ -51,7 +51,7 @@ class BatchStatistics:
         # The value that each has where all elements are one, and the memory of the samples it was computed from.
         self._found = MemoryRecords[tuple[float, StorageWeakRef]]()
         self._numbers: dict[float, float] = {}
-        self._normalised = set[StorageWeakRef | None]()
+        self._normalised, self._uneven = set[StorageWeakRef | None](), set[StorageWeakRef | None]()
 
     def note(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Record the result of a call of PyTorch if it is a statistic, or weights that were divided by their own sum.
@@ -89,6 +89,9 @@ class BatchStatistics:
             of_samples = name in ("softmax", "softmin") and given.dim() == 1 and len(given) == self._samples
             if of_samples or (name in _DIVISIONS and self._is_of(source, args[1:2])):
                 self._normalised.add(made)
+                # The share of a single sample is one, whatever its weight.
+                if self._samples == 1 and not of_samples and self._divisor_beside_ones(args[1]) is not None:
+                    self._uneven.add(made)
         self._found.drop_freed()
 
     def _note_division(self, name: str, args: Sequence[Any], result: Any) -> None:
@@ -148,17 +151,22 @@ class BatchStatistics:
             scaled: the mean or sum, with its divisors.
         """
         for tensor in scaled.tensors:
-            found = self._statistic(tensor)
-            if found is not None and not math.isclose(float(tensor), found[0], rel_tol=1e-5):
-                return float(tensor)
+            if (divisor := self._divisor_beside_ones(tensor)) is not None:
+                return divisor
         for number in scaled.divisors if scaled.is_sum or scaled.weights else ():
             ones = next((self._numbers[each] for each in self._numbers if math.isclose(each, number)), number)
             if not math.isclose(ones, number, rel_tol=1e-5):
                 return number
         for weights in scaled.weights:
-            if memory_of(weights) in self._normalised and float(weights.max() - weights.min()) > 0:
+            memory = memory_of(weights)
+            if memory in self._uneven or (memory in self._normalised and float(weights.max() - weights.min()) > 0):
                 return float(1 / weights.max())
         return None
+
+    def _divisor_beside_ones(self, value: Any) -> float | None:
+        """Return a statistic's value if it differs from that of samples that are all one; None for any other value."""
+        found = self._statistic(value)
+        return None if found is None or math.isclose(float(value), found[0], rel_tol=1e-5) else float(value)
 
 
 def _by_row(result: Tensor) -> bool:

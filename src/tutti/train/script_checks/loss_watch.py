@@ -76,7 +76,7 @@ class LossWatch(EnteredMode):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
-        self._rows, self._by_batch, self._reads_sizes = 0, False, False
+        self._rows, self._by_batch, self._by_rows, self._reads_sizes = 0, False, False, False
         self._factors = set[float]()
         self._statistics = BatchStatistics()
         self.size_lines: list[str] = []
@@ -104,7 +104,8 @@ class LossWatch(EnteredMode):
         self._follow(micro_batch, micro_batch.batch)
 
     def _follow(self, micro_batch: MicroBatch, batch: Any) -> None:
-        self._rows, self.size_lines, self._by_batch = micro_batch.samples, [], False
+        self._rows, self.size_lines = micro_batch.samples, []
+        self._by_batch = self._by_rows = False
         # Other leaves, such as lists, may tell the script how many samples there are.
         self._reads_sizes = not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
         self._factors = set()
@@ -131,6 +132,7 @@ class LossWatch(EnteredMode):
             self._by_batch |= any(each in (batch, 1 / batch) for each in numbers)
             if numbers and getattr(func, "__name__", "") in _SCALING and not within_call_of(models):
                 self._factors.update(map(float, numbers))
+                self._by_rows |= self._rows in numbers and script_line() in self.size_lines
             return
         if len(self.size_lines) == _READS or not self._rows:
             return
@@ -189,6 +191,9 @@ class LossWatch(EnteredMode):
                 remedy = (
                     "divide by the number of samples of the micro-batch, such as len(targets), or give (sum, count)"
                 )
+            elif self._is_times_samples(each, samples):
+                what = f"a mean over {counted(samples, 'sample')} times {samples}, the micro-batch's number of samples"
+                remedy = "give the mean, or (sum, count), such as (loss * len(targets), len(targets))"
             elif (factor := self._constant_factor(each, samples)) is not None:
                 what, remedy = f"a sum over {counted(samples, 'sample')} times {factor:g}, and no mean", _MEANS
             elif (number := self._statistics.divisor_of(each)) is not None and not _is_count(loss, micro_batch, number):
@@ -257,6 +262,13 @@ class LossWatch(EnteredMode):
             return False
         others = [each for each in scaled.divisors if not math.isclose(each, batch)]
         return len(others) < len(scaled.divisors) and all(each % samples for each in others)
+
+    def _is_times_samples(self, scaled: Scaled, samples: int) -> bool:
+        """Return whether a mean is multiplied by the micro-batch's number of samples, read in the same line."""
+        if not self._by_rows or not scaled.is_mean:
+            return False
+        sizes = [sum(float(each) == samples for each in constants) for constants in (scaled.factors, scaled.tensors)]
+        return sizes[0] > sizes[1]
 
     def _constant_factor(self, scaled: Scaled, samples: int) -> float | None:
         """Return the factor on a sum over samples where it is the script's constant, and not that of a mean."""
