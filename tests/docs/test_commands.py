@@ -19,13 +19,14 @@ from tutti.horovod.run_flags import translate_flags
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_BLOCK = re.compile(r"^```(?:console|bash)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"(?:^|[$;=\d] +|\bdo +|-m +)tutti ((?:[a-z]+) .*)")
 
 
 def commands(page: Path) -> Iterator[str]:
     """The commands of a page, but for those that leave words out."""
-    for block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+    blocks = _BLOCK.findall(page.read_text(encoding="utf-8"))
+    for block in (block for language, block in blocks if language in ("", "console", "bash")):
         for line in block.replace("\\\n", " ").splitlines():
             found = _COMMAND.search(re.sub(r"\s#.*|; done$| > \S+$", "", line))
             if found and "…" not in line:

@@ -35,7 +35,7 @@ EXTRAS = {
     "ray": ("ray",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
-    "models": ("peft", "timm", "transformers"),
+    "models": ("diffusers", "peft", "scipy", "timm", "transformers"),
     "trackio": ("trackio",),
     "report": ("jinja2", "matplotlib"),
     "server": ("pyzmq",),
