@@ -184,7 +184,8 @@ class PythonState:
         for table in hook_tables(module).values():
             self._restores.append(partial(_refill, table, dict(table)))
             for hook in list(table.values()):
-                self._value(hook, _DEPTH, "a hook")
+                if _is_hook_of_script(hook):
+                    self._value(hook, _DEPTH, "a hook")
 
     def _attributes(self, holder: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
         if id(holder) not in self._seen and hasattr(holder, "__dict__"):
@@ -318,6 +319,14 @@ def is_of_script(kind: type) -> bool:
     return kind is SimpleNamespace or (
         not issubclass(kind, type | ModuleType | Tensor) and _is_module_of_script(kind.__module__)
     )
+
+
+def _is_hook_of_script(hook: Any) -> bool:
+    """Return whether a hook is a function, method or object of the script, and none of PyTorch or tutti."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    is_function = isinstance(hook, FunctionType | MethodType)
+    return _is_module_of_script(hook.__module__) if is_function else is_of_script(type(hook))
 
 
 @cache

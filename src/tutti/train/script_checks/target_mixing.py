@@ -122,7 +122,7 @@ class TargetProbe(TorchFunctionMode):
         computed = id(next(iter(tree_leaves(loss)), None)) in self._known
         if not calls or not outputs or not computed or size > _MOST or drawn:
             return ""
-        with suppress(Exception), own_generators(), collectives_refused():
+        with suppress(Exception), own_generators():
             value, whole = self._again(calls, loss, self._batch_of(None), self._outputs)
             told = read_loss(loss, self._micro_batch)[0]
             if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False) or not whole.isfinite().all():
@@ -185,14 +185,16 @@ class TargetProbe(TorchFunctionMode):
 
         for call in calls:
             args, kwargs = tree_map(new, (call.args, call.kwargs))
-            with torch.set_grad_enabled(call.gradients):
+            with torch.set_grad_enabled(call.gradients), collectives_refused():
                 result = call.func(*args, **kwargs)
             (olds, _), (news, _) = tree_flatten(call.result), tree_flatten(result)
             values.update((id(old), value) for old, value in zip(olds, news, strict=True) if isinstance(old, Tensor))
         flat, tree = tree_flatten(loss)
         with torch.enable_grad():
             objective, start, _ = read_loss(tree_unflatten([new(value) for value in flat], tree), self._micro_batch)
-            found = torch.autograd.grad(objective, list(leaves.values()), start, allow_unused=True)
+            # Not around read_loss: its graph's constants cannot be read within a dispatch mode.
+            with collectives_refused():
+                found = torch.autograd.grad(objective, list(leaves.values()), start, allow_unused=True)
         return objective.detach(), torch.cat([each.reshape(len(each), -1) for each in found if each is not None], 1)
 
     def close(self) -> None:
