@@ -271,13 +271,17 @@ PLACES = [
     (2, "central_storage", None, 2),
 ]
 OF_ONE_SAMPLE = PLACES[4]
+OF_WORKERS = [name for name, (_, what) in UNEVEN.items() if "another one for each micro-batch" in what]
+"""Losses with a factor of a worker's own samples: only micro-batches of one worker must not differ in it."""
+WITHIN_WORKERS = [place for place in PLACES if place[3] is not None]
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        *in_turn(list(UNEVEN), PLACES, each=2),
+        *in_turn([name for name in UNEVEN if name not in OF_WORKERS], PLACES, each=2),
+        *in_turn(OF_WORKERS, WITHIN_WORKERS, each=2),
         ("mean times its samples", OF_ONE_SAMPLE),
         ("smoothed shares of weights", OF_ONE_SAMPLE),
     ],

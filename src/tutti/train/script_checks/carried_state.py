@@ -219,8 +219,8 @@ class CarriedValues(LossWatch):
         self._drawn = dict[int, tuple[torch.Generator, Place, Tensor]]()
         self._eager, self._uncompiled, self._in_backward = False, ExitStack(), False
         self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
-        # Constants by which the loss of the first micro-batch is scaled, and the generators' states since.
-        self._scaled: tuple[Sequence[float], list[Any]] | None = None
+        # Constants that scale the loss of the worker's first micro-batch, by worker; generators' states since.
+        self._scaled: tuple[int, Sequence[float], list[Any]] | None = None
         self._trials = ModuleTrials(run, self.updating, partial(refuse_carried, run, where="in the module's forward"))
         # Of custom loops, and of sharded models: ``WorkerTrials`` computes other loss functions again.
         self._trace: BodyTrace | None = None
@@ -420,22 +420,24 @@ class CarriedValues(LossWatch):
         refuse_carried(self._run, what, line)
 
     def check_scales(self, scales: Sequence[float]) -> None:
-        """Check that the losses of this rank's micro-batches are scaled by the same constants. Not collective.
+        """Check that the losses of a worker's micro-batches are scaled by the same constants. Not collective.
 
-        Nothing is checked if a generator of Python or NumPy has drawn since the micro-batch before.
+        Logical workers may differ: each has a loss of its own samples. Nothing is checked if a generator of Python or
+        NumPy has drawn since the micro-batch before.
 
         Args:
             scales: of each term of the loss the product of its divisors, for a sum divided by its samples or targets.
 
         Raises:
-            UsageError: the first micro-batch of this global batch has other ones.
+            UsageError: the worker's first micro-batch in this global batch has other ones.
         """
-        first, states = self._scaled or (scales, [])
+        worker = self._body.worker
+        first, states = self._scaled[1:] if self._scaled and self._scaled[0] == worker else (scales, [])
         differ = len(first) == len(scales) and not all(map(partial(math.isclose, rel_tol=1e-5), first, scales))
         now = generator_states()
         if differ and states == now:
             raise refused_scale(f"step {self._run.global_step + 1}, {script_line()}")
-        self._scaled = first, now
+        self._scaled = worker, first, now
 
     def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
         """Record the gradients that ``run.backward`` has left in ``.grad``, to follow tensors computed from them.

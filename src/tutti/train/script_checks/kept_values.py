@@ -34,11 +34,10 @@ from tutti.train.script_checks.loss_watch import (
     WatchHook,
     batch_tensors,
     leaves_of_call,
-    refused_scale,
     tensor_of_loss,
 )
 from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
-from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_number_key, is_scale_key
+from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_number_key
 from tutti.train.script_checks.storage_records import MemoryRecords, memories_of, memory_of
 from tutti.train.script_checks.watch_windows import FIRST, is_watched_step
 from tutti.train.script_checks.watched_calls import EXCHANGING, calling_module, own_tensors, values_read
@@ -304,15 +303,6 @@ class KeptValues(LossWatch):
         if not self._alone:
             self._plain.note_state(name, value, reached)
 
-    def check_scales(self, scales: Sequence[float]) -> None:
-        """Record the constants that scale the loss of this micro-batch, for ``digest`` and ``compare``.
-
-        Args:
-            scales: of each term of the loss the product of its divisors, for a sum divided by its samples or targets.
-        """
-        if not self._alone:
-            self._plain.note_scales(script_line(), scales)
-
     def digest(self) -> int:
         """Return a hash of the values of earlier steps on which the losses of this step depend so far; 0 without any.
 
@@ -349,8 +339,6 @@ class KeptValues(LossWatch):
         line = next((line for line in kept if _line_key(line) == wrong), self._plain.line(wrong))
         texts = comm.all_gather_strings(line, what)
         place = f"step {self._run.global_step + 1}, {next(filter(None, texts))}"
-        if is_scale_key(wrong):
-            raise refused_scale(place)
         if _STEP in place:
             raise UsageError(
                 "an optimizer that tutti.prepare was not given trains tensors with each rank's own gradients",

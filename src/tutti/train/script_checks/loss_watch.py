@@ -389,7 +389,7 @@ def refused_scale(where: str) -> UsageError:
     return UsageError(
         "the loss is scaled by a number that is another one for each micro-batch",
         where=where,
-        why="a micro-batch is a part of the global batch, whose loss would be scaled by one number of all samples",
+        why="a micro-batch is a part of its worker's samples, whose loss would be scaled by one number of all of them",
         remedy="return (sum, count), with what divides the sum as the count; compute the number of what is the same for"
         " all micro-batches, such as run.stats of the step before; or take one worker without micro_batch",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,8 +26,6 @@ _LARGEST = 1024
 """Most elements of an array whose values are compared (a guess)."""
 _KINDS: tuple[Any, Any] = (float, np.floating), (float, np.floating, int, np.integer)
 """Classes of numbers without and with ints."""
-_IRREGULAR = 0.7310585786300049
-"""Factor on numbers before they are rounded: decimal ones then seldom lie where rounding decides."""
 _NUMERIC = (*_KINDS[True], np.ndarray)
 _KEYS = 1 << 33
 """Smallest key of a number; those of lines are hashes of 32 bits, or negative."""
@@ -70,8 +68,6 @@ class PlainNumbers:
         self._reached = set[PlainNumber]()
         # Digests of Python objects by name, and whether the loss depends on them.
         self._named = dict[str, tuple[int, bool]]()
-        # Digests of the constants that scale losses, by the losses' lines.
-        self._scales = dict[str, int]()
         # Generators and their states when the watched step before, and this one, have begun.
         self._generators: list[Any] | None = None
         self._states_before, self._states = list[Any](), list[Any]()
@@ -81,7 +77,7 @@ class PlainNumbers:
 
         Called for every global batch; ``begin_watched`` follows for those of which calls of PyTorch are recorded.
         """
-        self._reached, self._named, self._scales = set(), {}, {}
+        self._reached, self._named = set(), {}
 
     def begin_watched(self, turn: bool) -> None:
         """Begin a global batch whose calls of PyTorch are recorded; to be called after ``begin_batch``.
@@ -179,19 +175,10 @@ class PlainNumbers:
         if (digest := plain_digest(value)) is not None:
             self._named[name] = digest, reached
 
-    def note_scales(self, line: str, scales: Sequence[float]) -> None:
-        """Record the constants that scale a loss of this step, to be compared over ranks.
-
-        Args:
-            line: the loss's line, as ``FILE:LINE``.
-            scales: the constants, of which five digits are compared.
-        """
-        self._scales[line] = name_key(repr([float(f"{_IRREGULAR * each:.5g}") for each in scales]))
-
     def digests(self) -> set[int]:
         """Return the hashes of the recorded numbers and objects on which losses of this step depend, as a set."""
         named = {digest for digest, reached in self._named.values() if reached}
-        return named.union((each.digest for each in self._reached), self._scales.values())
+        return named.union(each.digest for each in self._reached)
 
     def rows(self) -> list[tuple[int, int, bool]]:
         """Return the rows that ranks compare: one for each number that losses of this step depend on, and each object.
@@ -200,17 +187,15 @@ class PlainNumbers:
 
         Returns:
             A list of tuples (key, digest, flag); empty if this process has drawn from a random generator since the
-            watched step before. Constants of a loss have rows like those of numbers, with keys by ``is_scale_key``, the
-            largest ones. Of a number: key is a hash of the script's line and of the shapes seen before it in the
+            watched step before. Of a number: key is a hash of the script's line and of the shapes seen before it in the
             micro-batch; digest, a hash of its value; flag, whether it counts as kept from earlier steps (the line has
             had numbers in earlier watched steps, but not this one; or it had this one there after a read of values). Of
             an object: a hash of its name; a hash of its value; whether the loss depends on it.
         """
-        if not (self._reached or self._named or self._scales) or self._drew or self._drawn or self._has_drawn():
+        if not (self._reached or self._named) or self._drew or self._drawn or self._has_drawn():
             return []
         rows = [(_key(each), each.digest, self._is_kept(each)) for each in self._reached]
-        rows += [(_key(PlainNumber(name, 0, 0)), *pair) for name, pair in self._named.items()]
-        return rows + [(_scale_key(line), digest, True) for line, digest in self._scales.items()]
+        return rows + [(_key(PlainNumber(name, 0, 0)), *pair) for name, pair in self._named.items()]
 
     def line(self, key: int) -> str:
         """Return the line ``FILE:LINE``, or the object's name, that a row is of; an empty text if there is none here.
@@ -218,8 +203,6 @@ class PlainNumbers:
         Args:
             key: the first element of a tuple that ``rows`` has returned on this rank or another one.
         """
-        if is_scale_key(key):
-            return next((line for line in self._scales if _scale_key(line) == key), "")
         named = (PlainNumber(name, 0, 0) for name in self._named)
         return next((each.line for each in chain(self._reached, named) if _key(each) == key), "")
 
@@ -251,15 +234,6 @@ def is_number_key(key: int) -> bool:
     return key >= _KEYS
 
 
-def is_scale_key(key: int) -> bool:
-    """Return whether a key is that of the constants which scale a loss, as ``PlainNumbers.note_scales`` records them.
-
-    Args:
-        key: key of a row that ranks compare.
-    """
-    return key >= 2 * _KEYS
-
-
 def plain_digest(value: Any) -> int | None:
     """Return a hash of a number, an array or a container of numbers; None for everything else.
 
@@ -281,10 +255,6 @@ def plain_digest(value: Any) -> int | None:
 
 def _key(number: PlainNumber) -> int:
     return _KEYS + mix(name_key(number.line), number.shapes) % _KEYS
-
-
-def _scale_key(line: str) -> int:
-    return 2 * _KEYS + name_key(line)
 
 
 def generators_hash() -> int:
