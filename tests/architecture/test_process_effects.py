@@ -78,7 +78,6 @@ OWN_PROCESS = """
 
 WITHIN_A_CALL = {
     "tutti.checkpoint.export_folder",
-    "tutti.horovod.common.util",
     "tutti.launcher.held_signals",
     "tutti.nn.init_on_disk",
     "tutti.nn.recompute",

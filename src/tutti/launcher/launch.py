@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -105,7 +105,7 @@ def launch(
     log.info("%s, each with %s; logs are in %s", counted(processes, "process"), each, logs)
     job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or WatchdogLimits(), shown)
     try:
-        with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():
+        with environment_set(_settings(threads, timeout)), _signal_handlers(), _adopting():
             with held_signals(child.SIGNALS):
                 import_uncollected(["tutti.launcher.agent"])
                 from tutti.launcher.agent import Agent, run_agent
@@ -231,7 +231,12 @@ def _settings(threads: int | None, timeout: float) -> dict[str, str]:
 
 
 @contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
+def environment_set(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process within a ``with`` block, and restore them after it.
+
+    Args:
+        settings: values by name.
+    """
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from tutti.horovod.torch.job import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
 
@@ -21,21 +19,12 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     return ext_base_name == "torch"
 
 
-@contextmanager
-def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables of this process within a ``with`` block, and restore them after it.
+def env(**kwargs: str | None) -> AbstractContextManager[None]:
+    """Return a context manager that sets environment variables of this process, and restores them after its block.
 
     Args:
         kwargs: values by name; a variable whose value is None stays as it is.
     """
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    from tutti.launcher.launch import environment_set
+
+    return environment_set({name: value for name, value in kwargs.items() if value is not None})
