@@ -113,6 +113,17 @@ def test_steps_of_another_size_are_not_slow() -> None:
     assert "slow steps" not in nonzero(account(records))
 
 
+def test_steps_without_an_update_are_lost() -> None:
+    records = Records()
+    for _ in range(9):
+        records.step()
+    for line in records.lines[2:5]:
+        line |= {"skipped": True, "bubble": 0.25}
+    found = account(records)
+    assert nonzero(found) == pytest.approx({"data": 9 * DATA, "skipped steps": 3 * (STEP - DATA)})
+    assert found.steps == 6
+
+
 def test_a_bubble_and_stragglers_take_their_shares_of_the_time_of_steps() -> None:
     records = Records()
     for _ in range(9):

@@ -41,7 +41,7 @@ def goodput(
     -----
     Goodput is the share (0 to 1) of the time from the run's command to its end, or to its last record, that was spent
     on steps whose work was kept. The rest is divided by cause: start, waits for data, evaluation, saving checkpoints,
-    steps repeated after a failure, stops, restarts, and slow steps.
+    steps repeated after a failure, stops, restarts, skipped steps, and slow steps.
     """
     found = run_goodput(run)
     if as_json:

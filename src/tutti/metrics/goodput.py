@@ -22,6 +22,7 @@ CAUSES: Mapping[str, str] = {
     "failure": "steps that were computed twice, and the time until the run was started again",
     "stopped": "between a stop without lost steps and the next start",
     "restart": "from the next start to its first step, and what that step takes longer than others",
+    "skipped steps": "steps without an update, because a gradient was not finite",
     "slow steps": "what steps took longer than the median, of steps over 1.5 times the median",
     "straggler": "devices waited for the slowest one, in the share of time that a trace of some steps shows",
     "bubble": "pipeline stages waited for micro-batches, in the share of time that follows from the schedule",
@@ -44,9 +45,10 @@ class Goodput:
         productive: seconds of steps whose work was kept, without waiting for data, without the excess of slow steps,
             and without the idle time of devices (mean over devices), as far as it is known.
         lost: seconds by cause: ``start``, ``data`` (waits for batches), ``evaluation``, ``save``, ``failure`` (repeated
-            steps), ``stopped``, ``restart``, ``slow steps``, ``straggler`` (devices waited for the slowest) and
-            ``bubble`` (of a pipeline's schedule); only causes that were measured.
-        steps: number of steps whose work was kept; steps that are repeated after a resume count once.
+            steps), ``stopped``, ``restart``, ``skipped steps`` (a gradient was not finite), ``slow steps``,
+            ``straggler`` (devices waited for the slowest) and ``bubble`` (of a pipeline's schedule); only causes that
+            were measured.
+        steps: number of steps whose work was kept; steps that are repeated after a resume count once, skipped ones not.
         attempts: number of starts of the run.
         notes: sentences on what the records do not tell.
     """
@@ -62,7 +64,8 @@ class Goodput:
     def fraction(self) -> float:
         """Goodput of the run, 0 to 1: productive seconds divided by elapsed seconds; 0 for an elapsed time of 0.
 
-        Productive are the seconds of steps whose work was kept (no restart has repeated them), less waits for data,
+        Productive are the seconds of steps whose work was kept (no restart has repeated them, and the update was not
+        skipped for a gradient that is not finite), less waits for data,
         less what a step of more than 1.5 times the median took longer than the median, and less the idle time of
         devices (mean over devices) where it is known; idle time that was not measured counts as productive. Elapsed are
         the seconds from the launch of the run to its end, restarts included.
@@ -94,6 +97,7 @@ class _Step:
     samples: int
     first_of: str | None
     bubble: float
+    skipped: bool
 
 
 @dataclass
@@ -140,7 +144,12 @@ class _Account:
             self.lost["save"] += line["time"] - kept_time - seconds
         self.steps.append(
             _Step(
-                seconds, line.get("data_seconds", 0.0), line["samples"] - self.samples, first, line.get("bubble", 0.0)
+                seconds=seconds,
+                data=line.get("data_seconds", 0.0),
+                samples=line["samples"] - self.samples,
+                first_of=first,
+                bubble=line.get("bubble", 0.0),
+                skipped=line.get("skipped", False),
             )
         )
         self.before, self.samples, self.fresh = line, line["samples"], None
@@ -182,6 +191,8 @@ def measured_goodput(
         - ``failure``: steps that a failure has undone, and the time from the failure to the next start.
         - ``stopped``: from a stop that undid no step to the next start.
         - ``restart``: from a later start to its first step, and what this step took more than the median step.
+        - ``skipped steps``: steps whose update was skipped because a gradient was not finite, as far as they have no
+          other cause above.
         - ``slow steps``: what steps of more than 1.5 times the median took more than the median.
         - ``bubble``: of the time of steps that is left then, the idle fraction of the pipeline's schedule (``bubble``
           in the records), for equal stages and backwards that take twice a forward.
@@ -239,6 +250,9 @@ def _close(account: _Account, elapsed: float, told: bool, idle: float | None) ->
         elif worked > SLOW * typical:
             lost["slow steps"] += worked - typical
             worked = typical
+        if step.skipped:
+            lost["skipped steps"] += worked
+            continue
         if step.bubble:
             lost["bubble"] += step.bubble * worked
         if idle is not None:
@@ -256,7 +270,8 @@ def _close(account: _Account, elapsed: float, told: bool, idle: float | None) ->
         notes.append("this run has not recorded how long it waited for data")
     # Times are rounded to a microsecond, so that a sum of nothing may be a little less.
     found = {cause: max(lost[cause], 0.0) for cause in CAUSES if cause in lost}
-    return Goodput(elapsed, elapsed - sum(found.values()), found, len(steps), account.attempts, tuple(notes))
+    kept = sum(not step.skipped for step in steps)
+    return Goodput(elapsed, elapsed - sum(found.values()), found, kept, account.attempts, tuple(notes))
 
 
 def run_goodput(path: Path) -> Goodput:
@@ -271,8 +286,8 @@ def run_goodput(path: Path) -> Goodput:
         what the records do not tell). Causes are ``start`` (until the first step), ``data`` (waits for batches),
         ``evaluation``, ``save``, ``failure`` (steps undone by it, and the time until the next start), ``stopped``
         (from a stop that undid no step to the next start), ``restart`` (from a later start to its first step),
-        ``slow steps`` (their excess over the median), ``straggler`` (devices waited for the slowest one, by
-        ``trace/trace.json``) and ``bubble`` (of a pipeline's schedule).
+        ``skipped steps`` (a gradient was not finite), ``slow steps`` (their excess over the median), ``straggler``
+        (devices waited for the slowest one, by ``trace/trace.json``) and ``bubble`` (of a pipeline's schedule).
 
     Raises:
         UsageError: ``env.json`` or ``metrics.jsonl`` is missing or unreadable, ``env.json`` is no JSON object or lacks

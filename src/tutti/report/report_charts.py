@@ -24,7 +24,8 @@ SERIES = 6
 
 PARTS = (
     *("data", "compute", "forward", "backward", "weight", "update", "exchange", "communication", "bubble", "idle"),
-    *("evaluation", "save", "start", "restart", "failure", "stopped", "slow steps", "straggler", "productive", "other"),
+    *("evaluation", "save", "start", "restart", "failure", "stopped", "skipped steps", "slow steps", "straggler"),
+    *("productive", "other"),
 )
 """Parts of a stack that have a colour in the page."""
 
