@@ -23,6 +23,9 @@ _TWO = Place("mirrored", 2, 2, 2)
 KNOWN = {
     "clipped before the exchange": Script(place=_TWO, layers=("Linear",), loop=Loop("plain", ("clip_value",))),
     "assigned, reduced and clipped": Script(place=_TWO, layers=("Linear",), loop=Loop("assigned", ("clip_value",))),
+    "assigned, reduced and clipped in shards": Script(
+        place=Place("sharded", 2, 2, 2), layers=("Linear",), loop=Loop("assigned", ("clip_value",))
+    ),
     "never cleared on servers": Script(
         place=Place("parameter_server"), layers=("Linear",), samples=9, loop=Loop(zero="never")
     ),

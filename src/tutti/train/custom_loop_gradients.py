@@ -147,6 +147,14 @@ class CustomLoopGradients:
         self._sync.show_gradients()
         if self._sync.gradient_at == "shards":
             self._origin.check_shards()
+            if not self.calls and not self.shown():
+                raise UsageError(
+                    "run.reduce_gradients() finds no gradient",
+                    where=script_line(),
+                    why="each rank has shards of the parameters, and what the script assigns to the .grad of a gathered"
+                    " parameter is lost",
+                    remedy="call run.backward(loss), or take strategy='mirrored' or 'sharded:stage=1'",
+                )
         elif not self._origin.alone or self._origin.local(self._origin.script_parameters(), means=True):
             self.exchange_local(micro_batch, means=True)
 
