@@ -343,7 +343,7 @@ def tail(log: Path, lines: int = _TAIL) -> list[str]:
 
 
 def _end_of_traceback(text: Sequence[str], lines: int) -> list[str]:
-    """Return the last lines of a text; of one that has more, frames of tutti and PyTorch in tracebacks are left out.
+    """Return the last lines of a text; a longer text loses the frames of tutti and PyTorch in its tracebacks first.
 
     The frames of the script are seldom the innermost ones: tutti calls the loss function, and PyTorch the modules.
     """

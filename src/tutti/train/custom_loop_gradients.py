@@ -151,8 +151,8 @@ class CustomLoopGradients:
                 raise UsageError(
                     "run.reduce_gradients() finds no gradient",
                     where=script_line(),
-                    why="each rank has shards of the parameters, and what the script assigns to the .grad of a gathered"
-                    " parameter is lost",
+                    why="each rank has shards of the parameters, and gradients that the script assigns to gathered"
+                    " parameters are lost",
                     remedy="call run.backward(loss), or take strategy='mirrored' or 'sharded:stage=1'",
                 )
         elif not self._origin.alone or self._origin.local(self._origin.script_parameters(), means=True):

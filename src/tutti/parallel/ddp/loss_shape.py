@@ -127,7 +127,7 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
         if (rows := _masked_rows_of_mean(node, samples)) is not None and node is not _below_factors(root):
             raise _refused(f"the loss adds other terms to a mean over {rows} rows that a mask has chosen")
         if _reduces(node, samples):
-            # Of several losses one of a single row may be that of a sample, such as the others'.
+            # A loss of one row beside others may be the loss of a single sample, whose sum with the others is a mean.
             one_of_all = node is not _below_factors(root) and _is_of_one_row(node)
             if not one_of_all and (node is not _below_factors(root) or not _is_mean_of_chosen(node)):
                 _check_elements(node, micro_batch)

@@ -331,7 +331,7 @@ class BodyComparison:
     def _versions_of_states(self) -> list[int]:
         """Return versions of the tensors in the optimizers' states, in the global batches whose values are compared.
 
-        Nothing where the state is elsewhere, and refused to the script.
+        The list is empty where the state is on parameter servers or split, and its reads are refused.
         """
         found: list[int] = []
         with suppress(UsageError):

@@ -25,6 +25,8 @@ from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.script_mode import within_call_of
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import METADATA
+from tutti.parallel.ddp.loss_count import loss_count
+from tutti.parallel.ddp.loss_shape import Scaled
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     functorch_level,
@@ -42,7 +44,6 @@ from tutti.train.script_checks.loss_watch import (
     WatchHook,
     batch_tensors,
     leaves_of_call,
-    refused_scale,
     tensor_of_loss,
 )
 from tutti.train.script_checks.module_trials import ModuleTrials
@@ -419,25 +420,65 @@ class CarriedValues(LossWatch):
         what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
         refuse_carried(self._run, what, line)
 
-    def check_scales(self, scales: Sequence[float]) -> None:
+    def compare_scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> None:
         """Check that the losses of a worker's micro-batches are scaled by the same constants. Not collective.
 
-        Logical workers may differ: each has a loss of its own samples. Nothing is checked if a generator of Python or
-        NumPy has drawn since the micro-batch before.
+        Logical workers may differ: each has a loss of its own samples. Nothing is checked if the script has read a
+        drawn number, or a generator of Python or NumPy has drawn since the micro-batch before.
 
         Args:
-            scales: of each term of the loss the product of its divisors, for a sum divided by its samples or targets.
+            loss: the loss of the micro-batch.
+            micro_batch: the micro-batch.
+            scaled: the means and sums over samples in the loss, with their constants.
 
         Raises:
             UsageError: the worker's first micro-batch in this global batch has other ones.
         """
-        worker = self._body.worker
+        if self._run.gradient_sync.loss_normalisation != "step" or self._statistics.reads_others:
+            return
+        if not (scales := self._scales(loss, micro_batch, scaled)):
+            return
+        worker = micro_batch.worker
         first, states = self._scaled[1:] if self._scaled and self._scaled[0] == worker else (scales, [])
         differ = len(first) == len(scales) and not all(map(partial(math.isclose, rel_tol=1e-5), first, scales))
         now = generator_states()
         if differ and states == now:
-            raise refused_scale(f"step {self._run.global_step + 1}, {script_line()}")
+            raise UsageError(
+                "the loss is scaled by a number that is another one for each micro-batch",
+                where=f"step {self._run.global_step + 1}, {script_line()}",
+                why="a micro-batch is a part of its worker's samples, whose loss would be scaled by one number of all"
+                " of them",
+                remedy="return (sum, count), with the divisor of the sum as the count; compute the number from values"
+                " that all micro-batches share, such as run.stats of the step before; or take one worker without"
+                " micro_batch",
+            )
         self._scaled = worker, first, now
+
+    def _scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> list[float]:
+        """Return the constants that scale the terms of a loss; an empty list if a tensor of unknown origin is one.
+
+        A constant is the product of a term's divisors, for a sum divided by its samples or targets.
+        """
+        # Without a read of the samples a number is no number of theirs.
+        numbers = self._factors if self._statistics.reads_values else ()
+        constants = [each for term in scaled for each in (*term.tensors, *term.factors)]
+        if not constants or not all(
+            any(math.isclose(float(each), number, rel_tol=1e-6) for number in numbers)
+            or self._statistics.is_of_batch(each)
+            for each in constants
+        ):
+            return []
+        count = loss_count(loss, micro_batch)
+        weighs = self._run.lifecycle.step_context.samples % micro_batch.samples > 0
+        if weighs and any(each.weights for each in scaled):
+            # The weights may have been divided by the samples.
+            return []
+        scales = []
+        for each in scaled:
+            is_sum = each.is_sum or (not each.is_mean and (each.weights or count is not None))
+            unit = 1.0 if not is_sum else float(micro_batch.samples if count is None else count)
+            scales.append(math.prod(each.divisors) / unit)
+        return scales
 
     def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
         """Record the gradients that ``run.backward`` has left in ``.grad``, to follow tensors computed from them.

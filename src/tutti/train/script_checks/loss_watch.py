@@ -207,44 +207,21 @@ class LossWatch(EnteredMode):
         may_divide = partial(self._statistics.may_divide, reads_sizes=self._reads_sizes)
         if undivided_sum(loss.grad_fn, samples, may_divide, may_scale=self._reads_sizes):
             self._refuse_divisor(f"a sum over {counted(samples, 'sample')}, and no mean", _MEANS)
-        together = self._run.gradient_sync.loss_normalisation == "step"
-        if together and (scales := self._scales(loss, micro_batch, scaled)) and not self._statistics.reads_others:
-            self.check_scales(scales)
+        self.compare_scales(loss, micro_batch, scaled)
 
-    def check_scales(self, scales: Sequence[float]) -> None:
-        """Compare the constants by which the script has scaled a loss with those of other micro-batches.
+    def compare_scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> None:
+        """Compare the constants that scale a loss with those of other micro-batches. The base class compares nothing.
 
-        Called by ``check_divisor`` where the script has read no drawn number. The base class compares nothing.
+        Called by ``check_divisor``.
 
         Args:
-            scales: of each term the product of its divisors, for a sum divided by the number of samples or targets.
+            loss: the loss of the micro-batch.
+            micro_batch: the micro-batch.
+            scaled: the means and sums over samples in the loss, with their constants.
 
         Raises:
-            UsageError: another micro-batch of this rank has other ones.
+            UsageError: another micro-batch of the worker has other ones.
         """
-
-    def _scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> list[float]:
-        """Return the constants by which the terms of a loss are scaled; nothing where a tensor of unknown origin is."""
-        # Without a read of the samples a number is no number of theirs.
-        numbers = self._factors if self._statistics.reads_values else ()
-        constants = [each for term in scaled for each in (*term.tensors, *term.factors)]
-        if not constants or not all(
-            any(math.isclose(float(each), number, rel_tol=1e-6) for number in numbers)
-            or self._statistics.is_of_batch(each)
-            for each in constants
-        ):
-            return []
-        count = loss_count(loss, micro_batch)
-        weighs = self._run.lifecycle.step_context.samples % micro_batch.samples > 0
-        if weighs and any(each.weights for each in scaled):
-            # The weights may have been divided by the samples.
-            return []
-        scales = []
-        for each in scaled:
-            is_sum = each.is_sum or (not each.is_mean and (each.weights or count is not None))
-            unit = 1.0 if not is_sum else float(micro_batch.samples if count is None else count)
-            scales.append(math.prod(each.divisors) / unit)
-        return scales
 
     def _refuse_divisor(self, what: str, remedy: str) -> NoReturn:
         raise UsageError(
@@ -378,21 +355,6 @@ class LossWatch(EnteredMode):
             yield
         finally:
             self._active = True
-
-
-def refused_scale(where: str) -> UsageError:
-    """Return the error for a loss that is scaled by numbers of its own micro-batch.
-
-    Args:
-        where: the step and the script's line.
-    """
-    return UsageError(
-        "the loss is scaled by a number that is another one for each micro-batch",
-        where=where,
-        why="a micro-batch is a part of its worker's samples, whose loss would be scaled by one number of all of them",
-        remedy="return (sum, count), with what divides the sum as the count; compute the number of what is the same for"
-        " all micro-batches, such as run.stats of the step before; or take one worker without micro_batch",
-    )
 
 
 def _is_count(loss: Tensor, micro_batch: MicroBatch, number: float) -> bool:
