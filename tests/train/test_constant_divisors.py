@@ -198,6 +198,7 @@ OF_SAMPLES: dict[str, Loss] = {
     "mean times a constant of NumPy": lambda out, want: (
         by_sample(out, want).mean() * np.sqrt(2) + 0.1 * out.square().sum() / len(out)
     ),
+    "mean times the global batch's size": lambda out, want: functional.mse_loss(out, want) * BATCH / (0 * len(out) + 1),
     "mean times a constant beside a size": lambda out, want: 4 * by_sample(out, want).mean() + 0 * out.sum() / len(out),
     "half the mean": lambda out, want: (out - want).square().sum() / (2 * len(out)),
     "half the mean by size": halved_size,

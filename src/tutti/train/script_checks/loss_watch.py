@@ -193,7 +193,10 @@ class LossWatch(EnteredMode):
                 )
             elif self._is_times_samples(each, samples):
                 what = f"a mean over {counted(samples, 'sample')} times {samples}, the micro-batch's number of samples"
-                remedy = "give the mean, or (sum, count), such as (loss * len(targets), len(targets))"
+                remedy = (
+                    "give the mean, or (loss * len(targets), len(targets)) for it; if plain PyTorch's factor is meant,"
+                    f" multiply by {batch}, the global batch's size"
+                )
             elif (factor := self._constant_factor(each, samples)) is not None:
                 what, remedy = f"a sum over {counted(samples, 'sample')} times {factor:g}, and no mean", _MEANS
             elif (number := self._statistics.divisor_of(each)) is not None and not _is_count(loss, micro_batch, number):
