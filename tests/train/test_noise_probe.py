@@ -150,6 +150,76 @@ def test_loss_scale_and_clipping_do_not_count() -> None:
         assert all(one[name] == pytest.approx(other[name], rel=1e-9) for name in one if math.isfinite(one[name]))
 
 
+def rows_loss(net: Any, batch: Tensor) -> Any:
+    values = (net(batch).flatten() - batch[:, 0]).square()
+    return values.sum(), len(values), {}
+
+
+def train_rows(sparse: bool, optimizer: str, loop: bool = False, **options: Any) -> list[Any]:
+    """The noise of a run whose first layer has a sparse gradient, whose entries several samples share."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Flatten(), nn.Linear(18, 1)).double()
+    samples = torch.randint(5, (COUNT, 6), generator=torch.Generator().manual_seed(1))
+    updates: list[Any] = [torch.optim.SGD(net.parameters(), lr=0.1)]
+    if optimizer == "adam":
+        # Each step touches all rows of the table, so that both kinds of Adam have the same second moments.
+        table = (torch.optim.SparseAdam if sparse else torch.optim.Adam)(net[0].parameters(), lr=1e-14, eps=1e-3)
+        updates = [table, torch.optim.Adam(net[2].parameters(), lr=0.01, eps=1e-3)]
+    run = tutti.prepare(
+        net,
+        updates if len(updates) > 1 else updates[0],
+        samples,
+        None if loop else rows_loss,
+        noise_every=2,
+        batch_size=BATCH,
+        **options,
+    )
+    found: list[Any] = []
+    while len(found) < STEPS:
+        if loop:
+            for batch in run.microbatches(run.at[0]):
+                for each in updates:
+                    each.zero_grad()
+                run.backward((net(batch).flatten() - batch[:, 0]).square().mean())
+                for each in updates:
+                    each.step()
+                if run.stepped:
+                    found.append(dict(run.noise_probe.values()))
+        else:
+            for batch in run.epoch(*run.at):
+                run.step(batch)
+                found.append(dict(run.noise_probe.values()))
+    return found[:STEPS]
+
+
+SPARSE_CASES = [
+    ("single", 1, "sgd", {}),
+    ("mirrored", 3, "sgd", {}),
+    ("mirrored", 2, "sgd", {"loop": True}),
+    ("mirrored", 2, "adam", {"reproducible": True}),
+    ("parameter_server", 2, "sgd", {}),
+    ("local_sgd:period=2", 2, "sgd", {}),
+]
+
+
+@pytest.mark.parametrize("micro", [2, None])
+@pytest.mark.parametrize(("strategy", "devices", "optimizer", "options"), SPARSE_CASES)
+def test_sparse_gradients_have_the_noise_of_dense_ones(
+    strategy: str, devices: int, optimizer: str, options: dict[str, Any], micro: int | None
+) -> None:
+    options = {"workers": WORKERS, "strategy": strategy, "micro_batch": micro, **options}
+    for sparse, dense in zip(
+        worlds.run(devices, train_rows, sparse=True, optimizer=optimizer, **options),
+        worlds.run(devices, train_rows, sparse=False, optimizer=optimizer, **options),
+        strict=True,
+    ):
+        assert [set(one) for one in sparse] == [set(other) for other in dense] and any(sparse)
+        assert any("noise/adam/trace" in values for values in sparse) == (optimizer == "adam")
+        for one, other in zip(sparse, dense, strict=True):
+            for name in one:
+                assert one[name] == pytest.approx(other[name], rel=1e-9), name
+
+
 def refusal(**options: Any) -> tuple[str, str]:
     try:
         train(**options)

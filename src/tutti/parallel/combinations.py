@@ -229,7 +229,7 @@ def _check_tree(choice: Choice, option: str) -> None:
         )
 
 
-def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noisy: bool, sparse: bool = False) -> None:
+def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noisy: bool) -> None:
     """Check that ``--noise-every`` can measure the gradient noise scale with these options.
 
     The noise scale is estimated from the squared norms of the gradients of parts of a batch and of the gradient of the
@@ -242,13 +242,12 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
         devices: number of devices.
         contract: division of a global batch into logical workers (fixed shares) and micro-batches.
         noisy: whether the run has ``--gradient-noise``.
-        sparse: whether the model has sparse gradients.
 
     Raises:
-        UsageError: the strategy compresses its messages (``wire``) or has backup workers; ``noisy`` or ``sparse`` is
-            True; a strategy whose parts are workers shards parameters (FSDP2, whose backward itself reduces gradients),
-            with or without pipeline stages, or has several ranks share a worker; a batch has a single part; or workers
-            have parameters of their own that are never equal, and one micro-batch each. The message names a way out.
+        UsageError: the strategy compresses its messages (``wire``) or has backup workers; ``noisy`` is True; a strategy
+            whose parts are workers shards parameters (FSDP2, whose backward itself reduces gradients), with or without
+            pipeline stages, or has several ranks share a worker; a batch has a single part; or workers have parameters
+            of their own that are never equal, and one micro-batch each. The message names a way out.
     """
     sync, shape = choice.sync, choice.shape(devices)
     if isinstance(sync, AllReduceConfig) and sync.wire != "fp32":
@@ -270,12 +269,6 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
             f"--noise-every cannot be combined with stage 2 or 3 of strategy '{choice.name}' here",
             why="backward itself sums the gradients over the devices, so that no device has its own",
             remedy="take stage=1, or leave out --noise-every",
-        )
-    if sparse:
-        raise UsageError(
-            "--noise-every cannot be combined with sparse gradients",
-            why="their entries are summed only with the other devices'",
-            remedy="take sparse=False in nn.Embedding, or leave out --noise-every",
         )
     if noisy:
         raise UsageError(

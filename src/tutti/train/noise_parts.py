@@ -343,7 +343,8 @@ class MeasuredRound(MeasuredParts):
         comm = run_context.comms.replica
         squares, count, samples, parts = self._sum(self._ended, comm)
         pairs = zip(self._own.parameters, self._sums, strict=True)
-        total = torch.cat([(torch.zeros_like(p) if own is None else own).reshape(-1) for p, own in pairs])
+        dense = [torch.zeros_like(p) if own is None else own.to_dense() if own.is_sparse else own for p, own in pairs]
+        total = torch.cat([own.reshape(-1) for own in dense])
         comm.all_reduce(total, f"all_reduce of gradients for their noise in step {self._step_context.local_step + 1}")
         if not stats.finite or parts < 2:
             return StepNoise()

@@ -210,7 +210,7 @@ def check_run(
         check_fresh(each)
     loss_scale = make_loss_scale(o.loss_scale, o.precision, loss_fn)
     if o.noise_every is not None:
-        parallel.check_noise_scale(choice, mesh.size, contract, noise is not None, bool(sparse))
+        parallel.check_noise_scale(choice, mesh.size, contract, noise is not None)
     option = per_worker_option(adaptive, noise, o.noise_every)
     together = _together(o.batch_norm_options, choice, epochs, o.reproducible, option)
     return CheckedRun(

@@ -33,21 +33,30 @@ def scaled_squares_of(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> t
     one synchronisation of host and device.
 
     Args:
-        tensors: dense tensors, such as gradients.
-        factors: tensors of the same shapes, in the same order.
+        tensors: dense or sparse tensors, such as gradients; sparse ones are coalesced first.
+        factors: dense tensors of the same shapes, in the same order.
 
     Returns:
         A pair of Python floats, (Σ g², Σ (f·g)²), over all tensors; zeros for no tensors.
     """
-    pairs = list(zip(tensors, factors, strict=True))
+    pairs = [_stored(g, f) for g, f in zip(tensors, factors, strict=True)]
     if not pairs:
         return 0.0, 0.0
+    tensors, factors = [g for g, _ in pairs], [f for _, f in pairs]
     loops = passes(tensors[0])
     if loops is not None and all(passes(g) is passes(f) is loops and g.stride() == f.stride() for g, f in pairs):
-        found = loops.scaled_squares(list(factors), list(tensors))
+        found = loops.scaled_squares(factors, tensors)
         return sum(plain for _, plain in found), sum(scaled for scaled, _ in found)
-    squares = squares_of([*tensors, *foreach_mul(list(tensors), list(factors))])
+    squares = squares_of([*tensors, *foreach_mul(tensors, factors)])
     return sum(squares[: len(pairs)]), sum(squares[len(pairs) :])
+
+
+def _stored(tensor: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the stored elements of a tensor and the factors at their places; a dense tensor and its factor as is."""
+    if not tensor.is_sparse:
+        return tensor, factor
+    tensor = tensor.coalesce()
+    return tensor.values(), factor[tuple(tensor.indices())]
 
 
 def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
