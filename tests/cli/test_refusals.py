@@ -137,7 +137,7 @@ REFUSALS = [
     ("train text --devices 6 --strategy hybrid:shards=2,tensor=2 --workers 2", 2, "Take a multiple of 4 devices"),
     ("train digits --device cpu --devices 2 --strategy sharded:offload=true", 2, "offload=true does nothing here"),
     ("train digits --devices 1 --strategy sharded:param_dtype=bf16", 2, "Take more shards, or leave it out and take"),
-    ("train digits --device cuda --slow rank=0,factor=2", 2, "slow factors count the CPU's time"),
+    ("train digits --device cuda --slow rank=0,factor=2", 2, "factor cannot slow an accelerator down"),
     ("train digits --steps 9 --trace", 2, "--trace 10:3 needs 12 steps, and the run has 9."),
     ("train digits --epochs 1 --steps 3", 2, "--epochs and --steps exclude each other."),
     ("train digits --bach-size 3", 2, "Unknown option: --bach-size. Did you mean --batch-size?"),

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tutti.config.loss_scale_config import ConstantLossScale, Dynamic, check_loss_scale, choose_loss_scale
+from tutti.config.loss_scale_config import ConstantLossScale, DynamicLossScale, check_loss_scale, choose_loss_scale
 from tutti.errors import UsageError
 from tutti.optim.loss_scale import LossScale
 
@@ -59,7 +59,7 @@ def test_continues_where_it_was_saved() -> None:
 
 def test_is_there_for_float16_alone() -> None:
     assert [choose_loss_scale(None, precision) for precision in (None, "fp32", "bf16", "fp64")] == [None] * 4
-    assert choose_loss_scale(None, "fp16") == Dynamic(init=65536.0)
+    assert choose_loss_scale(None, "fp16") == DynamicLossScale(init=65536.0)
     assert choose_loss_scale("128", None) == ConstantLossScale(128.0)
 
 

@@ -15,7 +15,7 @@ from tests import worlds
 from tests.faults.commands import tutti as command
 from tests.faults.commands import write_task
 from tests.train.test_run import data, loss
-from tutti.config.module_config import Compile, check_compiler
+from tutti.config.module_config import CompileOptions, check_compiler
 from tutti.errors import UsageError
 from tutti.tasks import task_registry
 from tutti.train.loop_meters import Speed
@@ -39,7 +39,7 @@ model = Smallest
 
 def compiler() -> str:
     try:
-        check_compiler(Compile())
+        check_compiler(CompileOptions())
     except UsageError as error:
         return str(error)
     return ""

@@ -14,7 +14,7 @@ import tutti
 from tests import worlds
 from tutti.checkpoint.folder import best_checkpoint, newest_checkpoint, scan
 from tutti.checkpoint.read import TensorReader, load_manifest
-from tutti.config.best import Best
+from tutti.config.best import BestMetric
 from tutti.data.adapt import adapt
 from tutti.errors import UsageError
 from tutti.launcher import context
@@ -51,7 +51,7 @@ def loss(net: Any, batch: Tensor) -> Any:
 def trained(folder: str, text: str | None, total: int, evaluate: int | None, save: int | None, ema: Any = None) -> Any:
     run = tutti.prepare(Counting(), f"sgd:lr={RATE}", torch.zeros(64, 1), loss, workers=4, batch_size=8, ema=ema)
     facts = {"workers": 4, "config_sha256": "0" * 64}
-    chosen = None if text is None else Best.parse(text)
+    chosen = None if text is None else BestMetric.parse(text)
     saver = Checkpoints(run, Path(folder), context.current(), facts, keep=1, warn=print, best=chosen)
     saver.restore()
     held_out, header = adapt(torch.zeros(5, 1)), RunHeader("", {}, total, 8)
@@ -103,7 +103,7 @@ def test_it_survives_a_resume_and_is_verified_before_others_go(tmp_path: Path) -
     assert steps(tmp_path) == {3: True, 4: True}
     worlds.run(3, trained, folder=str(tmp_path), text="height:max", total=6, evaluate=1, save=1)
     assert steps(tmp_path) == {3: True, 6: True}
-    found, broken = best_checkpoint(tmp_path, Best.parse("height:max").score)
+    found, broken = best_checkpoint(tmp_path, BestMetric.parse("height:max").score)
     assert found is not None and (found.step, broken) == (3, [])
     # Damaged, it counts for nothing: what is next best stays too.
     [file] = (tmp_path / "step-00000003" / "model").iterdir()
@@ -112,7 +112,7 @@ def test_it_survives_a_resume_and_is_verified_before_others_go(tmp_path: Path) -
     file.write_bytes(data)
     worlds.run(1, trained, folder=str(tmp_path), text="height:max", total=8, evaluate=1, save=1)
     assert steps_there(tmp_path) == [3, 6, 8]
-    found, broken = best_checkpoint(tmp_path, Best.parse("height:max").score)
+    found, broken = best_checkpoint(tmp_path, BestMetric.parse("height:max").score)
     assert found is not None and found.step == 6 and "step-00000003" in broken[0]
     assert newest_checkpoint(tmp_path)[0] == load_manifest(tmp_path / "step-00000008")
 
@@ -162,10 +162,10 @@ def test_a_value_that_the_evaluation_has_not_is_refused_on_every_rank(tmp_path: 
     ],
 )
 def test_which_way_is_better(text: str, more: bool) -> None:
-    assert Best.parse(text) == Best(text.partition(":")[0], more)
+    assert BestMetric.parse(text) == BestMetric(text.partition(":")[0], more)
 
 
 @pytest.mark.parametrize("text", ["", ":max", "x", "loss:", "loss:down", "loss:max:min"])
 def test_what_does_not_say_which_way_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r":min or"):
-        Best.parse(text)
+        BestMetric.parse(text)

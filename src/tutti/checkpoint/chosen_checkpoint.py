@@ -9,7 +9,7 @@ from pathlib import Path
 from tutti.checkpoint.folder import FOLDER, best_checkpoint, newest_checkpoint, scan
 from tutti.checkpoint.manifest import MANIFEST, Manifest
 from tutti.checkpoint.read import verify
-from tutti.config.best import Best
+from tutti.config.best import BestMetric
 from tutti.errors import CheckpointError, UsageError
 
 
@@ -73,7 +73,7 @@ def _numbered(folder: Path, step: int) -> Manifest:
     return verify(found.path)
 
 
-def _measure(run: Path, step: str) -> Best:
+def _measure(run: Path, step: str) -> BestMetric:
     """Return the metric of ``best``: from ``best:NAME``, or from the run's ``--keep-best``. Raises UsageError."""
     name = step.partition(":")[2]
     if not name:
@@ -85,4 +85,4 @@ def _measure(run: Path, step: str) -> Best:
                 where=str(run),
                 remedy="give --step best:NAME, such as best:accuracy",
             ) from None
-    return Best.parse(name, "--step best")
+    return BestMetric.parse(name, "--step best")

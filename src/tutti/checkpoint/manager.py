@@ -25,7 +25,7 @@ from tutti.checkpoint.read import load_manifest
 from tutti.checkpoint.save_snapshot import State
 from tutti.checkpoint.write import WritableSlice, abandon, begin, commit, step_name, write_part
 from tutti.comm.communicator import Communicator
-from tutti.config.best import Best
+from tutti.config.best import BestMetric
 from tutti.errors import CheckpointError, DiskError, PeerError, TuttiError, UsageError
 from tutti.launcher import heartbeat, watchdog
 from tutti.launcher.context import World
@@ -70,7 +70,7 @@ class CheckpointManager:
         keep: int,
         warn: Callable[[str], None],
         most_failures: int = 3,
-        best: Best | None = None,
+        best: BestMetric | None = None,
     ) -> None:
         self._comm, self._world = comm, world
         self._keep, self.warn, self._most_failures = keep, warn, most_failures

@@ -16,7 +16,7 @@ from tutti.config.engine_config import EngineConfig
 from tutti.config.gradient_noise import per_worker_option
 from tutti.config.logger_config import check_packages
 from tutti.config.metric_direction import split_metric
-from tutti.config.module_config import Sync, WorkerBatchNorm, check_compiler, check_float8
+from tutti.config.module_config import SyncBatchNormConfig, WorkerBatchNormConfig, check_compiler, check_float8
 from tutti.config.optimizer_config import ImportedOptimizerConfig, PlateauSchedule
 from tutti.config.settings import read_file
 from tutti.config.train_config import TrainConfig
@@ -81,7 +81,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     norm = config.batch_norm_options
     if config.noise_every is not None:
         parallel.check_noise_scale(choice, devices, contract, noise is not None)
-    if isinstance(norm, Sync):
+    if isinstance(norm, SyncBatchNormConfig):
         each = per_worker_option(adaptive, noise, config.noise_every)
         parallel.check_sync(choice, devices, config.reproducible, each)
         contract.check_whole()
@@ -99,7 +99,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
             remedy=f"run {pip_install('tensorboard')}, or leave it out",
         )
     check_packages(config.loggers)
-    other = not isinstance(norm, WorkerBatchNorm)
+    other = not isinstance(norm, WorkerBatchNormConfig)
     task_registry.check_task(task, data=config.data, model=config.model, augment=config.augment, batch_norm=other)
     if not user.is_own(task):
         # A user's task may declare the direction of its metrics, which is known only after loading it.

@@ -11,7 +11,7 @@ from tutti.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Best:
+class BestMetric:
     """The held-out metric by which ``--keep-best`` selects the best checkpoint, and its direction.
 
     Attributes:
@@ -23,13 +23,15 @@ class Best:
     more: bool
 
     @classmethod
-    def parse(cls, text: str, option: str = "--keep-best", declared: Mapping[str, Direction] | None = None) -> Best:
+    def parse(
+        cls, text: str, option: str = "--keep-best", declared: Mapping[str, Direction] | None = None
+    ) -> BestMetric:
         """Parse ``--keep-best``, the metric that selects the best checkpoint: ``NAME``, ``NAME:min`` or ``NAME:max``.
 
         ``lower`` and ``higher`` are synonyms of ``min`` and ``max``, the better direction.
 
-        >>> Best.parse("accuracy"), Best.parse("distance:min")
-        (Best(metric='accuracy', more=True), Best(metric='distance', more=False))
+        >>> BestMetric.parse("accuracy"), BestMetric.parse("distance:min")
+        (BestMetric(metric='accuracy', more=True), BestMetric(metric='distance', more=False))
 
         Args:
             text: the metric, with or without its direction.
@@ -38,7 +40,7 @@ class Best:
                 ``text`` has no direction. None: the task declares nothing.
 
         Returns:
-            A ``Best``: ``metric``, the name, and ``more``, whether a higher value is better.
+            A ``BestMetric``: ``metric``, the name, and ``more``, whether a higher value is better.
 
         Raises:
             UsageError: ``text`` is malformed, or none of ``text``, ``declared`` and the metric's name gives a

@@ -99,7 +99,7 @@ def changed_fields(values: Mapping[str, Any], changes: Sequence[str]) -> dict[st
 
 def _with_option(text: str, field: str, option: str, value: str) -> str:
     if "," in value:
-        raise UsageError(f"'{value}' has a comma", where=f"{field}.{option}", remedy="give one option a time")
+        raise UsageError(f"'{value}' has a comma", where=f"{field}.{option}", remedy="give one option at a time")
     match = None if field in BARE else _PARTS.fullmatch(text)
     head, rest = ("", text) if match is None else (match[1], match[2] or "")
     options = {**read_options(rest, f"--{field.replace('_', '-')}", "name:key=value"), option: value}

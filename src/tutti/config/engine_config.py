@@ -127,7 +127,7 @@ class SlurmEngineConfig:
             raise UsageError(f"--on slurm has memory={self.memory}", remedy="give a size such as 64G, of a node")
         if self.limit is not None and _slurm_seconds(self.limit) <= self.notice:
             raise UsageError(
-                f"--on slurm has time={self.time}, and asks the run to save {self.notice} s before",
+                f"--on slurm has time={self.time}, and asks the run to save {self.notice} s before this limit",
                 why="each start of the job would be asked at once, and save nothing",
                 remedy="give more time or a shorter notice",
             )

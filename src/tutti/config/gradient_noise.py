@@ -14,7 +14,7 @@ _OPTION = "--gradient-noise"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Multiplicative:
+class MultiplicativeNoise:
     """Multiplicative noise: the gradient of a batch of M samples is (1/M) Σ zₙ gₙ.
 
     gₙ is the gradient of sample n, and zₙ a random weight of mean 1 and variance M/M₀ - 1, normally distributed (Hoffer
@@ -45,7 +45,7 @@ class Multiplicative:
         Returns:
             σ; 0 if M is at most M₀.
 
-        >>> round(Multiplicative(base_batch=128).sigma(1024), 9)
+        >>> round(MultiplicativeNoise(base_batch=128).sigma(1024), 9)
         2.645751311
         """
         return math.sqrt(max(batch / self.base_batch - 1, 0.0))
@@ -56,10 +56,10 @@ class _None:
     """No noise: the gradient as it is."""
 
 
-KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicative}
+KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": MultiplicativeNoise}
 
 
-def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
+def check_noise(text: str, batch: int, adaptive: bool) -> MultiplicativeNoise | None:
     """Parse ``--gradient-noise``: ``none`` or ``multiplicative:base_batch=N``; return its options, None for ``none``.
 
     With the second, random weights of the samples' losses make the gradient of the global batch as noisy as the
@@ -71,7 +71,7 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
         adaptive: whether the run uses ``--lr-scale adascale``.
 
     Returns:
-        A ``Multiplicative``, whose integer ``base_batch`` is N; None for ``none``.
+        A ``MultiplicativeNoise``, whose integer ``base_batch`` is N; None for ``none``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), ``base_batch`` is missing or
@@ -79,7 +79,7 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
     """
     spec = Spec.parse(text, _OPTION)
     noise = spec.build(spec.choose(KINDS, "gradient noise"), _OPTION)
-    if not isinstance(noise, Multiplicative):
+    if not isinstance(noise, MultiplicativeNoise):
         return None
     if noise.base_batch > batch:
         raise UsageError(
@@ -97,7 +97,7 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
     return noise
 
 
-def per_worker_option(adaptive: bool, noise: Multiplicative | None, noise_every: int | None) -> str | None:
+def per_worker_option(adaptive: bool, noise: MultiplicativeNoise | None, noise_every: int | None) -> str | None:
     """Return the first option in use that needs each logical worker's own gradient, before the sum over workers.
 
     A logical worker is one of N fixed shares of the global batch. The result is the option's text for an error message:

@@ -151,7 +151,11 @@ class InitMap:
             old, new = next((pair for pair in pairs if name.startswith(pair[0])), ("", ""))
             other = new + name.removeprefix(old)
             if other in found:
-                raise UsageError(f"{found[other]} and {name} would both be {other}", where="init_map, rename")
+                raise UsageError(
+                    f"{found[other]} and {name} would both be {other}",
+                    where="init_map, rename",
+                    remedy="rename one of them to another name",
+                )
             found[other] = name
         return found
 

@@ -13,7 +13,7 @@ _OPTION = "--loss-scale"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dynamic:
+class DynamicLossScale:
     """Options of dynamic loss scaling, as of ``torch.amp.GradScaler``.
 
     Attributes:
@@ -58,7 +58,7 @@ class ConstantLossScale:
     value: float
 
 
-LossScaleConfig: TypeAlias = Dynamic | ConstantLossScale
+LossScaleConfig: TypeAlias = DynamicLossScale | ConstantLossScale
 
 
 def check_loss_scale(text: str) -> LossScaleConfig:
@@ -70,11 +70,11 @@ def check_loss_scale(text: str) -> LossScaleConfig:
             ``torch.amp.GradScaler``.
 
     Returns:
-        The number as ``ConstantLossScale``, or the options of ``dynamic`` as ``Dynamic``.
+        The number as ``ConstantLossScale``, or the options of ``dynamic`` as ``DynamicLossScale``.
 
     Raises:
         UsageError: the number is not finite and above 0, the text is malformed, a name or key is unknown (naming the
-            nearest), a value is no number, or as ``Dynamic`` raises it.
+            nearest), a value is no number, or as ``DynamicLossScale`` raises it.
 
     >>> check_loss_scale("1024"), check_loss_scale("dynamic:init=256").init
     (ConstantLossScale(value=1024.0), 256.0)
@@ -83,7 +83,7 @@ def check_loss_scale(text: str) -> LossScaleConfig:
         value = float(text)
     except ValueError:
         spec = Spec.parse(text, _OPTION)
-        return spec.build(spec.choose({"dynamic": Dynamic}, "loss scale"), _OPTION)
+        return spec.build(spec.choose({"dynamic": DynamicLossScale}, "loss scale"), _OPTION)
     if not 0 < value < math.inf:
         raise UsageError(f"{_OPTION} is {text}", remedy="give a number above 0, or dynamic")
     return ConstantLossScale(value)
@@ -97,14 +97,14 @@ def choose_loss_scale(text: str | None, precision: str | None) -> LossScaleConfi
         precision: ``--precision``, such as ``fp16``; None: the user's own autocast decides.
 
     Returns:
-        A ``ConstantLossScale`` with its ``value``, or a ``Dynamic`` with the options of ``torch.amp.GradScaler``; None
-        for no loss scale.
+        A ``ConstantLossScale`` with its ``value``, or a ``DynamicLossScale`` with the options of
+        ``torch.amp.GradScaler``; None for no loss scale.
 
     Raises:
         UsageError: ``text`` is given with a precision other than fp16, or as ``check_loss_scale`` raises it.
     """
     if text is None:
-        return Dynamic() if precision == "fp16" else None
+        return DynamicLossScale() if precision == "fp16" else None
     if precision not in (None, "fp16"):
         raise UsageError(
             f"{_OPTION} does nothing for {precision}",

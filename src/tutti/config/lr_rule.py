@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from tutti.config.gradient_noise import Multiplicative
+from tutti.config.gradient_noise import MultiplicativeNoise
 from tutti.config.optimizer_config import OptimizerConfig, SGDConfig
 from tutti.config.spec import Spec
 from tutti.errors import UsageError
@@ -142,7 +142,7 @@ def usual_rule(optimizer: OptimizerConfig) -> Literal["linear", "sqrt"]:
     return "linear" if isinstance(optimizer, SGDConfig) else "sqrt"
 
 
-def check_growth(rule: NoRule, noise: Multiplicative | None) -> None:
+def check_growth(rule: NoRule, noise: MultiplicativeNoise | None) -> None:
     """Raise UsageError if ``--batch-growth`` is combined with ``--lr-scale adascale`` or with ``--gradient-noise``.
 
     Args:

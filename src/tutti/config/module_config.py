@@ -20,7 +20,7 @@ _COMPILE, _CHECKPOINTING = "--compile", "--activation-checkpointing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerBatchNorm:
+class WorkerBatchNormConfig:
     """Options of ``--batch-norm worker``: the model's own batch norm is kept; there are none.
 
     Its statistics are those of one micro-batch of a logical worker, a fixed share of the global batch.
@@ -28,7 +28,7 @@ class WorkerBatchNorm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ghost:
+class GhostBatchNormConfig:
     """Options of ghost batch norm: each ``size`` consecutive samples are normalised by their own mean and variance.
 
     Hoffer et al. 2017, arXiv 1705.08741.
@@ -48,16 +48,20 @@ class Ghost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sync:
+class SyncBatchNormConfig:
     """Options of ``--batch-norm sync``: statistics of the global batch, over all ranks; there are none.
 
     A device computes the samples of all its logical workers (shares of the global batch) as one batch.
     """
 
 
-BatchNormConfig: TypeAlias = WorkerBatchNorm | Ghost | Sync
+BatchNormConfig: TypeAlias = WorkerBatchNormConfig | GhostBatchNormConfig | SyncBatchNormConfig
 
-BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {"worker": WorkerBatchNorm, "ghost": Ghost, "sync": Sync}
+BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {
+    "worker": WorkerBatchNormConfig,
+    "ghost": GhostBatchNormConfig,
+    "sync": SyncBatchNormConfig,
+}
 
 
 def check_batch_norm(text: str) -> BatchNormConfig:
@@ -68,7 +72,8 @@ def check_batch_norm(text: str) -> BatchNormConfig:
             of a logical worker; ``sync``: the global batch.
 
     Returns:
-        The options: a ``WorkerBatchNorm``, a ``Ghost`` with the integer ``size``, or a ``Sync``.
+        The options: a ``WorkerBatchNormConfig``, a ``GhostBatchNormConfig`` with the integer ``size``, or a
+        ``SyncBatchNormConfig``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or ``size`` is no whole number
@@ -79,7 +84,7 @@ def check_batch_norm(text: str) -> BatchNormConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compile:
+class CompileOptions:
     """Options of ``torch.compile``.
 
     Attributes:
@@ -99,7 +104,7 @@ class CompileChoice:
     """
 
     mode: str
-    options: Compile
+    options: CompileOptions
 
     @property
     def records_graphs(self) -> bool:
@@ -110,7 +115,9 @@ class CompileChoice:
 GRAPH_MODES: Mapping[str, str] = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 """Modes of ``torch.compile`` that record CUDA graphs; for each the mode that does the same without graphs."""
 
-MODES: Mapping[str, type[Any]] = dict.fromkeys(("none", "default", "max-autotune-no-cudagraphs", *GRAPH_MODES), Compile)
+MODES: Mapping[str, type[Any]] = dict.fromkeys(
+    ("none", "default", "max-autotune-no-cudagraphs", *GRAPH_MODES), CompileOptions
+)
 
 
 def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None:
@@ -142,7 +149,7 @@ def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None
     return CompileChoice(spec.name, options)
 
 
-def check_compiler(options: Compile) -> None:
+def check_compiler(options: CompileOptions) -> None:
     """Raise UsageError if this machine lacks what inductor on the CPU needs: a C++ compiler and Python's headers.
 
     Looks for the two files only: the compiler (the variable ``CXX``, else ``g++`` or on macOS ``clang++``) is not run,
@@ -202,7 +209,7 @@ def check_float8(processor: bool, split: bool) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nothing:
+class NoCheckpointing:
     """No activation checkpointing: every activation is kept for backward; there are no options."""
 
 
@@ -236,7 +243,7 @@ class Selective(Blocks):
     """
 
 
-CHECKPOINTING: Mapping[str, type[Any]] = {"none": Nothing, "blocks": Blocks, "selective": Selective}
+CHECKPOINTING: Mapping[str, type[Any]] = {"none": NoCheckpointing, "blocks": Blocks, "selective": Selective}
 
 
 Checkpointing: TypeAlias = Blocks | Sequence[Any] | None
@@ -275,4 +282,4 @@ def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> 
             why="selective checkpointing cannot see the operations inside compiled code",
             remedy=f"take {_CHECKPOINTING} blocks, blocks:every=2, or leave out {_COMPILE}",
         )
-    return None if isinstance(options, Nothing) else options
+    return None if isinstance(options, NoCheckpointing) else options

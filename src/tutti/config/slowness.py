@@ -72,7 +72,12 @@ class Slowness:
             accelerated: whether devices are accelerators.
         """
         if accelerated and self.factor > 1:
-            raise UsageError("slow factors count the CPU's time, and devices are GPUs", remedy="give ms=20")
+            raise UsageError(
+                "factor cannot slow an accelerator down",
+                where="--slow",
+                why="it multiplies the CPU time of forward and backward, which an accelerator computes meanwhile",
+                remedy="give ms=20",
+            )
         for kind, given, count in (("rank", self.rank, ranks), ("worker", self.worker, workers)):
             if given and max(given) >= count:
                 raise UsageError(

@@ -65,7 +65,10 @@ class Duration:
         if value > _LONGEST:
             raise UsageError(f"'{text}' is longer than any run", where=option, remedy=f"give at most {_LONGEST:g}")
         if unit != "ep" and value != int(value):
-            raise UsageError(f"'{text}' is not a whole number of {unit}", where=option)
+            units = "steps" if unit == "st" else "samples"
+            raise UsageError(
+                f"'{text}' is not a whole number of {units}", where=option, remedy="round it, or count in epochs"
+            )
         return cls(value, typing.cast(Unit, unit))
 
     def steps(self, dataset: int | None, batch: int | Fraction) -> int:
@@ -288,7 +291,7 @@ def read_options(text: str, option: str, form: str) -> dict[str, str]:
             raise UsageError(f"cannot read '{item}' in '{text}'", where=option, remedy=f"write {form}")
         key = key.strip().replace("-", "_")
         if key in options:
-            raise UsageError(f"'{key}' is given twice in '{text}'", where=option)
+            raise UsageError(f"'{key}' is given twice in '{text}'", where=option, remedy="give it once")
         options[key] = value.strip()
     return options
 
@@ -328,7 +331,7 @@ def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
     try:
         return config(**values)
     except (TypeError, ValueError) as error:
-        raise UsageError("bad options", where=where, why=str(error)) from error
+        raise UsageError("invalid options", where=where, why=str(error)) from error
 
 
 def _is_needed(field: dataclasses.Field[Any]) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from tutti.config.averaging import Averaging
-from tutti.config.best import Best
+from tutti.config.best import BestMetric
 from tutti.config.bounds import check_above_zero, check_least
 from tutti.config.engine_config import (
     WAIT,
@@ -19,7 +19,7 @@ from tutti.config.engine_config import (
     parse_engine,
     parse_seconds,
 )
-from tutti.config.gradient_noise import Multiplicative, check_noise
+from tutti.config.gradient_noise import MultiplicativeNoise, check_noise
 from tutti.config.growth import BatchGrowth
 from tutti.config.init_map import InitMap
 from tutti.config.logger_config import LoggerOptions, parse_loggers
@@ -314,8 +314,8 @@ class TrainConfig:
     def batch_norm_options(self) -> BatchNormConfig:
         """The samples over which batch norm takes its statistics, from ``--batch-norm``.
 
-        A ``WorkerBatchNorm`` (one micro-batch), a ``Ghost`` (``size`` samples) or a ``Sync`` (the global batch). Raises
-        UsageError if the text is malformed.
+        A ``WorkerBatchNormConfig`` (one micro-batch), a ``GhostBatchNormConfig`` (``size`` samples) or a
+        ``SyncBatchNormConfig`` (the global batch). Raises UsageError if the text is malformed.
         """
         return check_batch_norm(self.batch_norm)
 
@@ -344,18 +344,18 @@ class TrainConfig:
     def loss_scale_options(self) -> LossScaleConfig | None:
         """The options of the loss scale: from ``--loss-scale``, else dynamic for fp16, else None for no loss scale.
 
-        A ``ConstantLossScale`` with its ``value``, or a ``Dynamic``, as of ``torch.amp.GradScaler``. Raises UsageError
-        if the text is malformed, or given with a precision other than fp16.
+        A ``ConstantLossScale`` with its ``value``, or a ``DynamicLossScale``, as of ``torch.amp.GradScaler``. Raises
+        UsageError if the text is malformed, or given with a precision other than fp16.
         """
         return choose_loss_scale(self.loss_scale, self.precision)
 
     @cached_property
-    def noise(self) -> Multiplicative | None:
+    def noise(self) -> MultiplicativeNoise | None:
         """The noise that is put into the gradient, from ``--gradient-noise``; None without it, and for ``none``.
 
-        A ``Multiplicative`` object: random weights of the samples' losses make the gradient as noisy as the gradient of
-        a batch of ``base_batch`` samples. Raises UsageError if the text is malformed, or conflicts with the batch size
-        or ``--lr-scale adascale``.
+        A ``MultiplicativeNoise`` object: random weights of the samples' losses make the gradient as noisy as the
+        gradient of a batch of ``base_batch`` samples. Raises UsageError if the text is malformed, or conflicts with the
+        batch size or ``--lr-scale adascale``.
         """
         return check_noise(self.gradient_noise, self.batch_size, self.lr_rule.adaptive)
 
@@ -527,7 +527,7 @@ class TrainConfig:
         """
         return () if self.logger is None or self.logger == "none" else parse_loggers(self.logger)
 
-    def best(self, declared: Mapping[str, Direction] | None = None) -> Best | None:
+    def best(self, declared: Mapping[str, Direction] | None = None) -> BestMetric | None:
         """Return the metric that selects the best checkpoint, and its direction; None without ``--keep-best``.
 
         Args:
@@ -535,7 +535,7 @@ class TrainConfig:
                 task declares nothing.
 
         Returns:
-            A ``Best``: ``metric``, the name, and ``more``, whether a higher value is better.
+            A ``BestMetric``: ``metric``, the name, and ``more``, whether a higher value is better.
 
         Raises:
             UsageError: the option is malformed, or neither the option, ``declared`` nor the metric's name decides the
@@ -543,7 +543,7 @@ class TrainConfig:
         """
         if self.keep_best is None or self.keep_best == "none":
             return None
-        return Best.parse(self.keep_best, declared=declared)
+        return BestMetric.parse(self.keep_best, declared=declared)
 
     def target(self, declared: Mapping[str, Direction] | None = None) -> TrainingTarget | None:
         """Return the metric, its direction and the held-out value at which training ends; None without ``--until``.

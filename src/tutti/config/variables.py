@@ -19,7 +19,7 @@ PREFIX = "TUTTI_"
 
 
 @dataclass(frozen=True)
-class Values:
+class PermittedValues:
     """The permitted values of an environment variable of tutti: a description in words and a check.
 
     Attributes:
@@ -41,40 +41,40 @@ def _is(kind: Callable[[str], float]) -> Callable[[str], bool]:
     return valid
 
 
-def _or_none(values: Values) -> Values:
-    return Values(f"{values.words}, or none", lambda text: text.lower() == "none" or values.valid(text))
+def _or_none(values: PermittedValues) -> PermittedValues:
+    return PermittedValues(f"{values.words}, or none", lambda text: text.lower() == "none" or values.valid(text))
 
 
-def choice(*names: str) -> Values:
-    """Return a ``Values`` for an environment variable of which the value must be one of ``names``.
+def choice(*names: str) -> PermittedValues:
+    """Return a ``PermittedValues`` for an environment variable of which the value must be one of ``names``.
 
     Its ``words`` describe the permitted values for a UsageError, as text ``name or name``; its function ``valid`` takes
     a text and returns whether the text is one of them.
     """
-    return Values(" or ".join(names), lambda text: text in names)
+    return PermittedValues(" or ".join(names), lambda text: text in names)
 
 
 # The truth values that the command line accepts.
 _TRUTHS = frozenset(("0", "1", "f", "t", "false", "true", "n", "y", "no", "yes"))
-_OF_TYPE: Mapping[Any, Values] = {
-    int: Values("a whole number", _is(int)),
-    float: Values("a number", _is(float)),
-    bool: Values("true or false", lambda text: text.lower() in _TRUTHS),
-    str: Values("text", lambda text: True),
+_OF_TYPE: Mapping[Any, PermittedValues] = {
+    int: PermittedValues("a whole number", _is(int)),
+    float: PermittedValues("a number", _is(float)),
+    bool: PermittedValues("true or false", lambda text: text.lower() in _TRUTHS),
+    str: PermittedValues("text", lambda text: True),
 }
 NUMBER, TEXT = _OF_TYPE[float], _OF_TYPE[str]
 SWITCH = choice("on", "1", "off", "0")
 
 
-def values_of_type(hint: Any) -> Values:
+def values_of_type(hint: Any) -> PermittedValues:
     """Return the permitted values of the environment variable of an option, from the option's type.
 
     Args:
         hint: type of a field of ``TrainConfig``: bool, int, float, str, a Literal of texts, or one of these and None.
 
     Returns:
-        A ``Values``: ``words``, a description for error messages such as ``a whole number``, and ``valid``, a function
-        that takes the text of a variable and returns whether the option permits the text.
+        A ``PermittedValues``: ``words``, a description for error messages such as ``a whole number``, and ``valid``, a
+        function that takes the text of a variable and returns whether the option permits the text.
     """
     if get_origin(hint) is Literal:
         return choice(*get_args(hint))
@@ -83,10 +83,12 @@ def values_of_type(hint: Any) -> Values:
     return found if NoneType not in members or found is TEXT else _or_none(found)
 
 
-OPTIONS: Mapping[str, Values] = {name: values_of_type(hint) for name, hint in get_type_hints(TrainConfig).items()}
+OPTIONS: Mapping[str, PermittedValues] = {
+    name: values_of_type(hint) for name, hint in get_type_hints(TrainConfig).items()
+}
 """Fields of ``TrainConfig``, the options of ``tutti train``."""
 
-MACHINE: Mapping[str, Values] = {
+MACHINE: Mapping[str, PermittedValues] = {
     "CACHE": TEXT,  # folder of decoded data
     "DIAGNOSTICS": SWITCH,  # checks for classic mistakes, which also call the loss function
     "KERNELS": SWITCH,  # compiled loops
@@ -96,7 +98,7 @@ MACHINE: Mapping[str, Values] = {
 }
 """Variables that users set for a machine, for every run on it."""
 
-INTERNAL: Mapping[str, Values] = {
+INTERNAL: Mapping[str, PermittedValues] = {
     "LAUNCHED": NUMBER,  # from the command to its ranks: Unix time at which it was started
     "STORE": TEXT,  # from the launcher to its ranks: file of their rendezvous store
     "TETHER": choice("stdin", "stdin-kill"),  # from a remote launcher: stdin ends and signals the process
@@ -104,7 +106,7 @@ INTERNAL: Mapping[str, Values] = {
 }
 """Variables that tutti sets for the processes that it starts."""
 
-KNOWN: Mapping[str, Values] = {
+KNOWN: Mapping[str, PermittedValues] = {
     f"{PREFIX}{name.upper()}": values for table in (OPTIONS, MACHINE, INTERNAL) for name, values in table.items()
 }
 """Every variable by its full name."""

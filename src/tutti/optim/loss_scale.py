@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from tutti.config.loss_scale_config import ConstantLossScale, Dynamic, LossScaleConfig
+from tutti.config.loss_scale_config import ConstantLossScale, DynamicLossScale, LossScaleConfig
 
 
 class LossScale:
@@ -30,7 +30,7 @@ class LossScale:
     def __init__(self, config: LossScaleConfig) -> None:
         self.value = self.used = config.value if isinstance(config, ConstantLossScale) else config.init
         self.good_steps = 0
-        self._rule: Dynamic | None = None if isinstance(config, ConstantLossScale) else config
+        self._rule: DynamicLossScale | None = None if isinstance(config, ConstantLossScale) else config
 
     @property
     def can_fall(self) -> bool:

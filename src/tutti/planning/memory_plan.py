@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.config import optimizer_config as options
-from tutti.config.module_config import Sync
+from tutti.config.module_config import SyncBatchNormConfig
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import map_tensors
 from tutti.data.contract import BatchContract
@@ -190,7 +190,7 @@ def _largest(config: PlannedRun, dataset: int | None) -> int:
     """Return the number of samples in the largest forward, given the number of training samples."""
     ranks = config.data_ranks
     contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
-    together = isinstance(config.batch_norm_options, Sync)
+    together = isinstance(config.batch_norm_options, SyncBatchNormConfig)
     batch = config.batch_size if dataset is None else min(config.batch_size, dataset)
     return max(len(contract.part(batch, 0) if together else contract.first_micro_batch(batch)), 1)
 
@@ -420,7 +420,7 @@ def nearest_plan(found: Facts, config: PlannedRun, room: float) -> PlannedRun | 
     own = plan_memory(found, config)
     each = own.activations / _largest(config, found.dataset)
     most = math.floor((room - own.total + own.activations) / each) if each else 0
-    if most >= 1 and not isinstance(config.batch_norm_options, Sync):
+    if most >= 1 and not isinstance(config.batch_norm_options, SyncBatchNormConfig):
         return replace(config, micro_batch=most)
     for devices in sorted({max(config.device_count, 2), *(2**n for n in range(1, 11))}):
         for stage in (1, 2, 3):

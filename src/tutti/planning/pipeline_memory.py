@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from tutti.config.layout_config import LayersConfig, PipelineConfig
-from tutti.config.module_config import Sync
+from tutti.config.module_config import SyncBatchNormConfig
 from tutti.config.spec import Spec
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
@@ -85,7 +85,7 @@ class MicroBatchSizes:
         workers = config.workers or ranks
         micro = config.strategy_choice.micro_batch(config.micro_batch, config.batch_size, workers)
         contract = BatchContract(1, config.batch_size, workers, ranks, micro)
-        if isinstance(config.batch_norm_options, Sync):
+        if isinstance(config.batch_norm_options, SyncBatchNormConfig):
             return cls(1, len(contract.part(config.batch_size, 0)))
         micro_batches = contract.micro_batches(len(contract.worker(config.batch_size, 0)))
         return cls(len(micro_batches), len(micro_batches[0]))
@@ -350,7 +350,7 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room:
 def _others(config: PlannedRun, blocks: int) -> Iterator[PlannedRun]:
     """Yield configurations with smaller micro-batches and more stages, the nearest first."""
     layout, samples, stages = stage_layout(config), MicroBatchSizes.of(config).samples, config.shape["stage"]
-    sync = isinstance(config.batch_norm_options, Sync)
+    sync = isinstance(config.batch_norm_options, SyncBatchNormConfig)
     for times in range(1, max(blocks // (stages * layout.chunks), 1) + 1):
         text = _with(config.strategy, cuts=None, micro_batches=None)
         if layout.stages is not None:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from tutti.config.gradient_noise import Multiplicative
+from tutti.config.gradient_noise import MultiplicativeNoise
 from tutti.config.growth import BatchGrowth
 from tutti.config.lr_rule import NoRule, check_growth
-from tutti.config.module_config import BatchNormConfig, Ghost, Sync
+from tutti.config.module_config import BatchNormConfig, GhostBatchNormConfig, SyncBatchNormConfig
 from tutti.config.optimizer_config import WHOLE_RUN
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
@@ -29,7 +29,7 @@ def batch_size_schedule(
     model: nn.Module,
     batch_norm: BatchNormConfig,
     lr_rule: NoRule,
-    noise: Multiplicative | None,
+    noise: MultiplicativeNoise | None,
 ) -> Epochs:
     """Return the batch contract of every epoch: the global batch size, and its division over logical workers and ranks.
 
@@ -81,11 +81,13 @@ def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig
         batch_norm: options of batch norm.
     """
     contracts = (epochs.phases[0].contract, epochs.phases[-1].contract)
-    first, last = (c.batch if isinstance(batch_norm, Sync) else len(c.first_micro_batch(c.batch)) for c in contracts)
-    if first == last or isinstance(batch_norm, Ghost):
+    first, last = (
+        c.batch if isinstance(batch_norm, SyncBatchNormConfig) else len(c.first_micro_batch(c.batch)) for c in contracts
+    )
+    if first == last or isinstance(batch_norm, GhostBatchNormConfig):
         return
     if any(isinstance(module, BatchNormBase) for module in model.modules()):
-        other = "" if isinstance(batch_norm, Sync) else f" or a micro-batch of {first}"
+        other = "" if isinstance(batch_norm, SyncBatchNormConfig) else f" or a micro-batch of {first}"
         yield (
             f"{_SEEN}, batch norm sees more samples together: {first} at first, {last} in the end. "
             f"That changes the model; batch norm ghost:size={first}{other} keeps the number of samples"

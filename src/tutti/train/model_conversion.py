@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
-from tutti.config.module_config import BatchNormConfig, check_float8
-from tutti.config.module_config import Ghost as GhostConfig
-from tutti.config.module_config import Sync as SyncConfig
+from tutti.config.module_config import BatchNormConfig, GhostBatchNormConfig, SyncBatchNormConfig, check_float8
 from tutti.device import check_float64
 from tutti.errors import UsageError
 from tutti.host_memory import free_memory
@@ -82,11 +80,15 @@ def _is_large(model: nn.Module) -> bool:
 def _normalised(model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext) -> nn.Module:
     """Convert the model's batch norm as ``batch_norm`` says. Collective for ``sync``: makes a process group."""
     model = norms.restore_norms(model)
-    if isinstance(batch_norm, SyncConfig):
+    if isinstance(batch_norm, SyncBatchNormConfig):
         line = run_context.comms.new_group("batch norm")
         line.share_memory()
         return sync.convert_sync_batch_norm(model, line, run_context.workers, run_context.mesh.data_ranks)
-    return ghost.convert_ghost_batch_norm(model, batch_norm.size) if isinstance(batch_norm, GhostConfig) else model
+    return (
+        ghost.convert_ghost_batch_norm(model, batch_norm.size)
+        if isinstance(batch_norm, GhostBatchNormConfig)
+        else model
+    )
 
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:

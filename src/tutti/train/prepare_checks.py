@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from tutti import parallel
 from tutti.comm.rank_mesh import RankMesh
-from tutti.config.gradient_noise import Multiplicative, check_noise, per_worker_option
+from tutti.config.gradient_noise import MultiplicativeNoise, check_noise, per_worker_option
 from tutti.config.lr_rule import NoRule
-from tutti.config.module_config import BatchNormConfig, Blocks, Checkpointing
-from tutti.config.module_config import Sync as SyncConfig
+from tutti.config.module_config import BatchNormConfig, Blocks, Checkpointing, SyncBatchNormConfig
 from tutti.config.optimizer_config import OptimizerChoice
 from tutti.config.strategy_choice import Choice
 from tutti.data.contract import BatchContract
@@ -89,7 +88,7 @@ class CheckedRun:
     data: Source | Stream
     contract: BatchContract
     epochs: Epochs
-    noise: Multiplicative | None
+    noise: MultiplicativeNoise | None
     schedulers: Schedulers
     callbacks: Callbacks
     loss_scale: LossScale | None
@@ -373,7 +372,7 @@ def _together(
     batch_norm: BatchNormConfig, choice: Choice, epochs: Epochs, reproducible: bool, needs: str | None
 ) -> bool:
     """Return whether a rank's workers run as one (synchronised batch norm). Raises UsageError if they cannot."""
-    if not isinstance(batch_norm, SyncConfig):
+    if not isinstance(batch_norm, SyncBatchNormConfig):
         return False
     parallel.check_sync(choice, context.current().identity.size, reproducible, needs)
     for phase in epochs.phases:

@@ -18,7 +18,7 @@ from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
 from tutti.comm.graph_breaks import ends_graph
 from tutti.comm.stall import TellFailures
-from tutti.config.gradient_noise import Multiplicative
+from tutti.config.gradient_noise import MultiplicativeNoise
 from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
 from tutti.config.strategy_choice import Choice
@@ -100,7 +100,7 @@ class RunSettings:
     max_nonfinite: int
     average: Average | None
     loss_scale: LossScale | None
-    noise: Multiplicative | None
+    noise: MultiplicativeNoise | None
     adascale: AdaScale | None
     noise_probe: NoiseProbe | None
     lr_schedule: Callable[[int], float] | None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tutti.checkpoint.checkpoint_reader import CheckpointReader, catalogue, check_model, load_checked
 from tutti.checkpoint.manager import CheckpointManager
 from tutti.checkpoint.manifest import REMEDY, Manifest
-from tutti.config.best import Best
+from tutti.config.best import BestMetric
 from tutti.config.named_changes import NamedChanges
 from tutti.errors import CheckpointError, counted
 from tutti.launcher import heartbeat
@@ -55,7 +55,7 @@ class Checkpoints(CheckpointManager):
         keep: int,
         warn: Callable[[str], None],
         most_failures: int = 3,
-        best: Best | None = None,
+        best: BestMetric | None = None,
     ) -> None:
         super().__init__(run.context.comms.world, folder, world, keep, warn, most_failures, best)
         self._run, self._facts = run, dict(facts)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tutti.config.averaging import Averaging
 from tutti.config.bounds import check_least
-from tutti.config.gradient_noise import Multiplicative
+from tutti.config.gradient_noise import MultiplicativeNoise
 from tutti.config.growth import BatchGrowth
 from tutti.config.init_map import InitMap
 from tutti.config.loss_scale_config import LossScaleConfig
@@ -63,7 +63,7 @@ class RunOptions:
     batch_norm: BatchNormConfig | str = "worker"
     identical_batches: bool = False
     clip: float | None = None
-    gradient_noise: Multiplicative | str | None = "none"
+    gradient_noise: MultiplicativeNoise | str | None = "none"
     noise_every: int | None = None
     ema: Averaging | str | float | None = None
     init_from: str | Path | None = None
@@ -113,8 +113,8 @@ class RunOptions:
     def batch_norm_options(self) -> BatchNormConfig:
         """The samples over which batch norm takes its statistics, from the argument ``batch_norm``.
 
-        A ``WorkerBatchNorm`` (one micro-batch), a ``Ghost`` (``size`` samples) or a ``Sync`` (the global batch). Raises
-        UsageError if the text is malformed.
+        A ``WorkerBatchNormConfig`` (one micro-batch), a ``GhostBatchNormConfig`` (``size`` samples) or a
+        ``SyncBatchNormConfig`` (the global batch). Raises UsageError if the text is malformed.
         """
         return check_batch_norm(self.batch_norm) if isinstance(self.batch_norm, str) else self.batch_norm
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from tutti.config.module_config import Sync as SyncConfig
+from tutti.config.module_config import SyncBatchNormConfig
 from tutti.config.strategy_choice import Choice
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import slice_batch
@@ -119,7 +119,7 @@ def _check_order(sampling: Sampling, data: Source | Stream, choice: Choice, o: R
             remedy="leave steps=all or the sampler out",
         )
     several = (o.workers or 0) > 1 or o.micro_batch is not None
-    if sampling.collate is not None and isinstance(o.batch_norm_options, SyncConfig) and several:
+    if sampling.collate is not None and isinstance(o.batch_norm_options, SyncBatchNormConfig) and several:
         raise UsageError(
             "batch_norm='sync' cannot be combined with an own collate and several workers a device",
             why="a device computes on all its samples at once, and collate makes one batch for each worker",
