@@ -67,7 +67,7 @@ def test_an_end_that_is_not_bounded() -> None:
 @pytest.mark.parametrize(
     ("start", "found", "words"),
     [
-        (START, [Branch(1, 0, 1.0), Branch(2, 0, 1.0)], "three runs in all"),
+        (START, [Branch(1, 0, 1.0), Branch(2, 0, 1.0)], "at least three are needed"),
         (START, [Branch(2, 0, 1.0), Branch(4, 0, 1.0), Branch(8, 0, 1.0)], "at one times the batch"),
         (1.0, [Branch(1, 0, 1.0), Branch(2, 0, 1.0), Branch(4, 0, 1.0)], "did not lower the held-out loss"),
     ],

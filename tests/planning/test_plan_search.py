@@ -123,6 +123,15 @@ def test_a_plan_whose_memory_cannot_be_predicted_is_refused_alone(own: str, monk
     assert free["sharded"] is None and free["mirrored"] is not None
 
 
+def test_every_plan_of_a_refused_strategy_names_the_way_out(own: str) -> None:
+    pricer = pricer_of(own, costs(between=SLOW))
+    compiled = StepPricer(pricer.sizes, replace(pricer.base, compile="default"), pricer.costs)
+    step = PlannedStep(2, 8, "pipeline:schedule=zero_bubble,stages=2", 0.0, np.zeros(0), {}, "")
+    found = PlanCandidates()
+    search_plans(iter((step, replace(step, batch=16))), (), compiled, DATA, None, found)
+    assert sum(found.refused.values()) == 2 and list(found.remedies) == ["take schedule=1f1b, or leave out --compile"]
+
+
 def test_every_evaluated_plan_has_the_memory_of_its_strategy(own: str) -> None:
     pricer = pricer_of(own, costs(between=SLOW))
     found = searched(pricer, (2,))

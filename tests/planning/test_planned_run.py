@@ -11,7 +11,7 @@ from tutti.config import train_config
 from tutti.config.strategy_choice import parse_strategy
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
-from tutti.planning.pipeline_memory import MicroBatchSizes, alone, timed
+from tutti.planning.pipeline_memory import MicroBatchSizes, needs_module_times, timing_config
 from tutti.planning.planned_run import PlannedRun
 from tutti.planning.step_builders import check_buildable, rank_micro_batches
 from tutti.planning.step_delays import check_delays
@@ -29,7 +29,7 @@ def test_the_strategy_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     check_buildable(run)
     check_delays(run)
     assert rank_micro_batches(run) == [[4, 4, 4, 4]]
-    assert (MicroBatchSizes.of(run).count, timed(run), alone(run).micro_batch) == (4, True, 4)
+    assert (MicroBatchSizes.of(run).count, needs_module_times(run), timing_config(run).micro_batch) == (4, True, 4)
     assert (run.shape["stage"], run.data_ranks, run.device_count, run.strategy_choice.name) == (2, 2, 4, "pipeline")
     assert texts == [run.strategy]
 

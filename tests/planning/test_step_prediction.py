@@ -442,7 +442,7 @@ def test_links_and_collectives_between_nodes_come_from_a_file_of_bench(tmp_path:
     assert any("all_reduce over 4 nodes scales from 2" in text for text in prices.guesses)
     assert any("broadcast between nodes, which was not measured" in text for text in prices.guesses)
     assert open_machine("a100x8", "bf16", None, nodes).network.between == LinkCost(0.25, 1e6)
-    for path, word in ((bare, "no links"), (tmp_path / "gone.json", "gone.json")):
+    for path, word in ((bare, "no measured links"), (tmp_path / "gone.json", "gone.json")):
         with pytest.raises(UsageError, match=word):
             open_machine(str(here), "fp32", 2, path)
 

@@ -1,8 +1,8 @@
-"""Back-test predictions on published measurements: fit on a part of each set, predict the rest, count the bands' hits.
+"""Back-test predictions on published measurements: fit a part of each set, predict the rest, and score the 90 % bands.
 
-Protocols: *zero-shot* (nothing of the set is seen), *anchored* (the rows with fewest devices, or the smallest batch, of
-each series), *extrapolated* (sizes up to a half of the one that is asked for; far ones are named apart). Each group has
-a line or a reason for each of the three.
+Protocols: *zero-shot* (no row of the set is seen), *anchored* (the rows with fewest devices, or the smallest batch, of
+each series), *extrapolated* (sizes up to a half of the predicted one; predictions at far larger sizes are a protocol of
+their own). The result has, for each group of rows and each protocol, errors or the reason why there are none.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tutti.planning.conformal_band import (
     shipped_residuals,
 )
 from tutti.planning.measurement_table import MeasurementTable, TableRow, read_tables
-from tutti.planning.protocol import Asked
+from tutti.planning.protocol import GroupPredictions
 
-_PROTOCOLS: dict[str, tuple[Callable[[Sequence[TableRow]], Iterator[Asked]], ...]] = {
+_PROTOCOLS: dict[str, tuple[Callable[[Sequence[TableRow]], Iterator[GroupPredictions]], ...]] = {
     "all-reduce": (all_reduce,),
     "small cluster": (small_cluster,),
     "iteration by grid": (iteration_by_grid,),
@@ -66,7 +66,8 @@ class BacktestResult:
             relative error, ``coverage90`` (fraction of measurements within the 90 % bands) and ``median_band_width``
             (relative to the prediction), both None where no prediction has a band, ``within_25`` and ``within_2x``
             (fractions of predictions within 25 % and within a factor of 2), ``bias`` (mean signed relative error), and,
-            where they apply, ``band`` (text that says that there are no bands) and ``note`` (text of ``Asked.reason``).
+            where they apply, ``band`` (text that says that there are no bands) and ``note`` (text of
+            ``GroupPredictions.reason``).
         cells: one dictionary for each cell, with the keys ``cell``, ``series`` (number of independent series), ``sets``
             (number of published sources), and ``coverage90``. Where bands of at least 30 series were checked, further
             ``low`` and ``high`` (95 % interval expected for the coverage), ``holds`` (whether the coverage lies in this
@@ -83,7 +84,7 @@ class BacktestResult:
     cells: list[JsonRow] = field(default_factory=list)
     refused: list[JsonRow] = field(default_factory=list)
     notes: list[JsonRow] = field(default_factory=list)
-    checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
+    checked: list[tuple[GroupPredictions, CheckedPrediction]] = field(default_factory=list)
     residuals: Residuals = field(default_factory=dict)
 
     def left_out(self) -> list[JsonRow]:
@@ -181,7 +182,7 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
                 result.refused.append({**head, "reason": table.reason})
     if not tables:
         result.refused.append({"table": str(folder.name), "group": "", "protocol": "", "reason": "no CSV file"})
-    asked: list[Asked] = []
+    asked: list[GroupPredictions] = []
     with np.errstate(all="ignore"):
         for kind, same in by_kind.items():
             rows = [row for table in same for row in table.rows]
@@ -208,7 +209,7 @@ def _finite(one: CheckedPrediction) -> bool:
     return bool(np.isfinite(one.sigma)) and sane and one.sigma < _WIDEST
 
 
-def _drop_overflows(asked: Asked) -> None:
+def _drop_overflows(asked: GroupPredictions) -> None:
     """Leave out predictions that are not finite or implausible, and add their number to the reason."""
     kept = [one for one in asked.predictions if _finite(one)]
     if len(kept) < len(asked.predictions):
@@ -217,7 +218,7 @@ def _drop_overflows(asked: Asked) -> None:
         asked.predictions = kept
 
 
-def _summarise(result: BacktestResult, asked: Sequence[Asked], shipped: Residuals) -> None:
+def _summarise(result: BacktestResult, asked: Sequence[GroupPredictions], shipped: Residuals) -> None:
     for each in asked:
         _drop_overflows(each)
         if each.reason:
@@ -278,7 +279,7 @@ class _CheckedBands:
         }
 
 
-def _table_row(each: Asked, bands: _CheckedBands) -> JsonRow:
+def _table_row(each: GroupPredictions, bands: _CheckedBands) -> JsonRow:
     """Return the errors of a protocol's predictions for one group of a table, and what their bands hold."""
     errors = [abs(one.predicted / one.measured - 1) for one in each.predictions]
     checked = [found for one in each.predictions if (found := bands.check(one)) is not None]

@@ -12,7 +12,7 @@ from tutti.errors import counted
 from tutti.planning.conformal_band import CheckedPrediction
 from tutti.planning.law_fit import fit_target
 from tutti.planning.measurement_table import TableRow
-from tutti.planning.protocol import ANCHORED, EXTRAPOLATED, NOT_STATED, ZERO_SHOT, Asked, grouped
+from tutti.planning.protocol import ANCHORED, EXTRAPOLATED, NOT_STATED, ZERO_SHOT, GroupPredictions, grouped
 from tutti.planning.scaling_laws import Array
 
 _FAR = f"{EXTRAPOLATED}, at least 8 ×"
@@ -23,7 +23,7 @@ _UNIT_CHANGES = 20.0
 _LEVELS = (0.5, 0.75, 0.95)
 
 
-def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
+def data_to_target(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict how much data training with a larger batch needs to a target metric, from runs with smaller batches.
 
     The law E(B) = E_min(1 + B/B_crit), with the data E_min that small batches need and the critical batch size B_crit,
@@ -43,7 +43,11 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
         list is empty, as always for zero-shot, or how many rows were left out of it, else an empty text.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
-        anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
+        anchored, half, eighth = (
+            GroupPredictions(group, ANCHORED),
+            GroupPredictions(group, EXTRAPOLATED),
+            GroupPredictions(group, _FAR),
+        )
         left = 0
         for series, members in grouped(same, lambda row: row.label("bench", "seq", "version")).items():
             kept = [row for row in members if row.number("last_eval") > 0 and row.number("ok", 1.0) > 0]
@@ -60,7 +64,7 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
             half.predictions += _from_smaller(points, 0.5, name, series)
             eighth.predictions += _from_smaller(points, 0.125, name, series)
         note = f"{counted(left, 'row')} without data to the target, or in another unit than the rest" if left else ""
-        yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)
+        yield GroupPredictions(group, ZERO_SHOT, reason=_OTHER_TARGET)
         for asked in (anchored, half, eighth):
             asked.reason = note if asked.predictions else "no batch so much smaller than another"
             yield asked
@@ -160,7 +164,7 @@ class _Curve:
         return spent[spent > 0], factor * ratio[spent > 0]
 
 
-def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
+def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict how many samples larger batches need to reach a level of a metric, from the smallest batch's noise.
 
     A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the gradient noise scale at that
@@ -181,8 +185,12 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
         for zero-shot.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
-        yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)
-        alone, more, far = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
+        yield GroupPredictions(group, ZERO_SHOT, reason=_OTHER_TARGET)
+        alone, more, far = (
+            GroupPredictions(group, ANCHORED),
+            GroupPredictions(group, EXTRAPOLATED),
+            GroupPredictions(group, _FAR),
+        )
         # Epochs are a unit of data too, and all batches of a workload must have one unit.
         counted = "iteration" if 2 * sum("iteration" in row.numbers for row in same) >= len(same) else "epoch"
         named = grouped((row for row in same if counted in row.numbers), lambda row: row.number("batch"))
@@ -213,7 +221,9 @@ def _falls(curve: _Curve) -> bool:
     return bool(np.median(curve.metric[-3:]) < np.median(curve.metric[:3]))
 
 
-def _ask_level(alone: Asked, with_one: Mapping[float, Asked], curves: Sequence[_Curve], level: float) -> None:
+def _ask_level(
+    alone: GroupPredictions, with_one: Mapping[float, GroupPredictions], curves: Sequence[_Curve], level: float
+) -> None:
     """Predict the data to a level of the metric at each batch, and append the predictions.
 
     Args:

@@ -18,7 +18,7 @@ import numpy as np
 from tutti.planning.conformal_band import CheckedPrediction
 from tutti.planning.law_fit import fit_law, fit_target
 from tutti.planning.measurement_table import TableRow
-from tutti.planning.protocol import NOT_STATED, Asked, grouped
+from tutti.planning.protocol import NOT_STATED, GroupPredictions, grouped
 from tutti.planning.scaling_laws import Array, Inputs, ScalingLaw
 
 QUARTER = "time, from at most 1/4 of the devices"
@@ -70,7 +70,7 @@ class _Training:
         return self.batch / self.devices
 
 
-def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
+def time_to_target(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict the time of training to a target on N devices from trainings on at most N/4 devices.
 
     The time is the number of samples to the target times the device-seconds of a sample, a serial part included,
@@ -89,7 +89,7 @@ def time_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
         and ``reason``: why that list is empty, else an empty text.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
-        asked = Asked(group, QUARTER)
+        asked = GroupPredictions(group, QUARTER)
         for series, members in grouped(same, lambda row: row.label("bench", "seq", "version")).items():
             for hardware, trainings in _trainings(members).items():
                 name = f"time to target {same[0].label('bench')}"

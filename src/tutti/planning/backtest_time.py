@@ -33,8 +33,8 @@ from tutti.planning.protocol import (
     PUBLISHED_ROWS_SPLIT,
     SEVERAL_SIZES,
     ZERO_SHOT,
-    Asked,
-    cuts,
+    GroupPredictions,
+    fit_limits,
     grouped,
 )
 from tutti.planning.scaling_laws import (
@@ -65,7 +65,7 @@ def _fit_and_ask(
     set_name: str,
     data: tuple[Inputs, Array, Array, list[str]],
     enough: Callable[[Mask], bool],
-) -> Iterator[Asked]:
+) -> Iterator[GroupPredictions]:
     """Fit a law on the smallest size, and on each cut, and ask it for larger sizes.
 
     Args:
@@ -100,22 +100,22 @@ def _fit_and_ask(
 
     least = sizes.min()
     if sizes.max() > least:
-        yield Asked(group, ANCHORED, ask(fit(sizes == least), sizes > least, float(least), ONE_ROW))
+        yield GroupPredictions(group, ANCHORED, ask(fit(sizes == least), sizes > least, float(least), ONE_ROW))
     else:
-        yield Asked(group, ANCHORED, reason="one size only")
+        yield GroupPredictions(group, ANCHORED, reason="one size only")
     near: list[CheckedPrediction] = []
     far: list[CheckedPrediction] = []
-    for cut in cuts(sizes.tolist()):
+    for cut in fit_limits(sizes.tolist()):
         if enough(sizes <= cut):
             fitted = fit(sizes <= cut)
             near += ask(fitted, (sizes >= 2 * cut) & (sizes <= 4 * cut), cut, SEVERAL_SIZES)
             far += ask(fitted, sizes > 4 * cut, cut, SEVERAL_SIZES)
-    yield Asked(group, EXTRAPOLATED, near, "" if near else "no half of the sizes determines the constants")
+    yield GroupPredictions(group, EXTRAPOLATED, near, "" if near else "no half of the sizes determines the constants")
     if far:
-        yield Asked(group, _FAR, far)
+        yield GroupPredictions(group, _FAR, far)
 
 
-def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
+def all_reduce(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict the seconds of all-reduces over more ranks from those over fewer, separately for each hardware.
 
     The law of a ring all-reduce is fitted to the measurements of the fewest ranks (*anchored*), or of up to N ranks to
@@ -140,10 +140,12 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
         # Sizes in other units come back with a rounding error, which must not change the power of two below.
         series = [f"{group} 2^{math.floor(math.log2(size) + 1e-6)} B" for size in inputs["bytes"]]
         many = inputs["ranks"] > 1
-        yield Asked(group, ZERO_SHOT, reason="no all-reduce of another set on this hardware ships with the package")
+        yield GroupPredictions(
+            group, ZERO_SHOT, reason="no all-reduce of another set on this hardware ships with the package"
+        )
         if many.sum() < 2:
             for protocol in (ANCHORED, EXTRAPOLATED):
-                yield Asked(group, protocol, reason="fewer than two measurements over several ranks")
+                yield GroupPredictions(group, protocol, reason="fewer than two measurements over several ranks")
             continue
         kept = np.flatnonzero(many)
         data = (
@@ -167,7 +169,7 @@ def _ring_nodes(row: TableRow) -> float:
     return min(row.number("nodes", math.ceil(ranks / row.number("per_node", _NODE_RANKS))), ranks)
 
 
-def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
+def small_cluster(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict the seconds of data-parallel steps on more replicas from those on fewer, for each workload and GPU.
 
     A law of computing and of rings within and between nodes is fitted to the fewest replicas (*anchored*), or to up to
@@ -207,7 +209,7 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
                 fitted.sum() >= 6 and (len(set(below)) >= 3 or (nodes.max() == 1 and len(set(replicas[fitted])) >= 2))
             )
 
-        yield Asked(group, ZERO_SHOT, reason=_NO_SHAPE)
+        yield GroupPredictions(group, ZERO_SHOT, reason=_NO_SHAPE)
         data = (inputs, seconds, inputs["replicas"], series)
         name = f"small cluster {workloads[group]}"
         guess = _guesses(groups[group])
@@ -247,7 +249,7 @@ def _with_network(others: Sequence[Array]) -> ScalingLaw:
     return replace(law, centre=lambda inputs, seconds: law.centre(inputs, seconds) * np.exp(shift), spread=spread)
 
 
-def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
+def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict the seconds of training iterations of GPTs on more devices of one host from those on fewer.
 
     The devices are split into data, tensor and pipeline parallelism. A law of computing, collectives and pipeline
@@ -278,7 +280,7 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
         seconds = np.array([row.number("step_time") for row in same])
         shape = ("hidden", "layers", "seq_len", "micro_batch")
         series = [" ".join(f"{row.number(role):g}" for role in shape) for row in same]
-        yield Asked(group, ZERO_SHOT, reason="a grid's constants are fitted, not taken from other hardware")
+        yield GroupPredictions(group, ZERO_SHOT, reason="a grid's constants are fitted, not taken from other hardware")
         data = (inputs, seconds, sizes, series)
         yield from _fit_and_ask(GPT_GRID_LAW, group, f"grid {group}", data, lambda fitted: bool(fitted.sum() >= 12))
 
@@ -457,7 +459,7 @@ def _middle(same: Sequence[_Job]) -> _Job:
     return min(few, key=lambda job: (abs(math.log(job.length) - middle), -job.call))
 
 
-def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
+def published_jobs(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict the throughput of published training jobs, as device-seconds for each sample.
 
     A law of stragglers, rings and fixed costs, fitted to the other sources, scales a known speed to each job's devices.
@@ -480,7 +482,9 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
     for group in dict.fromkeys(job.group for job in every):
         if not any(job.group == group for job in jobs):
             for protocol in (ZERO_SHOT, ANCHORED, EXTRAPOLATED):
-                yield Asked(group, protocol, reason="steps without a global batch: their samples are not known")
+                yield GroupPredictions(
+                    group, protocol, reason="steps without a global batch: their samples are not known"
+                )
     series = grouped(jobs, lambda job: job.series)
     several = {name: same for name, same in series.items() if len({job.devices for job in same}) > 1}
     anchors = [*shipped_anchors(), *utilisation_anchors(rows)]
@@ -510,7 +514,7 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
             if job.devices > _first(same).devices
         ]
         alone, guess = "no series with two numbers of devices", _job_guesses(members)
-        yield Asked(group, ANCHORED, _predict(fitted, anchored, ONE_ROW), guess if anchored else alone)
+        yield GroupPredictions(group, ANCHORED, _predict(fitted, anchored, ONE_ROW), guess if anchored else alone)
         lengths = [
             (_middle(same), job)
             for same in grouped(members, lambda job: job.kind).values()
@@ -518,13 +522,13 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
             if job.length != _middle(same).length and not math.isnan(job.length * _middle(same).length)
         ]
         if lengths:
-            yield Asked(group, f"{ANCHORED}, other sequence lengths", _predict(fitted, lengths, ONE_LENGTH))
+            yield GroupPredictions(group, f"{ANCHORED}, other sequence lengths", _predict(fitted, lengths, ONE_LENGTH))
         near = _half_the_devices(members)
         predictions: list[CheckedPrediction] = []
         for devices, asked in grouped(near, lambda pair: pair[1].devices).items():
             own = [pair for pair in near if pair[1].devices <= devices / 2]
             predictions += _predict(_refit(fitted, own), asked, SEVERAL_SIZES)
-        yield Asked(group, EXTRAPOLATED, predictions, guess if near else alone)
+        yield GroupPredictions(group, EXTRAPOLATED, predictions, guess if near else alone)
 
 
 def _half_the_devices(jobs: Sequence[_Job]) -> list[tuple[_Job, _Job]]:
@@ -546,9 +550,11 @@ def _refit(fitted: FittedLaw, pairs: Sequence[tuple[_Job, _Job]]) -> FittedLaw:
     return fit_law(law, _pairs(pairs), np.array([job.seconds for _, job in pairs]))
 
 
-def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: Sequence[HardwareAnchor]) -> Asked:
+def _zero_shot(
+    group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: Sequence[HardwareAnchor]
+) -> GroupPredictions:
     """Predict jobs from the rate that other published sets reached on the same chip."""
-    asked = Asked(group, ZERO_SHOT)
+    asked = GroupPredictions(group, ZERO_SHOT)
     pairs: list[dict[str, float]] = []
     kept: list[tuple[_Job, float]] = []
     for job in members:
@@ -628,7 +634,7 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
     return found
 
 
-def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
+def scaling_law(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict the final losses of the largest 10 % of the training runs, by training FLOP, from the other 90 %.
 
     The law L = E + A/N^α + B/D^β, for N parameters and D = FLOP/(6 N) tokens, is fitted to the smaller runs. With fewer
@@ -647,10 +653,10 @@ def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
     flop = np.array([row.number("training_flop") for row in rows])
     inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}
     loss = np.array([row.number("loss") for row in rows])
-    yield Asked("loss", ZERO_SHOT, reason="the constants of a loss are fitted, not taken from other data")
-    yield Asked("loss", ANCHORED, reason="one run does not fix five constants")
+    yield GroupPredictions("loss", ZERO_SHOT, reason="the constants of a loss are fitted, not taken from other data")
+    yield GroupPredictions("loss", ANCHORED, reason="one run does not fix five constants")
     if len(rows) < 20:
-        yield Asked("loss", EXTRAPOLATED, reason="fewer than 20 runs for five constants")
+        yield GroupPredictions("loss", EXTRAPOLATED, reason="fewer than 20 runs for five constants")
         return
     large = flop >= np.quantile(flop, 0.9)
     fitted = fit_law(LOSS_LAW, {name: column[~large] for name, column in inputs.items()}, loss[~large])
@@ -667,4 +673,4 @@ def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
             strict=True,
         )
     ]
-    yield Asked("loss", EXTRAPOLATED, predictions)
+    yield GroupPredictions("loss", EXTRAPOLATED, predictions)

@@ -18,7 +18,7 @@ _REACH = 256.0
 """The grid of critical batches ends this many times below and above the measured batches."""
 
 _BOUNDED = 0.15
-"""Density at an end of the grid, of its maximum, from which on the data do not bound that end (likelihood ratio)."""
+"""Posterior density at an end of the grid, over its maximum, from which on the branches do not bound that end."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _check(start: float, losses: dict[int, list[float]]) -> None:
             )
     if 1 not in losses or len(losses) < 2 or sum(map(len, losses.values())) < 3:
         raise UsageError(
-            "branches at one times the batch and at one multiple, three runs in all, are the least",
+            "too few branches: at least three are needed, at one times the batch and at one other multiple",
             remedy="give --branch 2 4 8, or --seeds 2",
         )
     if sum(losses[1]) / len(losses[1]) >= start:

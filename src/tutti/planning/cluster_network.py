@@ -87,7 +87,7 @@ def measured_network(path: Path, per_node: int) -> Network:
     links = [curve for name, curve in machine.curves.items() if name.startswith("links/")]
     if not links:
         raise UsageError(
-            "the file has no links",
+            "the file has no measured links between ranks",
             where=f"--network {path}",
             remedy="measure links between ranks on a node each, or state the link: --network alpha=30e-6,beta=1.25e9",
         )

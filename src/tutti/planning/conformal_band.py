@@ -27,9 +27,9 @@ LEVEL = 0.9
 LEAST_SERIES = 30
 """Independent series of a cell, of all sets, below which nothing in it has a band."""
 _LEAST_OTHERS = 9
-"""Series of other sets with a finite 90 % quantile of one more: ⌈0.9·(9 + 1)⌉ = 9."""
+"""Fewest series of other sets that bound a further one: from n = 9 on, ⌈0.9·(n + 1)⌉ is at most n."""
 _LEAST_SETS = 2
-"""Other sets: one alone does not say how far sets differ."""
+"""Fewest other sets: a single one does not tell how far sets differ."""
 FEW_POINTS = frozenset({"data to the target at smaller batches"})
 """Bases with so few published points that both near distances are one cell."""
 _FLOOR = 0.1
@@ -220,7 +220,9 @@ def _left_out_coverage(sources: Sequence[CellScores], level: float) -> float:
 
 
 def binomial_interval(count: int) -> tuple[float, float]:
-    """Return the central 95 % interval of the fraction of measurements within 90 % bands, if these hold ``LEVEL``.
+    """Return the central 95 % interval of the fraction of measurements that lie within their 90 % bands.
+
+    The interval is that of a binomial distribution, in which each band holds its measurement with probability 0.9.
 
     Args:
         count: number of measurements, which count as independent.

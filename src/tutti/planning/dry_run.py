@@ -18,7 +18,7 @@ from tutti.launcher.launch import launch
 
 if TYPE_CHECKING:
     from tutti.parallel.pipeline.stage_memory import StagePlan
-    from tutti.planning.memory_plan import Facts
+    from tutti.planning.memory_plan import MemoryFacts
     from tutti.planning.planned_run import PlannedRun
     from tutti.workload.memory_formula import Memory
 
@@ -91,7 +91,7 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
 
 
 def _of_stages(
-    task: str, config: PlannedRun, found: Facts, room: int, preload: Sequence[str]
+    task: str, config: PlannedRun, found: MemoryFacts, room: int, preload: Sequence[str]
 ) -> tuple[Memory, PlannedRun | None, PlannedRun]:
     """Predict the stages of a pipeline, print the stage partition, and search for a better one if it does not fit.
 
@@ -108,49 +108,49 @@ def _of_stages(
     from tutti.planning import memory_plan as planned
     from tutti.planning import pipeline_memory
 
-    ahead = isolated.call_forked(pipeline_memory.observe_stages, task, config, _seconds(task, config, preload))
-    plans = pipeline_memory.plan_stage_memory(found, ahead, config)
+    plan = isolated.call_forked(pipeline_memory.observe_stages, task, config, _seconds(task, config, preload))
+    plans = pipeline_memory.plan_stage_memory(found, plan, config)
     other = None
     if max(plan.total for plan in plans) > room:
-        asked = "as asked for" if pipeline_memory.stage_layout(config).begins else f"most even in {_kind(ahead)}"
-        print(f"{asked}: {_cut(ahead, plans)}, which does not fit")
-        if (better := pipeline_memory.fitting(found, ahead, config, room)) is not None:
-            ahead, plans = better, pipeline_memory.plan_stage_memory(found, better, config)
-            print(f"most even that fits: {_cut(ahead, plans)}")
-            print(f"to train so: {pipeline_memory.pinned(config, ahead).strategy}")
+        asked = "as asked for" if pipeline_memory.stage_layout(config).begins else f"most even in {_kind(plan)}"
+        print(f"{asked}: {_cut(plan, plans)}, which does not fit")
+        if (better := pipeline_memory.fitting_stage_plan(found, plan, config, room)) is not None:
+            plan, plans = better, pipeline_memory.plan_stage_memory(found, better, config)
+            print(f"most even that fits: {_cut(plan, plans)}")
+            print(f"to train so: {pipeline_memory.with_cuts(config, plan).strategy}")
         else:
             workers = config.workers and max(config.workers, config.device_count)
             shared = replace(config, strategy="sharded", workers=workers)
-            other = pipeline_memory.nearest_stage_plan(found, ahead, config, room) or planned.nearest_plan(
+            other = pipeline_memory.nearest_stage_plan(found, plan, config, room) or planned.nearest_plan(
                 found, shared, room
             )
     else:
-        print(f"stages: {_cut(ahead, plans)}")
-    return max(plans, key=lambda plan: plan.total), other, pipeline_memory.pinned(config, ahead)
+        print(f"stages: {_cut(plan, plans)}")
+    return max(plans, key=lambda plan: plan.total), other, pipeline_memory.with_cuts(config, plan)
 
 
-def _cut(ahead: StagePlan, plans: Sequence[Memory]) -> str:
+def _cut(plan: StagePlan, plans: Sequence[Memory]) -> str:
     """Describe a stage partition: number of stages, first module of each, shares, and bytes on each device."""
-    shares = " | ".join(f"{share:.0%}" for share in ahead.shares)
+    shares = " | ".join(f"{share:.0%}" for share in plan.shares)
     held = " | ".join(format_bytes(plan.total) for plan in plans)
-    where = ", ".join(name or "a call of no module" for name in ahead.names)
-    return f"{len(ahead.shares)}, cut before {where} ({shares} of the {_kind(ahead)}; {held})"
+    where = ", ".join(name or "a call of no module" for name in plan.names)
+    return f"{len(plan.shares)}, cut before {where} ({shares} of the {_kind(plan)}; {held})"
 
 
-def _kind(ahead: StagePlan) -> str:
-    return "time" if ahead.measured else "parameters"
+def _kind(plan: StagePlan) -> str:
+    return "time" if plan.measured else "parameters"
 
 
 def _seconds(task: str, config: PlannedRun, preload: Sequence[str]) -> dict[str, float]:
     """Measure the seconds of each module in a process of its own; empty if a run would not measure, or it fails."""
     from tutti.planning import pipeline_memory
 
-    if not pipeline_memory.timed(config):
+    if not pipeline_memory.needs_module_times(config):
         return {}
     with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
         code = launch(
             _clock,
-            (task, pipeline_memory.alone(config), Path(folder)),
+            (task, pipeline_memory.timing_config(config), Path(folder)),
             processes=1,
             logs=Path(folder) / "logs",
             timeout=config.timeout,

@@ -98,7 +98,7 @@ def lanczos(product: Product, start: Vector, steps: int) -> tuple[Vector, Vector
 
     Returns:
         The matrix as two vectors: its diagonal, shape (m,), and its off-diagonal, shape (m − 1,). m = min(``steps``,
-        n), or less if the vectors made so far span every product of the operator with them.
+        n), or less if the Krylov subspace of ``start`` has fewer dimensions.
     """
     basis = [start / np.linalg.norm(start)]
     diagonal, beside = [], []

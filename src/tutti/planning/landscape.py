@@ -89,7 +89,9 @@ def landscape_rank(
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     model, other = (_loaded(chosen, path, options.ema, dtype) for path in (options.checkpoint, options.to))
     if model is None or not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("no parameter of the model is trainable", where=task)
+        raise UsageError(
+            "no parameter of the model is trainable", where=task, remedy="take a model with requires_grad parameters"
+        )
     model.to(world.device)
     sets = _sets(chosen, task, options, comm, placer(world.device, dtype, channels_last=False))
     progress = PassCounter(sys.stderr)

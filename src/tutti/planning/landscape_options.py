@@ -1,4 +1,4 @@
-"""What ``tutti landscape`` measures. Loads no torch."""
+"""Options of ``tutti landscape``. Loads no torch."""
 
 from __future__ import annotations
 

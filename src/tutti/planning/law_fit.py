@@ -16,11 +16,11 @@ _UNKNOWN = 0.999
 """Posterior over prior standard deviation of a constant's logarithm above which measurements say nothing of it."""
 _HOPELESS = 1e3
 _INDEPENDENT = 100.0
-"""Rows that count as independent at most: the errors of a law repeat from row to row, so a thousand rows are no
+"""Largest effective number of independent rows: the errors of a law repeat from row to row, so a thousand rows are no
 proof."""
 
 OTHER_SETS = 8.0
-"""Rows that count as independent where they come from other sets than the one that is predicted: a guess."""
+"""Effective number of independent rows of other sets than the predicted one: a guess."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class MeasuredCosts(StepCosts):
         network: nodes of this machine; a link between nodes must be stated, because it was not measured.
         rests: lines in words on what the durations rest on, to which more are added.
         guesses: lines in words on numbers that are guessed, to which more are added.
-        basis: ``measured``.
+        basis: kind of the data in texts; always ``measured``.
     """
 
     machine: Machine

@@ -40,7 +40,7 @@ _BUCKETS = 2 * (25 << 20)
 
 
 @dataclass(frozen=True)
-class Facts:
+class MemoryFacts:
     """Sizes of a model and its task, in bytes unless stated, before any split over devices.
 
     Attributes:
@@ -87,7 +87,7 @@ def resolve_task(task: str | Task, config: PlannedRun) -> Task:
     return task_registry.load_task(task, data=config.data, model=config.model, augment=config.augment)
 
 
-def model_facts(name: str | Task, config: PlannedRun) -> Facts:
+def model_facts(name: str | Task, config: PlannedRun) -> MemoryFacts:
     """Return the bytes of a task's parameters, buffers, optimizer state and activations before any split over devices.
 
     The sizes come from shapes, on fake tensors: nothing is allocated or computed. The exception are the activations of
@@ -98,11 +98,11 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
         config: configuration of the run: model, batch, precision, optimizer, strategy, and a number of devices.
 
     Returns:
-        A ``Facts``: ``parameters`` (number), ``whole`` and ``trained`` (bytes of all and of trainable parameters),
-        ``words`` (state elements of the optimizer for each trainable element), ``buffers`` (bytes), ``unit`` and
-        ``rest`` (bytes of the largest FSDP-wrapped module, and of the parameters outside of all FSDP-wrapped modules),
-        ``samples`` of the run's largest forward, ``activations`` (bytes of that forward and its backward; None where
-        the task reads a stream), and ``dataset`` (number of training samples; None for a stream).
+        A ``MemoryFacts``: ``parameters`` (number), ``whole`` and ``trained`` (bytes of all and of trainable
+        parameters), ``words`` (state elements of the optimizer for each trainable element), ``buffers`` (bytes),
+        ``unit`` and ``rest`` (bytes of the largest FSDP-wrapped module, and of the parameters outside of all
+        FSDP-wrapped modules), ``samples`` of the run's largest forward, ``activations`` (bytes of that forward and its
+        backward; None where the task reads a stream), and ``dataset`` (number of training samples; None for a stream).
 
     Raises:
         UsageError: the task cannot be loaded, or the strategy's wrap policy names a module that the model lacks, or a
@@ -113,12 +113,12 @@ def model_facts(name: str | Task, config: PlannedRun) -> Facts:
     data = adapt_training(task.train, task.collate)
     dataset = None if isinstance(data, Stream) else len(data)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = model_of(task, config)
-        found = Facts(
+        model = task_model(task, config)
+        found = MemoryFacts(
             sum(p.numel() for p in model.parameters()),
             sum(p.nbytes for p in model.parameters()),
             sum(p.nbytes for p in model.parameters() if p.requires_grad),
-            _words(own_optimizer(task, model, config).optimizer_choice.options),
+            _words(with_task_optimizer(task, model, config).optimizer_choice.options),
             sum(b.nbytes for b in model.buffers()),
             *wrapped_bytes(model, config.strategy_choice.sync.wrap_policy),
             _largest(config, dataset),
@@ -150,7 +150,7 @@ def wrapped_bytes(model: nn.Module, policy: Sequence[str]) -> tuple[int, int]:
     return largest, sum(p.nbytes for p in model.parameters() if id(p) not in inside)
 
 
-def plan_memory(found: Facts, config: PlannedRun) -> Memory:
+def plan_memory(found: MemoryFacts, config: PlannedRun) -> Memory:
     """Estimate the bytes on the fullest device, with the strategy and number of devices of ``config``.
 
     Formulas over sizes; nothing is allocated or measured. Stages and tensor ranks count as even parts of the model.
@@ -195,7 +195,7 @@ def _largest(config: PlannedRun, dataset: int | None) -> int:
     return max(len(contract.part(batch, 0) if together else contract.first_micro_batch(batch)), 1)
 
 
-def model_of(task: Task, config: PlannedRun) -> nn.Module:
+def task_model(task: Task, config: PlannedRun) -> nn.Module:
     """Build and return a task's model, in float64 for the precision fp64, and else as the task builds it.
 
     Args:
@@ -212,7 +212,7 @@ def _split(config: PlannedRun) -> DeviceSplit:
     return DeviceSplit(shape["shard"], zero, shape["stage"], shape["tensor"])
 
 
-def _messages(found: Facts, split: DeviceSplit, ranks: int) -> float:
+def _messages(found: MemoryFacts, split: DeviceSplit, ranks: int) -> float:
     """Return the bytes of communication buffers: summed gradients, gathered parameters."""
     if split.zero < 2:
         return reduction_buffer_bytes(
@@ -239,7 +239,7 @@ def reduction_buffer_bytes(trained: float, shards: int, ranks: int) -> float:
     return trained if ranks > 1 else 0.0
 
 
-def own_optimizer(task: Task, model: nn.Module, config: PlannedRun) -> PlannedRun:
+def with_task_optimizer(task: Task, model: nn.Module, config: PlannedRun) -> PlannedRun:
     """Return a run's configuration with the optimizer that the task itself makes, which takes precedence in a run.
 
     Args:
@@ -274,17 +274,17 @@ def _activations(task: Task, config: PlannedRun, samples: int) -> float | None:
         return None
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return _peak(model_of(task, config), task, config, sample, samples)
+            return _peak(task_model(task, config), task, config, sample, samples)
     except Exception:
         # The model or its loss reads values, which fake tensors lack: compute with few real samples.
-        few = [_peak(model_of(task, config), task, config, sample, count) for count in (2, 4)]
+        few = [_peak(task_model(task, config), task, config, sample, count) for count in (2, 4)]
         slope = (few[1] - few[0]) / 2
         return max(few[0] + slope * (samples - 2), 0.0)
 
 
 def _peak(model: nn.Module, task: Task, config: PlannedRun, sample: Any, samples: int) -> float:
     recompute(model, config.checkpointing)
-    batch = batch_of(sample, samples, config)
+    batch = repeated_sample(sample, samples, config)
     with Tracker() as tracker:
         backward_of_loss(model, task, config, batch)
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -305,7 +305,7 @@ def first_sample(task: Task) -> Any:
     return None if isinstance(data, Stream) else data.fetch(np.arange(1), None)
 
 
-def batch_of(sample: Any, samples: int, config: PlannedRun) -> Any:
+def repeated_sample(sample: Any, samples: int, config: PlannedRun) -> Any:
     """Return a batch of copies of one sample, with floats in float64 if the run's precision is fp64.
 
     Args:
@@ -401,7 +401,7 @@ def memory_rows(memory: Memory) -> Mapping[str, float]:
     return {**{name: value for name, value in named.items() if value}, "total": memory.total}
 
 
-def nearest_plan(found: Facts, config: PlannedRun, room: float) -> PlannedRun | None:
+def nearest_plan(found: MemoryFacts, config: PlannedRun, room: float) -> PlannedRun | None:
     """Find a run that fits into the memory of a device and differs little from ``config``.
 
     Tried are first smaller micro-batches, of which the largest that fits is taken (with synchronised batch norm none),
@@ -422,12 +422,13 @@ def nearest_plan(found: Facts, config: PlannedRun, room: float) -> PlannedRun | 
     most = math.floor((room - own.total + own.activations) / each) if each else 0
     if most >= 1 and not isinstance(config.batch_norm_options, SyncBatchNormConfig):
         return replace(config, micro_batch=most)
-    for devices in sorted({max(config.device_count, 2), *(2**n for n in range(1, 11))}):
+    fewest = max(config.device_count, 2)
+    for devices in [fewest, *(2**n for n in range(1, 11) if 2**n > fewest)]:
+        workers = max(config.workers, devices) if config.workers else None
+        batch = max(config.batch_size, devices)
         for stage in (1, 2, 3):
-            workers = max(config.workers or 0, devices) if config.workers else None
-            batch = max(config.batch_size, devices)
             shared = f"sharded:stage={stage}"
             other = replace(config, strategy=shared, devices=str(devices), workers=workers, batch_size=batch)
-            if devices >= config.device_count and plan_memory(found, other).total <= room:
+            if plan_memory(found, other).total <= room:
                 return other
     return None

@@ -16,7 +16,7 @@ from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order,
 from tutti.planning.communication_seconds import all_reduce_seconds, micro_batch_overhead
 from tutti.planning.monte_carlo import DRAWS
 from tutti.planning.pass_prices import PASSES, Pass, PassPrices
-from tutti.planning.replica_builder import ReplicaBuilder, known
+from tutti.planning.replica_builder import ReplicaBuilder, existing_actions
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_delays import worker_delays
 from tutti.planning.step_facts import StageFacts, gradient_vectors, rank_row_bytes
@@ -161,10 +161,10 @@ class PipelineBuilder(ReplicaBuilder):
         ends = list[tuple[list[int], int]]()
         for device, held in enumerate(rows):
             needs = [self._last(program, device)]
-            needs = self.share_whole(program, needs, uneven=replicas > 1, device=device, places=held)
+            needs = self.broadcast_whole_gradients(program, needs, uneven=replicas > 1, device=device, places=held)
             ends.append((needs, sum(self.facts.tensors[i].elements for i in held)))
         norm = self.norm_seconds()
-        everywhere = known(*(need for needs, _ in ends for need in needs))
+        everywhere = existing_actions(*(need for needs, _ in ends for need in needs))
         for device, (_, elements) in enumerate(ends):
             # The gradient norm is one number of the whole replica: its slowest stage holds all updates up.
             agreed = self.message(program, norm, everywhere, "gradient norm", device)
@@ -197,7 +197,7 @@ class PipelineBuilder(ReplicaBuilder):
         one_node = len({stage * tensor // per_node for stage in group}) == 1
         apart = 1 if one_node else (group[-1] - group[0]) // (len(group) - 1) * tensor
         seconds = self.costs.collective(kind, len(group), size, apart, tensor)
-        needs = known(*(self._last(program, device) for device in group))
+        needs = existing_actions(*(self._last(program, device) for device in group))
         for device in group:
             program.collectives.append(PeriodicCollective(kind, size, axis="tied", stage=device))
             self.message(program, seconds, needs, text, device)
@@ -245,7 +245,9 @@ class PipelineBuilder(ReplicaBuilder):
                 seconds = seconds / 2
             text = f"{action.kind}{action.micro} of stage {action.stage}"
             place = program.add(
-                StepAction(rank, _PHASES[action.kind], seconds, known(*needs, blocked.get(rank, -1)), text=text)
+                StepAction(
+                    rank, _PHASES[action.kind], seconds, existing_actions(*needs, blocked.get(rank, -1)), text=text
+                )
             )
             if action.kind != "W":
                 groups = stage_groups(facts, action.stage)

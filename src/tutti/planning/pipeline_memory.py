@@ -29,13 +29,13 @@ from tutti.parallel.pipeline.stage_memory import (
     observe_graph,
 )
 from tutti.planning.memory_plan import (
-    Facts,
+    MemoryFacts,
     backward_of_loss,
-    batch_of,
     first_sample,
-    model_of,
     reduction_buffer_bytes,
+    repeated_sample,
     resolve_task,
+    task_model,
 )
 from tutti.planning.planned_run import PlannedRun
 from tutti.tasks import task_registry
@@ -99,7 +99,7 @@ def stage_layout(config: PlannedRun) -> PipelineConfig | LayersConfig:
     return layout
 
 
-def timed(config: PlannedRun) -> bool:
+def needs_module_times(config: PlannedRun) -> bool:
     """Return whether a run would balance its pipeline stages by measured seconds of modules; otherwise by parameters.
 
     False for the schedule ``one_by_one``, for reproducible runs, and where the strategy's options fix the cuts.
@@ -119,7 +119,7 @@ def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
 
     Args:
         name: name of the task.
-        config: configuration of the run, changed to one device by ``alone``.
+        config: configuration of the run, changed to one device by ``timing_config``.
         directory: folder for the file.
 
     Raises:
@@ -136,7 +136,7 @@ def time_modules(name: str, config: PlannedRun, directory: Path) -> None:
     context.shutdown()
 
 
-def alone(config: PlannedRun) -> PlannedRun:
+def timing_config(config: PlannedRun) -> PlannedRun:
     """Return a copy of a pipeline run's configuration that computes on one device, for ``time_modules``.
 
     ``time_modules`` measures the seconds of each of the model's modules with it. A logical worker is a fixed share of
@@ -184,7 +184,7 @@ def observe_stages(name: str | Task, config: PlannedRun, seconds: Mapping[str, f
     task = resolve_task(name, config)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = model_of(task, config)
+            model = task_model(task, config)
         model.train()
         found = find_measured_partition(stage_layout(config), model, config.shape["stage"], seconds)
     except UntraceableError as error:
@@ -229,11 +229,11 @@ def _run_graph(
 ) -> GraphMemory:
     sample = first_sample(task)
     with fake:
-        model = model_of(task, config)
+        model = task_model(task, config)
     model.train()
     recompute(model, config.checkpointing)
     with fake, Tracker() as tracker:
-        batch = None if sample is None else batch_of(sample, samples, config)
+        batch = None if sample is None else repeated_sample(sample, samples, config)
 
         def run(called: Any) -> None:
             if batch is not None:
@@ -242,12 +242,12 @@ def _run_graph(
         return observe_graph(model, graph, run, tracker, samples)
 
 
-def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> list[Memory]:
+def plan_stage_memory(found: MemoryFacts, plan: StagePlan, config: PlannedRun) -> list[Memory]:
     """Estimate the bytes that training takes on each device of a pipeline, by kind.
 
     Args:
         found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
-        ahead: memory of the model's blocks (runs of consecutive calls) and their partition into stages, from
+        plan: memory of the model's blocks (runs of consecutive calls) and their partition into stages, from
             ``observe_stages``.
         config: configuration of a pipeline run.
 
@@ -262,18 +262,18 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: PlannedRun) -> lis
         TypeError: the run is no pipeline.
     """
     micro_batches, ranks = MicroBatchSizes.of(config), config.shape["stage"]
-    held = ahead.held(stage_layout(config), ranks, micro_batches.count, micro_batches.samples / ahead.samples)
+    held = plan.held(stage_layout(config), ranks, micro_batches.count, micro_batches.samples / plan.samples)
     return [_memory(one, found, config) for one in held]
 
 
-def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> StagePlan | None:
+def fitting_stage_plan(found: MemoryFacts, plan: StagePlan, config: PlannedRun, room: float) -> StagePlan | None:
     """Find the most even partition of a model into pipeline stages each of which fits into a device's memory.
 
-    Even stages take equal time or, where ``ahead`` was made without measured seconds, have equal numbers of parameters.
+    Even stages take equal time or, where ``plan`` was made without measured seconds, have equal numbers of parameters.
 
     Args:
         found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
-        ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
+        plan: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
             from ``observe_stages``.
         config: configuration of a pipeline run.
         room: bytes of memory of one device that the run may use.
@@ -292,15 +292,15 @@ def fitting(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> 
     def part(held: StageMemory) -> float:
         return _memory(held, found, config).total / room
 
-    return ahead.fitting(stage_layout(config), ranks, micro_batches.count, micro_batches.samples / ahead.samples, part)
+    return plan.fitting(stage_layout(config), ranks, micro_batches.count, micro_batches.samples / plan.samples, part)
 
 
-def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
+def with_cuts(config: PlannedRun, plan: StagePlan) -> PlannedRun:
     """Write a partition of the model into pipeline stages into a run's strategy, as its option ``cuts``.
 
     Args:
         config: configuration of a pipeline run.
-        ahead: the model's blocks (runs of consecutive calls) with their memory, and the stages' bounds among them, from
+        plan: the model's blocks (runs of consecutive calls) with their memory, and the stages' bounds among them, from
             ``observe_stages``.
 
     Returns:
@@ -311,15 +311,15 @@ def pinned(config: PlannedRun, ahead: StagePlan) -> PlannedRun:
     Raises:
         TypeError: the run is no pipeline.
     """
-    if not all(ahead.names):
+    if not all(plan.names):
         return config
     if stage_layout(config).modules:
         stages = config.shape["stage"]
         config = replace(config, strategy=_with(config.strategy, stages=stages))
-    return replace(config, strategy=_with(config.strategy, cuts="+".join(ahead.names)))
+    return replace(config, strategy=_with(config.strategy, cuts="+".join(plan.names)))
 
 
-def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room: float) -> PlannedRun | None:
+def nearest_stage_plan(found: MemoryFacts, plan: StagePlan, config: PlannedRun, room: float) -> PlannedRun | None:
     """Search the pipeline plan nearest to ``config`` that fits: smaller micro-batches, or more stages and devices.
 
     Micro-batches are halved first, down to one or two samples (with synchronised batch norm not at all); then devices
@@ -328,7 +328,7 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room:
 
     Args:
         found: bytes of the model's parameters, buffers and optimizer state before any split, from ``model_facts``.
-        ahead: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
+        plan: memory of the model's blocks (runs of consecutive calls in its graph) and their partition into stages,
             from ``observe_stages``.
         config: configuration of a pipeline run.
         room: bytes of memory of one device that the run may use.
@@ -341,9 +341,9 @@ def nearest_stage_plan(found: Facts, ahead: StagePlan, config: PlannedRun, room:
             both given.
         TypeError: the run is no pipeline.
     """
-    for other in _others(config, len(ahead.blocks)):
-        if (cut := fitting(found, ahead, other, room)) is not None:
-            return pinned(other, cut)
+    for other in _others(config, len(plan.blocks)):
+        if (cut := fitting_stage_plan(found, plan, other, room)) is not None:
+            return with_cuts(other, cut)
     return None
 
 
@@ -360,7 +360,7 @@ def _others(config: PlannedRun, blocks: int) -> Iterator[PlannedRun]:
             yield replace(config, strategy=text, devices=str(times * config.device_count), micro_batch=micro)
 
 
-def _memory(held: StageMemory, found: Facts, config: PlannedRun) -> Memory:
+def _memory(held: StageMemory, found: MemoryFacts, config: PlannedRun) -> Memory:
     shape, ranks = config.shape, config.data_ranks
     tensor, shards = shape["tensor"], shape["shard"]
     trained = held.trained / tensor

@@ -74,11 +74,11 @@ class PlanCandidates:
     def refuse(self, strategy: str, error: UsageError) -> None:
         """Count a plan that the search leaves out because its strategy or options cannot be carried out or simulated.
 
-        Adds 1 to the entry of ``refused`` whose key is the text ``STRATEGY: WHY``.
+        Adds 1 to the entry of ``refused`` whose key is the text ``STRATEGY: REASON``, and the way out to ``remedies``.
 
         Args:
             strategy: name of the plan's strategy.
-            error: what is wrong with it; plans of one strategy and reason are counted together.
+            error: the refusal; plans of one strategy and reason are counted together.
         """
         text = f"{strategy}: {error.what}"
         self.refused[text] = self.refused.get(text, 0) + 1

@@ -23,7 +23,7 @@ from tutti.planning.planned_run import PlannedRun
 from tutti.planning.run_evidence import TRAINING_OPTIONS, RunEvidence
 
 _ROOM = 2.0
-"""The planned run may take so many times the samples that the target needs, before it ends without it."""
+"""Length of the planned run over the samples that the target needs: the run ends there even without the target."""
 
 
 def model_run(plan: DevicePlan, runs: Sequence[RunEvidence]) -> RunEvidence | None:

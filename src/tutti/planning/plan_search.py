@@ -174,7 +174,7 @@ class StepPricer:
     factors: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     residuals: Residuals = field(default_factory=shipped_residuals)
     _prices: dict[tuple[int, int], PassPrices] = field(default_factory=dict)
-    _checked: dict[tuple[str, int], str] = field(default_factory=dict)
+    _checked: dict[tuple[str, int], UsageError | None] = field(default_factory=dict)
     _facts: dict[tuple[str, int, str], StepFacts] = field(default_factory=dict)
     _meshes: dict[tuple[str, int], PlannedRun] = field(default_factory=dict)
 
@@ -297,11 +297,11 @@ class StepPricer:
             graphs = compiled is not None and compiled.records_graphs
             try:
                 check_strategy(step.choice, step.devices, workers=None, compiled=compiled is not None, graphs=graphs)
-                self._checked[key] = ""
+                self._checked[key] = None
             except UsageError as error:
-                self._checked[key] = error.what
-        if self._checked[key]:
-            raise UsageError(self._checked[key])
+                self._checked[key] = error.with_traceback(None)
+        if (refusal := self._checked[key]) is not None:
+            raise UsageError(refusal.what, why=refusal.why, remedy=refusal.remedy)
 
     def _config(self, step: PlannedStep) -> PlannedRun:
         """Return the configuration of a plan, as ``plan_config_of`` does; options are parsed once a device mesh."""

@@ -91,7 +91,7 @@ class PlannedRun(TrainConfig):
 
 _OPTIONS = tuple(field.name for field in fields(PlannedRun))
 _PARSED = ("strategy_choice", "optimizer_choice", "device_count", "shape", "data_ranks")
-"""What ``sized`` shares between copies: no size changes it."""
+"""Properties that ``sized`` shares between copies: they do not depend on sizes."""
 
 
 def mesh_extents(strategy: str, devices: int) -> dict[str, int]:

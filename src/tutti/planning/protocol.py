@@ -27,7 +27,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass
-class Asked:
+class GroupPredictions:
     """Predictions of one group of measurements under one protocol of the back-test, or the reason why there are none.
 
     The back-test predicts a part of published measurements from the rest, to learn how far predictions are off.
@@ -65,20 +65,20 @@ def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> di
     return found
 
 
-def cuts(sizes: Sequence[float]) -> list[float]:
-    """Return the sizes at which a back-test divides measurements by size into a fitted and a predicted part.
+def fit_limits(sizes: Sequence[float]) -> list[float]:
+    """Return the limits at which a back-test divides measurements by size into a fitted and a predicted part.
 
-    Measurements of sizes (such as numbers of devices) up to a cut are fitted, and measurements of at least twice the
-    cut predicted. For each power of two, from 1 to half the largest size, the largest size up to this power is a cut if
+    Measurements of sizes (such as numbers of devices) up to a limit are fitted, and those of at least twice the limit
+    predicted. For each power of two, from 1 to half the largest size, the largest size up to this power is a limit if
     there is a smaller size.
 
     Args:
         sizes: sizes of the measurements, in any order.
 
     Returns:
-        The cuts in rising order; empty if no size can be a cut.
+        The limits in rising order; may be empty.
 
-    >>> cuts([1, 2, 3, 4, 8, 16])
+    >>> fit_limits([1, 2, 3, 4, 8, 16])
     [2, 4, 8]
     """
     ordered = sorted(set(sizes))

@@ -44,7 +44,7 @@ class PublishedCosts(StepCosts):
         network: nodes and links; a stated link between nodes replaces the guess.
         rests: lines in words on what the durations rest on, to which more are added.
         guesses: lines in words on numbers that are guessed, to which more are added.
-        basis: ``published``.
+        basis: kind of the data in texts; always ``published``.
 
     Raises:
         UsageError: no published job ran on this chip in this precision.

@@ -49,7 +49,7 @@ from tutti.planning.strategy_work import StrategyWork, strategy_key
 from tutti.workload.workload_file import LOSS, REST, GroupWork
 
 _SHOWN = 64
-"""Micro-batches that a program has one by one; more are one action, because nothing happens between them."""
+"""Most micro-batches that have actions of their own in a program; the passes of further ones are one action."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class ReplicaBuilder:
         if ranks > 1:
             program.vectors += gradient_vectors(self.facts.tensors, sync.wire, sync.bucket_mb)
             needs = self._all_reduces(program, sync, ranks, ends)
-        needs = self.share_whole(program, needs, uneven=ranks > 1)
+        needs = self.broadcast_whole_gradients(program, needs, uneven=ranks > 1)
         self.count_norm(program)
         needs = self._agree_norm(program, needs)
         self.update(program, sum(t.elements for t in self.facts.tensors), needs)
@@ -184,7 +184,7 @@ class ReplicaBuilder:
         last = len(program.actions) - 1
         for number, size in enumerate(sizes):
             last = self._rows(program, "reduce_scatter", size, (last,), f"gradients {number}")
-        [last] = self.share_whole(program, [last], uneven=self.shape["replica"] > 2, shards=shards)
+        [last] = self.broadcast_whole_gradients(program, [last], uneven=self.shape["replica"] > 2, shards=shards)
         last = self._totals(program, tensors, last)
         # The squares of all rows have been summed: one number is left.
         self.count_norm(program, squares=1)
@@ -227,26 +227,30 @@ class ReplicaBuilder:
         for micro, samples in enumerate(count for worker in parts for count in worker):
             order = [REST, *names, LOSS]
             overhead = micro_batch_overhead(self.costs, self.work, rows, micro == 0, modules)
-            last = program.add(StepAction(0, "forward", overhead, known(last), text="overhead"))
+            last = program.add(StepAction(0, "forward", overhead, existing_actions(last), text="overhead"))
             computed = [last]
             for number, name in enumerate(order):
                 needs = [computed[-1]]
                 if gathered[name]:
                     # One module ahead: its all-gather begins as the module before the previous one has ended.
                     ahead = computed[-1] if not self.costs.overlaps else computed[max(0, number - 1)]
-                    needs.append(self._module_rows(program, "all_gather", gathered[name], known(ahead), name))
+                    needs.append(
+                        self._module_rows(program, "all_gather", gathered[name], existing_actions(ahead), name)
+                    )
                 seconds = self._group(groups[name], "forward", samples)
-                computed.append(program.add(StepAction(0, "forward", seconds, known(*needs), text=name)))
+                computed.append(program.add(StepAction(0, "forward", seconds, existing_actions(*needs), text=name)))
             last, sent = computed[-1], -1
             before = last
             for name in [LOSS, *reversed(names), REST]:
                 needs = [last]
                 if stage == 3 and name in names and gathered[name]:
                     ahead = before if self.costs.overlaps else last
-                    needs.append(self._module_rows(program, "all_gather", gathered[name], known(ahead), name))
+                    needs.append(
+                        self._module_rows(program, "all_gather", gathered[name], existing_actions(ahead), name)
+                    )
                 seconds = self._group(groups[name], "backward", samples)
                 before = last
-                last = program.add(StepAction(0, "backward", seconds, known(*needs), text=name))
+                last = program.add(StepAction(0, "backward", seconds, existing_actions(*needs), text=name))
                 if reduced[name]:
                     sent = self._module_rows(program, "reduce_scatter", reduced[name], (last,), name)
                     last = last if self.costs.overlaps else sent
@@ -304,17 +308,17 @@ class ReplicaBuilder:
                 for (count, number), group in product(before.items(), groups.values()):
                     seconds += number * self._group(group, phase, count)
                 text = f"{len(samples) - 1} micro-batches"
-                last = program.add(StepAction(0, phase, seconds, known(last), text=text))
+                last = program.add(StepAction(0, phase, seconds, existing_actions(last), text=text))
                 for count, number in before.items():
                     last = self.tensor_messages(program, phase, count, None, (last,), times=number)
         for number, count in enumerate(shown, len(samples) - len(shown)):
             overhead = later if number else earliest
             forward = sum((self._group(group, "forward", count) for group in groups.values()), overhead)
-            last = program.add(StepAction(0, "forward", forward, known(len(program.actions) - 1)))
+            last = program.add(StepAction(0, "forward", forward, existing_actions(len(program.actions) - 1)))
             last = self.tensor_messages(program, "forward", count, None, (last,))
             for name in order:
                 seconds = self._group(groups[name], "backward", count)
-                last = program.add(StepAction(0, "backward", seconds, known(last), text=name))
+                last = program.add(StepAction(0, "backward", seconds, existing_actions(last), text=name))
                 last = ends[name] = self.tensor_messages(program, "backward", count, (name,), (last,))
         self.delay(program, [after])
         return ends
@@ -362,7 +366,9 @@ class ReplicaBuilder:
         seconds, last = sum(delays, np.zeros(DRAWS)), len(program.actions) - 1
         if not seconds.any():
             return last
-        return program.add(StepAction(device, IDLE, seconds, known(last) if needs is None else needs, text="delay"))
+        return program.add(
+            StepAction(device, IDLE, seconds, existing_actions(last) if needs is None else needs, text="delay")
+        )
 
     def tensor_messages(
         self,
@@ -406,7 +412,7 @@ class ReplicaBuilder:
         seconds = times * message_seconds(self.prices, sent, ranks)
         return self.message(program, seconds, needs, f"{passed} of tensor ranks", device)
 
-    def share_whole(
+    def broadcast_whole_gradients(
         self,
         program: StepProgram,
         needs: Sequence[int],
@@ -445,7 +451,7 @@ class ReplicaBuilder:
             each = PeriodicCollective("broadcast", size, axis="tensor", stage=device)
             program.collectives.append(each)
             seconds = collective_seconds(self.costs, each, self.shape["tensor"])
-            needs = [self.message(program, seconds, known(*needs), "gradients of whole tensors", device)]
+            needs = [self.message(program, seconds, existing_actions(*needs), "gradients of whole tensors", device)]
         return [*needs]
 
     def count_norm(self, program: StepProgram, squares: int | None = None) -> None:
@@ -486,7 +492,7 @@ class ReplicaBuilder:
         """Append the all-reduce of the gradient norm over tensor ranks, for which the update waits."""
         if self.apart == 1:
             return [*needs]
-        return [self.message(program, self.norm_seconds(squares), known(*needs), "gradient norm")]
+        return [self.message(program, self.norm_seconds(squares), existing_actions(*needs), "gradient norm")]
 
     def _backward_order(self) -> list[str]:
         """Return the groups in the order in which backward reaches them: the loss, then by complete gradients.
@@ -526,7 +532,7 @@ class ReplicaBuilder:
             if sync.schedule == "central" and number == 0:
                 # The reducer receives from all but the delayed rank during its delay.
                 early = seconds / 2 * (ranks - 2) / (ranks - 1)
-                self.message(program, early, known(self.undelayed(program)), "gradients of other ranks")
+                self.message(program, early, existing_actions(self.undelayed(program)), "gradients of other ranks")
                 seconds = seconds - early
             needs = [self.message(program, seconds, (complete,), f"gradient bucket {number}")]
         return needs
@@ -647,7 +653,7 @@ class ReplicaBuilder:
         """
         number = len(self.facts.tensors) if tensors is None else tensors
         seconds = self.costs.update(self.config.optimizer_choice.name, parameters, number)
-        return program.add(StepAction(device, UPDATE, seconds, known(*needs), text=self.config.optimizer))
+        return program.add(StepAction(device, UPDATE, seconds, existing_actions(*needs), text=self.config.optimizer))
 
     @cached_property
     def work(self) -> StrategyWork:
@@ -664,13 +670,13 @@ class ReplicaBuilder:
         return np.asarray(self.prices.group(group, phase, samples, self.config.activation_checkpointing) * self.slow)
 
 
-def known(*places: int) -> tuple[int, ...]:
-    """Return the given indices of actions of a simulated step without negative ones, and without repetition.
+def existing_actions(*places: int) -> tuple[int, ...]:
+    """Drop negative indices, which stand for no action of a simulated step, and repetitions.
 
     Args:
-        places: indices in ``StepProgram.actions``; a negative index stands for no action.
+        places: indices in ``StepProgram.actions``, or negative numbers.
 
     Returns:
-        The indices in the order of the arguments; empty if no index is left.
+        The remaining indices in the order of the arguments; may be empty.
     """
     return tuple(dict.fromkeys(place for place in places if place >= 0))

@@ -26,7 +26,7 @@ log = logging.getLogger("tutti.plan")
 _BLOCKS = 5
 _LEAST_STEPS = 10
 _SAME = ("data", "model", "augment")
-"""Options without which samples to the target are of another problem."""
+"""Options that all runs must have in common, so that their samples to a target are of one problem."""
 TRAINING_OPTIONS = ("optimizer", "schedule", "lr_scale", "clip", "ema", "gradient_noise")
 """Options on which the samples to a target depend, besides those of the problem, the batch and the precision."""
 

@@ -311,7 +311,7 @@ def samples_to_target(batch: Array, least: Array | float, critical: Array | floa
         least: E_min, samples to the target at the smallest batches.
         critical: B_crit, samples: the batch at which the data to the target are twice E_min.
 
-    Source: McCandlish, Kaplan, Amodei 2018, arXiv 1812.06162, eq. 2.12, where S = E/B.
+    Source: McCandlish, Kaplan, Amodei 2018, arXiv 1812.06162, eqs. 2.11 and 2.12, where S = E/B steps.
 
     >>> samples_to_target(np.array([16.0, 64.0, 256.0]), 64000, 64)
     array([ 80000., 128000., 320000.])

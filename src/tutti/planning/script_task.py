@@ -40,7 +40,7 @@ _REMEDIES = {
     "run.backward(loss)": f"{_LOOP_AFTER}: call it in the loop over run.microbatches(epoch)",
     "run.epochs(number)": _STATED_LENGTH,
 }
-"""What to do where a script ends before a call, by the call."""
+"""Remedy for a script that ends before a call, by the call."""
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from tutti.parallel.pipeline.stage_partition import StagePartition, TracedForwar
 from tutti.parallel.pipeline.virtual_stage import body, last_uses
 from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, band_unit, distance_class
 from tutti.planning.memory_plan import (
-    Facts,
+    MemoryFacts,
     memory_rows,
     model_facts,
-    model_of,
-    own_optimizer,
     plan_memory,
     resolve_task,
+    task_model,
+    with_task_optimizer,
     wrapped_bytes,
 )
 from tutti.planning.monte_carlo import DRAWS
@@ -64,7 +64,7 @@ class ModelSizes:
     """
 
     step: StepFacts
-    memory: Facts
+    memory: MemoryFacts
     optimizer: str
 
 
@@ -133,13 +133,13 @@ class TaskSizes:
             raise UsageError(
                 "the task reads a stream, whose samples are not known before it is read",
                 where=self._name,
-                remedy="simulate a task with a data set",
+                remedy="simulate a task whose data set has __len__ and __getitem__",
             )
         self.samples, self._sample = len(data), data.fetch(np.arange(1), None)
         self._config = config
         with FakeTensorMode(allow_non_fake_inputs=True):
-            self._model = model_of(self._task, config)
-            self.optimizer = own_optimizer(self._task, self._model, config).optimizer
+            self._model = task_model(self._task, config)
+            self.optimizer = with_task_optimizer(self._task, self._model, config).optimizer
         self._traces: dict[int, ModuleTraces] = {}
         self._workloads: dict[tuple[tuple[str, ...], int], Workload] = {}
         self._messages: dict[int, Mapping[str, tuple[GroupMessage, ...]]] = {}
@@ -148,7 +148,7 @@ class TaskSizes:
         self._splits: dict[Hashable, TensorSplit] = {}
         self._slices: dict[int, dict[str, tuple[int, ...]]] = {}
         self._steps: dict[tuple[Any, ...], StepFacts | UsageError] = {}
-        self._memory: dict[str, Facts] = {}
+        self._memory: dict[str, MemoryFacts] = {}
         self._wrapped: dict[tuple[str, ...], tuple[int, int]] = {}
         self._ran: dict[tuple[int, str], GraphMemory] = {}
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
@@ -195,7 +195,7 @@ class TaskSizes:
             raise found
         return found
 
-    def memory(self, config: PlannedRun) -> Facts:
+    def memory(self, config: PlannedRun) -> MemoryFacts:
         """Return the bytes of the task's parameters, buffers, optimizer state and activations before any split.
 
         Computed once for each choice of activation checkpointing, with ``samples`` and ``activations`` of the first
@@ -206,10 +206,10 @@ class TaskSizes:
                 strategy about the FSDP-wrapped modules.
 
         Returns:
-            A ``Facts``, whose attributes are sizes of the whole model: number of ``parameters``; bytes of all and of
-            trainable parameters, ``whole`` and ``trained``; state elements of the optimizer for each trainable element,
-            ``words``; bytes of ``buffers``; of parameters in the largest FSDP-wrapped module and outside of all,
-            ``unit`` and ``rest``; number of ``samples`` in the largest forward, and bytes of its ``activations``.
+            A ``MemoryFacts``, whose attributes are sizes of the whole model: number of ``parameters``; bytes of all and
+            of trainable parameters, ``whole`` and ``trained``; state elements of the optimizer for each trainable
+            element, ``words``; bytes of ``buffers``; of parameters in the largest FSDP-wrapped module and outside of
+            all, ``unit`` and ``rest``; number of ``samples`` in the largest forward, and bytes of its ``activations``.
 
         Raises:
             UsageError: the strategy's wrap policy names a module that the model lacks, or a container without a
@@ -331,7 +331,7 @@ class TaskSizes:
                 precision=config.precision,
                 log=log,
             )
-            real = split is not None and split.parted
+            real = split is not None and split.returns_slices
             self._traces[whose] = trace_modules(subject, real=real, choices=self._choices)
         key = modules, whose
         if key not in self._workloads:
@@ -631,7 +631,7 @@ def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, floa
     }
 
 
-def _memory(task: str | Task, facts: Facts, config: PlannedRun) -> Mapping[str, float]:
+def _memory(task: str | Task, facts: MemoryFacts, config: PlannedRun) -> Mapping[str, float]:
     if config.shape["stage"] > 1:
         plans = plan_stage_memory(facts, observe_stages(task, config, {}), config)
         return memory_rows(max(plans, key=lambda plan: plan.total))

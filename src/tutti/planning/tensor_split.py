@@ -11,7 +11,7 @@ from tutti.comm.differentiable import TensorRanks
 from tutti.config.layout_config import TensorConfig
 from tutti.parallel.tensor.tp_apply import closed_blocks, find_tp_plan, is_parted, split_layers
 from tutti.parallel.tensor.tp_plan_by_hand import check_asked, roles_asked
-from tutti.planning.memory_plan import batch_of, model_of
+from tutti.planning.memory_plan import repeated_sample, task_model
 from tutti.planning.planned_run import PlannedRun
 from tutti.tasks.task import Task
 from tutti.workload.message_log import MessageLog
@@ -32,8 +32,8 @@ class TensorSplit:
 
     Attributes:
         ranks: number of tensor ranks.
-        parted: whether some layers return tensors that are split over ranks; such a model cannot be traced on fake
-            tensors.
+        returns_slices: whether some layers return tensors that are split over ranks; such a model cannot be traced on
+            fake tensors.
         closed: names of the modules inside of which the model must not be cut into pipeline stages.
 
     Raises:
@@ -47,12 +47,12 @@ class TensorSplit:
 
         def trial(model: nn.Module, most: int = 2) -> Any:
             with torch.autocast("cpu", narrow or torch.bfloat16, enabled=narrow is not None):
-                return task.loss(model, batch_of(sample, most, config))
+                return task.loss(model, repeated_sample(sample, most, config))
 
-        model = model_of(task, config)
+        model = task_model(task, config)
         self._plan = find_tp_plan(model, ranks, layout, trial, torch.device("cpu"))
         check_asked(self._plan, roles_asked(model, layout.styles) if layout.plan else {})
-        self.parted, self.closed = is_parted(self._plan, layout), closed_blocks(self._plan)
+        self.returns_slices, self.closed = is_parted(self._plan, layout), closed_blocks(self._plan)
 
     def build(self, log: MessageLog | None = None) -> nn.Module:
         """Build the task's model with the slices of the first tensor-parallel rank, the largest of every layer.
@@ -67,7 +67,7 @@ class TensorSplit:
         Returns:
             The model, whose split layers hold the first rank's slices.
         """
-        model = model_of(self._task, self._config)
+        model = task_model(self._task, self._config)
         ranks = TensorRanks(log or MessageLog(self.ranks))
         split_layers(model, self._plan, ranks, sequence=self._layout.sequence)
         return model
