@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from tutti.comm.random_keys import mix
 from tutti.data.adapt import TensorSource
-from tutti.data.batches import CollatedBatch, length, map_tensors, placer, shown, slice_batch
+from tutti.data.batches import CollatedBatch, length, map_tensors, placer, script_batch, slice_batch
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed, HeldOut, evaluation, evaluation_blocks
@@ -147,7 +147,7 @@ def test_columns_of_strings_are_divided_with_the_samples() -> None:
 def test_a_collated_batch_is_taken_apart_at_its_micro_batches_only() -> None:
     batch = CollatedBatch(("first", "second"), (2, 3))
     assert length(batch) == 5 and slice_batch(batch, 2, 5) == "second" and length(slice_batch(batch, 0, 0)) == 0
-    assert shown(CollatedBatch(("only",), (4,))) == "only" and shown(batch) is batch
+    assert script_batch(CollatedBatch(("only",), (4,))) == "only" and script_batch(batch) is batch
     with pytest.raises(UsageError, match="cannot be sliced"):
         slice_batch(batch, 1, 2)
     with pytest.raises(UsageError, match="2 batches of collate_fn"):

@@ -164,7 +164,7 @@ def test_an_item_that_raises_keeps_its_message(what: str) -> None:
             kind, said = "RuntimeError", "Odd: 1 and 2"
         [(*answer, note)] = worlds.run(1, faulty, what=what, workers=workers)
         assert answer == [2, kind, said]
-        assert f"In data worker {2 % workers} of rank 4:" in note and "in __getitem__" in note
+        assert f"In loader process {2 % workers} of rank 4:" in note and "in __getitem__" in note
         assert note.count("Traceback") == 1
 
 
@@ -180,12 +180,12 @@ def test_a_process_that_ends_is_named(what: str, words: str) -> None:
     for workers in (1, 2):
         [(good, kind, said, _)] = worlds.run(1, faulty, what=what, workers=workers)
         assert (good, kind) == (2, "LoaderError")
-        assert said.startswith(f"data worker {2 % workers} of rank 4 {words} (rank 4)")
+        assert said.startswith(f"loader process {2 % workers} of rank 4 {words} (rank 4)")
 
 
 def test_a_process_that_hangs_is_named() -> None:
     [(_, kind, said, _)] = worlds.run(1, faulty, what="stop", workers=1, timeout=2.0)
-    assert kind == "LoaderError" and "data worker 0 returned no batch for 2 s (rank 4)" in said
+    assert kind == "LoaderError" and "loader process 0 returned no batch for 2 s (rank 4)" in said
 
 
 def left_behind(how: str) -> tuple[int, list[str]]:

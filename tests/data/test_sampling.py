@@ -189,7 +189,7 @@ def test_an_argument_beside_the_loaders_own_is_refused(beside: dict[str, Any]) -
     ("sampler", "words"),
     [
         ([1, COUNT], f"yields sample {COUNT} of {COUNT}"),
-        (["a"], "something else than numbers"),
+        (["a"], "something else than indices"),
         ([], "yields 0 samples"),
     ],
 )

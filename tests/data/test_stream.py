@@ -310,7 +310,7 @@ def test_held_out_samples_need_numbers() -> None:
 
 
 def test_loader_processes_of_a_stream_that_shards_itself_are_refused() -> None:
-    with pytest.raises(UsageError, match="2 data workers cannot be combined with a data set that shards itself"):
+    with pytest.raises(UsageError, match="2 loader processes cannot be combined with a data set that shards itself"):
         make_reader(Stream(Numbers(), sharded=True), Epochs(BatchContract(None, 8, 4)), 0, 0, Alone(), Prefetch(2))
 
 

@@ -54,7 +54,7 @@ def test_a_loader_process_that_fails_is_named_with_its_rank(action: str, said: s
     if devices > 1:
         assert first.startswith(f"tutti: rank {rank} failed")
     if "ValueError" not in said:
-        assert f"of rank {rank} {said}" in first and "data worker " in first
+        assert f"of rank {rank} {said}" in first and "loader process " in first
 
 
 WAIT = "(open(os.path.join(HERE, f'ready-{os.getpid()}'), 'w').close(), signal.pause())"

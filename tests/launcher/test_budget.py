@@ -97,7 +97,7 @@ def test_what_cannot_change_is_not_tried_again(leave: str, tmp_path: Path) -> No
     assert "restarting" not in result.err and "not restarted" not in result.err
 
 
-@pytest.mark.parametrize("leave", ["raise errors.LoaderError('data worker 0 was killed')", "sys.exit(8)"])
+@pytest.mark.parametrize("leave", ["raise errors.LoaderError('loader process 0 was killed')", "sys.exit(8)"])
 def test_a_lost_loader_process_and_a_code_of_the_scripts_own_are_tried_again(leave: str, tmp_path: Path) -> None:
     result = launched(tmp_path, f"from tutti import errors\ndef entry():\n    {leave}\n", restarts=1, processes=1)
     assert result.code in (3, 8)

@@ -67,7 +67,7 @@ def _has_numbers(data: Any) -> bool:
 def _stream(data: Any, **options: Any) -> Stream:
     """Wrap ``data`` in a stream with its options. Raises as ``adapt_training``."""
     if isinstance(data, DataLoader):
-        raise UsageError("a DataLoader makes its own batches", remedy="give its data set, or the loader alone")
+        raise UsageError("a DataLoader makes its own batches", remedy="give its data set")
     if hasattr(data, "__next__"):
         raise UsageError(
             f"{kind_of(data)} can be read only once", remedy="give an iterable, or a function that returns one"

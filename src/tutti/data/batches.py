@@ -75,7 +75,7 @@ class CollatedBatch:
         )
 
 
-def shown(batch: Batch) -> Batch:
+def script_batch(batch: Batch) -> Batch:
     """Return a batch in the form that the script's model and loss function get.
 
     A ``CollatedBatch`` (micro-batches made by the script's ``collate_fn``) of one micro-batch becomes what

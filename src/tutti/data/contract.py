@@ -256,7 +256,9 @@ class BatchContract:
         """
         if self.identical:
             raise UsageError(
-                "--batch-norm sync cannot be combined with identical batches", remedy="leave out one of the two"
+                "--batch-norm sync cannot be combined with identical batches",
+                why="statistics of the global batch would count each sample once for every worker",
+                remedy="leave out one of the two",
             )
         most = len(self.part(self.batch, 0))
         if self.micro is not None and self.micro < most:

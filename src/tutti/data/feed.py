@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tutti.comm.partition import chunks, even_share, sharers
 from tutti.comm.random_keys import mix
-from tutti.data.batches import length, shown, slice_batch
+from tutti.data.batches import length, script_batch, slice_batch
 from tutti.data.epochs import EarlierEpochs, Epochs
 from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.reader import BatchReader, RankBatch
@@ -171,7 +171,7 @@ class Feed:
             alone = len(pieces) == 1 and (over == "worker" or contract.workers == 1)
             whole = self.is_single(samples) if shared else alone
             for micro, (span, weight) in enumerate(pieces, first):
-                part = shown(batch) if span is None else slice_batch(batch, span.start, span.stop)
+                part = script_batch(batch) if span is None else slice_batch(batch, span.start, span.stop)
                 count = have if span is None else len(span)
                 key = mix(self.seed, local_step, worker, micro)
                 factor = scale if whole else weight * scale

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from tutti.comm.communicator import Communicator
-from tutti.data.batches import shown
+from tutti.data.batches import script_batch
 from tutti.data.loader import Prefetch
 from tutti.data.stream import Stream, refuse_empty
 from tutti.data.stream_batches import StreamBatch, StreamReading
@@ -114,13 +114,17 @@ class HeldOutStream:
                     refuse_empty(self.stream, 0, each.read)
                 self.sizes[each.number] = each.samples
             if 0 not in self.sizes:
-                raise DataError("the first loader process has no samples", where=self.stream.name)
+                raise DataError(
+                    "the first loader process has no held-out samples",
+                    where=self.stream.name,
+                    remedy="take fewer loader processes, or none",
+                )
             spare = next((each.kept for each in turn if each.kept is not None), spare)
             mine = [each for each in turn if each.number % ranks == rank]
             for each in mine:
-                yield each.number, MicroBatch(0, 0, place(shown(each.kept)), each.samples, 1.0, 0, True)
+                yield each.number, MicroBatch(0, 0, place(script_batch(each.kept)), each.samples, 1.0, 0, True)
             for _ in range(_most(turn, ranks) - len(mine) if even else 0):
-                yield 0, MicroBatch(0, 0, place(shown(spare)), 0, 0.0, 0, True)
+                yield 0, MicroBatch(0, 0, place(script_batch(spare)), 0, 0.0, 0, True)
         world.agree([f"{self.samples} samples"], "the length of the stream", DIFFERENT)
 
 

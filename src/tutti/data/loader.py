@@ -47,8 +47,8 @@ Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
 """The arguments of one ``Source.fetch``."""
 
 
-class Fetches(Protocol):
-    """Object that makes batches one by one (protocol): its ``fetch`` returns the batch that the arguments describe.
+class BatchMaker(Protocol):
+    """Protocol of an object that makes batches one by one: its ``fetch`` returns the batch that the arguments describe.
 
     Implemented by a map-style data set (``Source``) and by the reader of an iterable data set.
     """
@@ -83,7 +83,7 @@ class Prefetch:
     timeout: float = TIMEOUT
     begin: Callable[[int], None] | None = None
 
-    def batches(self, source: Fetches, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    def batches(self, source: BatchMaker, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the batch ``source.fetch(*task)`` for each task, in order, made in this process or by loader processes.
 
         Loader processes are forked when the iteration begins, fetch ahead, and are killed when the iteration ends or is
@@ -108,7 +108,7 @@ class Prefetch:
         finally:
             loader.close()
 
-    def loader(self, source: Fetches) -> Loader:
+    def loader(self, source: BatchMaker) -> Loader:
         """Start a pool of loader processes that make batches by ``source.fetch``, and return it.
 
         The pool has as many processes as these settings' ``workers`` says. They run until the pool's ``close`` is
@@ -149,7 +149,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Fetches,
+        source: BatchMaker,
         workers: int,
         rank: int,
         timeout: float,
@@ -157,7 +157,7 @@ class Loader:
     ) -> None:
         self._rank, self._timeout = rank, timeout
         self._processes = [
-            _start(source, f"data worker {number} of rank {rank}", partial(_begin, source, number, workers, begin))
+            _start(source, f"loader process {number} of rank {rank}", partial(_begin, source, number, workers, begin))
             for number in range(workers)
         ]
         self._numbers = count()
@@ -224,7 +224,7 @@ class Loader:
         try:
             if not channel.poll(self._timeout):
                 raise LoaderError(
-                    f"data worker {worker} returned no batch for {self._timeout:g} s",
+                    f"loader process {worker} returned no batch for {self._timeout:g} s",
                     where=f"rank {self._rank}",
                     why="reading a sample hangs, or takes longer than that",
                     remedy="look at what it reads, or raise --timeout",
@@ -238,10 +238,10 @@ class Loader:
     def _lost(self, worker: int) -> LoaderError:
         ended = self._processes[worker].ended()
         return LoaderError(
-            f"data worker {worker} of rank {self._rank} {ended}",
+            f"loader process {worker} of rank {self._rank} {ended}",
             where=f"rank {self._rank}",
             why="reading a sample crashed, the host ran out of memory, or the process was killed",
-            remedy="look at the rank's log; fewer data workers (--data-workers, in a script data_workers) need less"
+            remedy="look at the rank's log; fewer loader processes (--data-workers, in a script data_workers) need less"
             " memory, and with 0 the rank itself reads",
         )
 
@@ -275,14 +275,14 @@ class _Process:
             self.ended()
 
 
-def _begin(source: Fetches, number: int, workers: int, begin: Callable[[int], None] | None) -> None:
+def _begin(source: BatchMaker, number: int, workers: int, begin: Callable[[int], None] | None) -> None:
     """Set what ``torch.utils.data.get_worker_info`` returns in a loader process, and call ``begin``."""
     enter_loader_process(number, workers, getattr(source, "items", source))
     if begin is not None:
         begin(number)
 
 
-def _start(source: Fetches, name: str, begin: Callable[[], None]) -> _Process:
+def _start(source: BatchMaker, name: str, begin: Callable[[], None]) -> _Process:
     """Fork a loader process. It has none of this process's other threads, and calls nothing that needs them."""
     here, there = Pipe()
     parent = os.getpid()
@@ -310,7 +310,7 @@ def _end(processes: list[_Process], owner: int) -> None:
 
 
 def _serve(
-    source: Fetches,
+    source: BatchMaker,
     name: str,
     channel: Connection[Any, Any],
     parent: int,
@@ -346,7 +346,7 @@ def _serve(
         os._exit(code)
 
 
-def _answer(channel: Connection[Any, Any], number: int, source: Fetches, task: Task, name: str) -> None:
+def _answer(channel: Connection[Any, Any], number: int, source: BatchMaker, task: Task, name: str) -> None:
     try:
         packed, memory = _pack(source.fetch(*task))
     except Exception as error:
@@ -431,7 +431,7 @@ def _pack(batch: Batch) -> tuple[_Packed, int]:
         raise DataError(
             f"there is no memory for a batch of {packed.size / 2**20:,.0f} MiB",
             why=error.strerror,
-            remedy="take fewer data workers (--data-workers, in a script data_workers) or a smaller batch",
+            remedy="take fewer loader processes (--data-workers, in a script data_workers) or a smaller batch",
         ) from error
     for tensor, spot in tensors:
         spot.tensor(memory).copy_(tensor)

@@ -85,12 +85,12 @@ class MaskSource:
 
         picked = self._pairs[indices]
         if augment is not None and self._augment:
-            turn(picked, hash64(_STREAM, augment.seed, augment.epoch, np.asarray(indices)))
+            flip_pairs(picked, hash64(_STREAM, augment.seed, augment.epoch, np.asarray(indices)))
         image = (picked[:, :1].astype(np.float32) - 127.5) / 63.75
         return {"image": torch.from_numpy(image), "mask": torch.from_numpy(picked[:, 1:].copy())}
 
 
-def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
+def flip_pairs(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
     """Flip and transpose each image and its mask alike, in place, by three random bits a sample.
 
     Bit 61 decides whether the sample is turned upside down, bit 62 whether it is mirrored left to right, and bit 63

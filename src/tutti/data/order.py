@@ -294,7 +294,9 @@ class SampledOrder:
             numbers = np.asarray([int(number) for number in drawn], dtype=np.int64)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"the sampler {self._name} yields something else than numbers of samples", why=str(error)
+                f"the sampler {self._name} yields something else than indices of samples",
+                why=str(error),
+                remedy="let it yield integers from 0 on",
             ) from error
         if not len(numbers) or (self._samples is not None and len(numbers) != self._samples):
             raise DataError(

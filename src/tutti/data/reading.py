@@ -1,4 +1,4 @@
-"""Make the reader for a source or a stream."""
+"""Make the reader of a map-style or an iterable data set."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_reader(
         return ReplicatedStream(data, epochs, rank, seed, comms, prefetch)
     if prefetch.workers:
         raise UsageError(
-            f"{prefetch.workers} data workers cannot be combined with a data set that shards itself",
+            f"{prefetch.workers} loader processes cannot be combined with a data set that shards itself",
             why="each device reads a stream of its own, one sample after the other",
             remedy="leave --data-workers out, or let every device read the whole stream",
         )

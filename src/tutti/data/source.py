@@ -1,4 +1,4 @@
-"""Protocols of data sources: samples by number, or a stream that shards itself."""
+"""Protocol of a map-style data set that fetches batches by index, and the mark of an iterable that shards itself."""
 
 from __future__ import annotations
 

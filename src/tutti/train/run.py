@@ -23,7 +23,7 @@ from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
 from tutti.config.strategy_choice import Choice
 from tutti.data.adapt import Collate
-from tutti.data.batches import shown
+from tutti.data.batches import script_batch
 from tutti.data.feed import Feed
 from tutti.data.reader import Position, RankBatch
 from tutti.device import release_graph_results
@@ -356,7 +356,7 @@ class Run:
             while not self.callbacks.ended() and (part := self._draw(parts)) is not None:
                 self.lifecycle.drawn, taken = part, self.local_step
                 try:
-                    yield shown(part.batch)
+                    yield script_batch(part.batch)
                 except GeneratorExit:
                     # A break, or an exception of one rank alone: collective calls wait until all ranks make them.
                     if self.lifecycle.drawn is part:
