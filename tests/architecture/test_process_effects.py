@@ -11,7 +11,7 @@ from tests.architecture.sources import ROOT, dotted, modules, trees
 
 CALLS = (
     "atexit.register",
-    "child.let_go",
+    "child.drain_gloo",
     "faulthandler.enable",
     "faulthandler.register",
     "gc.disable",

@@ -272,7 +272,7 @@ def test_who_is_not_there_is_named_in_time(hosts: Hosts) -> None:
     wrong = hosts.slurm([1, 1], 1, *words, MASTER_ADDR=NOBODY)
     port = hosts.slurm([1, 1], 0, *words, MASTER_ADDR=FIRST, MASTER_PORT=taken)
     expected = {
-        absent: ("rank 1 of 2 did not arrive within 5 s", f"met at {FIRST}:10112"),
+        absent: ("rank 1 of 2 did not arrive within 5 s", f"store at {FIRST}:10112"),
         wrong: (f"cannot reach rank 0 at {NOBODY}:10112", "within 5 s", "MASTER_ADDR"),
         port: (f"cannot listen on {FIRST}:{taken}", "in use", "MASTER_PORT"),
     }

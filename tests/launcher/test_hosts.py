@@ -13,7 +13,15 @@ from tests.forkserver import Process, run
 from tests.launching import SAFETY_NET, SOURCE, until
 from tutti.errors import UsageError
 from tutti.launcher.engine import SlotsGone
-from tutti.launcher.hosts import Host, HostsEngine, command, meeting, parse_host_file, parse_hosts, plan_processes
+from tutti.launcher.hosts import (
+    Host,
+    HostsEngine,
+    command,
+    parse_host_file,
+    parse_hosts,
+    plan_processes,
+    store_endpoint,
+)
 
 SSH = """#!/bin/sh
 while [ "$#" -gt 2 ]; do shift; done
@@ -130,11 +138,11 @@ def test_words_reach_another_host_as_they_are(monkeypatch: pytest.MonkeyPatch) -
 def test_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    address, port = meeting(parse_hosts("me@far:2,b:2"))
+    address, port = store_endpoint(parse_hosts("me@far:2,b:2"))
     assert address == "far" and 10_000 <= port < 30_000
     monkeypatch.setenv("MASTER_PORT", "29511")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert meeting(parse_hosts("far:2")) == ("10.0.0.1", 29511)
+    assert store_endpoint(parse_hosts("far:2")) == ("10.0.0.1", 29511)
 
 
 class Launched:

@@ -52,7 +52,7 @@ def test_without_log_and_stack_the_report_speaks_of_no_log(
         (Phase.DATA, 10),
         (Phase.COMPUTE, 10),
         (Phase.WAITING, 14),
-        (Phase.MEETING, 2 * 300 + 60),
+        (Phase.CONNECTING, 2 * 300 + 60),
         (Phase.EVALUATE, 100),
         (Phase.SAVE, 50),
         (Phase.REPORT, 50),
@@ -121,7 +121,7 @@ def test_a_step_may_last_as_long_as_ranks_wait_for_each_other_unless_said_otherw
     never = WatchdogLimits(0, 0, 0)
     assert never.never and not WatchdogLimits().never
     watched = {phase for phase in range(len(Phase.NAMES)) if phase_limit(never, phase) < math.inf}
-    assert watched == {Phase.MEETING}
+    assert watched == {Phase.CONNECTING}
 
 
 def test_limits_that_mean_nothing_are_refused() -> None:

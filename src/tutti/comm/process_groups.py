@@ -53,7 +53,7 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
         # PyTorch's default is 30 minutes. 60 s more than tutti's own timeout, so that tutti's error comes first.
         limit, device = timedelta(seconds=context.current().timeout + 60), context.current().device
         brief = context.connect_limit(limit, device)
-        with heartbeat.training.during(Phase.MEETING):
+        with heartbeat.training.during(Phase.CONNECTING):
             control = (
                 process_groups(ranks)[0] if purpose else dist.new_group(list(ranks), backend="gloo", timeout=brief)
             )

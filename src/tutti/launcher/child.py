@@ -24,7 +24,7 @@ from tutti.python_compat import forget_exit_handlers, join_threads, run_exit_han
 # Source files of tutti and Python whose outermost frames are omitted from a user's traceback.
 _HIDDEN = frozenset({__file__, str(Path(__file__).with_name("launch.py")), "<frozen runpy>"})
 
-_LET_GO = 0.05
+_DRAIN = 0.05
 _last: list[Callable[[], object]] = []
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -179,14 +179,14 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def let_go() -> None:
+def drain_gloo() -> None:
     """Sleep 50 ms with the GIL released, so that Gloo's threads can free the tensors of their last messages.
 
     To be called before a process exits or frees a Gloo process group: these threads free the tensors after the work
     is reported as complete. A program that exits earlier is aborted, and a program that frees a process group
     meanwhile deadlocks, holding the GIL, on these threads (pytorch/pytorch#75097).
     """
-    time.sleep(_LET_GO)
+    time.sleep(_DRAIN)
 
 
 def _flush() -> None:

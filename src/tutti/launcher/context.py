@@ -138,8 +138,8 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     limit = timedelta(seconds=timeout)
     where = f"rank {identity.rank} of {identity.size}"
     try:
-        with heartbeat.training.during(Phase.MEETING):
-            store = _meet(identity, place, limit)
+        with heartbeat.training.during(Phase.CONNECTING):
+            store = _make_group(identity, place, limit)
     except (RuntimeError, TimeoutError) as error:
         raise PeerError(
             "the ranks could not find each other",
@@ -157,12 +157,12 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     return _world
 
 
-def _meet(identity: Identity, device: torch.device, limit: timedelta) -> dist.Store:
+def _make_group(identity: Identity, device: torch.device, limit: timedelta) -> dist.Store:
     """Wait for all ranks, make the process group, and return the store that they share."""
-    meeting = _meeting(identity)
-    store = dist.PrefixStore(f"tutti/{identity.attempt}", _store(identity, meeting, limit))
-    own = interface.way_to(meeting[0]) if meeting else ""
-    _await_all(store, identity, meeting, limit, own)
+    endpoint = _store_endpoint(identity)
+    store = dist.PrefixStore(f"tutti/{identity.attempt}", _store(identity, endpoint, limit))
+    own = interface.source_address(endpoint[0]) if endpoint else ""
+    _await_all(store, identity, endpoint, limit, own)
     _choose_interface(store, identity, own)
     # Longer than tutti's own limit, so that tutti's message comes first: see tutti.comm.stall.
     later = limit + timedelta(seconds=60)
@@ -259,7 +259,7 @@ def _destroy() -> None:
     if leaving is not None and leaving.owned and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
-        child.let_go()
+        child.drain_gloo()
 
 
 def abandon_world() -> None:
@@ -366,7 +366,7 @@ def _place(choice: str, identity: Identity) -> torch.device:
     return device
 
 
-def _meeting(identity: Identity) -> tuple[str, int] | None:
+def _store_endpoint(identity: Identity) -> tuple[str, int] | None:
     """Return address and port of the store; None without one: under tutti's launcher, or at world size 1."""
     if os.environ.get("TUTTI_STORE") or identity.size == 1:
         return None
@@ -384,22 +384,22 @@ def _choose_interface(store: dist.Store, identity: Identity, own: str) -> None:
     ranks = iter(range(identity.size))
     while not own and (rank := next(ranks, None)) is not None:
         there = bytes(store.get(f"here/{rank}")).decode()
-        own = interface.way_to(there) if there else ""
+        own = interface.source_address(there) if there else ""
     if own and (name := interface.name_of(own)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _store(identity: Identity, meeting: tuple[str, int] | None, limit: timedelta) -> dist.Store:
+def _store(identity: Identity, endpoint: tuple[str, int] | None, limit: timedelta) -> dist.Store:
     """Make the store: a file under tutti's launcher (no port), memory at world size 1, else torchrun's or TCP."""
     path = os.environ.get("TUTTI_STORE")
     if path:
         store: dist.Store = dist.FileStore(path, identity.size)
-    elif meeting is None:
+    elif endpoint is None:
         store = dist.HashStore()
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
         store, _, _ = next(dist.rendezvous("env://", identity.rank, identity.size, timeout=limit))
     else:
-        address, port = meeting
+        address, port = endpoint
         _await_name(identity, address, limit)
         try:
             # No waiting for ranks here: ``_await_all`` does, and names missing ranks.
@@ -440,14 +440,14 @@ def _unreachable(identity: Identity, place: str, limit: timedelta, error: Except
 
 
 def _await_all(
-    store: dist.Store, identity: Identity, meeting: tuple[str, int] | None, limit: timedelta, own: str
+    store: dist.Store, identity: Identity, endpoint: tuple[str, int] | None, limit: timedelta, own: str
 ) -> None:
     """Wait until every rank has arrived and stored its own address, which may be empty.
 
     Args:
         store: shared by all ranks.
         identity: this process's.
-        meeting: address and port of the store, for messages.
+        endpoint: address and port of the store, for messages.
         limit: how long to wait.
         own: this node's address towards rank 0.
 
@@ -456,7 +456,7 @@ def _await_all(
         UsageError: ranks count different numbers of nodes.
     """
     keys = [f"here/{rank}" for rank in range(identity.size)]
-    place = f", met at {meeting[0]}:{meeting[1]}" if meeting else ""
+    place = f", store at {endpoint[0]}:{endpoint[1]}" if endpoint else ""
     store.add(f"nodes/{identity.cross_size}", 1)
     store.set(keys[identity.rank], own)
     end, pause = time.monotonic() + limit.total_seconds(), 0.001

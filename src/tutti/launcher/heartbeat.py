@@ -29,12 +29,12 @@ class Phase:
     IDLE: the caller's own code, without a limit. START: everything up to and including the first step, which may
     compile. DATA and COMPUTE: loading and computing in later steps. EVALUATE: an evaluation or a prediction. SAVE and
     REPORT: writing a checkpoint or a record. END: the end of the run. WAITING: waiting for other ranks, with polling.
-    MEETING: waiting for other ranks in native code, which does not record heartbeats. ``NAMES``: name of each phase, in
-    the order of the integers.
+    CONNECTING: making process groups with the other ranks in native code, which records no heartbeats. ``NAMES``: name
+    of each phase, in the order of the integers.
     """
 
-    NAMES = ("idle", "start", "data", "compute", "waiting", "meeting", "evaluate", "save", "report", "end")
-    IDLE, START, DATA, COMPUTE, WAITING, MEETING, EVALUATE, SAVE, REPORT, END = range(10)
+    NAMES = ("idle", "start", "data", "compute", "waiting", "connecting", "evaluate", "save", "report", "end")
+    IDLE, START, DATA, COMPUTE, WAITING, CONNECTING, EVALUATE, SAVE, REPORT, END = range(10)
 
 
 class Seen(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 from tutti.errors import UsageError
 
 _EVERY, _LIMIT = 0.5, 60.0
+_TRY = "run it by hand: it must print HOST:SLOTS and end with code 0 within a minute"
 
 
 def parse_slots(text: str, default: int | None) -> dict[str, int]:
@@ -165,9 +166,13 @@ class SlotTable:
             finally:
                 call.end()
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UsageError(f"the host discovery script {script} cannot be run", why=str(error)) from error
+            raise UsageError(
+                f"the host discovery script {script} cannot be run", why=str(error), remedy=_TRY
+            ) from error
         if code:
-            raise UsageError(f"the host discovery script {script} ended with code {code}", why=errors.strip())
+            raise UsageError(
+                f"the host discovery script {script} ended with code {code}", why=errors.strip(), remedy=_TRY
+            )
         return parse_slots(output, self._default)
 
     def _take(self, code: int, output: str) -> None:

@@ -188,7 +188,7 @@ def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, p
     return found
 
 
-def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
+def store_endpoint(hosts: Sequence[Host]) -> tuple[str, int]:
     """Choose the address and the TCP port at which rank 0 will host the job's key-value store.
 
     The address is ``MASTER_ADDR`` of this process's environment. If that is not set, it is the address of the first
@@ -387,7 +387,7 @@ class HostsEngine:
             raise SlotsGone
         planned = [
             replace(process, environment={**process.environment, **environment})
-            for process in plan_processes(hosts, size, *meeting(hosts))
+            for process in plan_processes(hosts, size, *store_endpoint(hosts))
         ]
         here = Path.cwd()
         self._ranks.start([(each.host, command(each, [sys.executable, *words], here)) for each in planned])

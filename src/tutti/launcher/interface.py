@@ -14,7 +14,7 @@ import struct
 _SIOCGIFADDR = 0x8915
 
 
-def way_to(address: str) -> str:
+def source_address(address: str) -> str:
     """Return the own IP address of this node from which the kernel would send packets to another node; sends nothing.
 
     Empty if there is no route, the name does not resolve, or the own address would be the loopback. Blocks while a name
@@ -23,7 +23,7 @@ def way_to(address: str) -> str:
     Args:
         address: host name or IP address of the other node.
 
-    >>> way_to("127.0.0.1"), way_to("no-such-host.invalid")
+    >>> source_address("127.0.0.1"), source_address("no-such-host.invalid")
     ('', '')
     """
     try:

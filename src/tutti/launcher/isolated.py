@@ -136,12 +136,18 @@ def call_forked(function: Callable[..., T], *arguments: Any) -> T:
     except EOFError:
         process.join()
         ended = Ended(process.exitcode or 0, "", "")
-        raise TuttiError("a process that tutti started to compute something ended", why=ended.complaint) from None
+        raise TuttiError(
+            f"a process that tutti had forked to run {function.__name__} ended without an answer",
+            why=ended.complaint,
+            remedy="look at its messages above; if it was killed, free memory of this machine",
+        ) from None
     process.join()
     try:
         result, error = pickle.loads(packed)
     except Exception as lost:
-        raise TuttiError("a process that tutti started to compute something failed", where=where, why=why) from lost
+        raise TuttiError(
+            f"a process that tutti had forked to run {function.__name__} failed", where=where, why=why
+        ) from lost
     if error is not None:
         raise error
     answer: T = result

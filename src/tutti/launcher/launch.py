@@ -184,7 +184,7 @@ def run_script(script: str, argv: list[str], module: bool = False) -> None:
             kept = runpy.run_path(script, run_name="__main__")
     finally:
         # The script's objects are freed now, such as a DDP model with its process group.
-        child.let_go()
+        child.drain_gloo()
     del kept
 
 

@@ -362,7 +362,7 @@ class RayEngine:
         if errors:
             raise failure_of(errors[0]) from errors[0]
         if time.monotonic() < self._answered + _HEAD:
-            raise EngineGone(f"the Ray cluster has left a question without an answer for {seconds:g} s")
+            raise EngineGone(f"the Ray cluster has not answered for {seconds:g} s")
         raise EngineGone(SILENT)
 
     def _get(self, asked: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tutti.errors import ExitCode, PeerError, UsageError
 from tutti.launcher.engine import EndedRank, SlotsGone
-from tutti.launcher.hosts import Host, TetheredRanks, meeting, plan_processes
+from tutti.launcher.hosts import Host, TetheredRanks, plan_processes, store_endpoint
 from tutti.launcher.stdin_control import TETHER, TETHER_KILL
 from tutti.process_context import tasks_per_node
 
@@ -101,7 +101,7 @@ class SlurmEngine:
         if alone and "GLOO_SOCKET_IFNAME" not in os.environ:
             common["GLOO_SOCKET_IFNAME"] = "lo"
         commands = []
-        for rank, process in enumerate(plan_processes(hosts, size, *meeting([Host(address, 1)]))):
+        for rank, process in enumerate(plan_processes(hosts, size, *store_endpoint([Host(address, 1)]))):
             pairs = [f"{name}={value}" for name, value in {**process.environment, **common}.items()]
             step = [*_STEP, f"--nodelist={process.host.name}", f"--job-name=rank{rank}"]
             commands.append((process.host, [*step, "env", *pairs, sys.executable, *words]))

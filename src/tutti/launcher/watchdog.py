@@ -62,7 +62,7 @@ def phase_limit(limits: WatchdogLimits, phase: int) -> float:
     - ``START``, ``EVALUATE``, ``END``: ``limits.start``.
     - ``DATA``, ``COMPUTE``: ``limits.step``; ``WAITING`` (in a collective that polls): 4 seconds more.
     - ``SAVE``, ``REPORT``: ``limits.save``.
-    - ``MEETING`` (native code waits for other ranks): twice the job's timeout for collectives, plus a minute.
+    - ``CONNECTING`` (making process groups, in native code): twice the job's timeout for collectives, plus a minute.
     - ``IDLE``: infinite.
 
     Args:
@@ -74,7 +74,7 @@ def phase_limit(limits: WatchdogLimits, phase: int) -> float:
     wait = heartbeat.process.timeout() or TIMEOUT
     if phase == Phase.IDLE:
         return math.inf
-    if phase == Phase.MEETING:
+    if phase == Phase.CONNECTING:
         return 2 * wait + _MEETING
     limit = {"start": limits.start, "step": limits.step, "save": limits.save}[_LIMIT_OF[phase]]
     limit = wait if limit is None else limit
