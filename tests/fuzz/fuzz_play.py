@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import tutti
 from tests.fuzz.fuzz_script import EPOCHS, Edit, Loop, Script, build, dataset, global_batches, in_form, losses
 from tests.scripts import State, oracle
 from tests.scripts.harness import Arrays, Outcome, Reference, arrays
-from tutti.errors import ExitCode, MismatchError, TuttiError
+from tutti.errors import ExitCode, TuttiError
 
 
 class PlainRun:
@@ -336,9 +337,10 @@ def play_tutti(script: Script) -> Outcome:
         if updates and error.exit_code in (ExitCode.USAGE, ExitCode.DATA):
             try:
                 state = arrays(runs[-1].state())
-            except MismatchError:
-                # Another rank has not got to the refusal, and waits in a collective. Here the model is whole.
-                state = arrays(dict(models[-1].named_parameters(remove_duplicate=False)))
+            except TuttiError:
+                # Another rank has not got to the refusal, and waits in a collective or has ended.
+                named = models[-1].named_parameters(remove_duplicate=False)
+                state = arrays({n: p for n, p in named if not isinstance(p, DTensor)}) or None
             except Exception:
                 state = {"unreadable": np.array(traceback.format_exc())}
         text = f"{type(error).__name__}: {error}"

@@ -74,6 +74,9 @@ KNOWN = {
     "written by every rank to one copy": Script(
         place=Place("central_storage", 2, 2, 2), layers=("Linear",), samples=9, loop=Loop(after="shrink")
     ),
+    "clipped and kept outside of the optimizer in one copy": Script(
+        place=Place("central_storage", 2, 3, 2), layers=("Linear",), outside=(0,), loop=Loop("two", ("clip_norm",))
+    ),
     "hooked before the first forward": Script(
         place=Place("sharded", 2, 2, 2), layers=("Linear",), samples=9, loop=Loop(), edits=(Edit(kind="hook"),)
     ),

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tutti.errors import TuttiError
+from tutti.nn.script_edits import EditWatch
 from tutti.torch_compat import traced_function_modes
 
 DRAW = torch.Generator().manual_seed(0)
@@ -283,6 +284,17 @@ def test_edits_between_two_backwards_are_compared(strategy: str) -> None:
     want = accumulated("plain", unlike=False)
     for state in worlds.run(2, accumulated, strategy=strategy, unlike=False):
         torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+def test_records_of_gradients_outlive_those_of_parameters_until_the_next_reduction() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = gradient = torch.ones(2)
+    with EditWatch() as watch:
+        watch.edits.cover({"weight": parameter})
+        parameter.grad.mul_(2.0)
+    assert watch.edits.take() == [] and len(watch.edits.lines([("weight", gradient)])) == 1
+    watch.edits.forget([gradient])
+    assert watch.edits.lines([("weight", gradient)]) == []
 
 
 def undone(net: Any, optimizer: Any, number: float) -> None:

@@ -49,6 +49,7 @@ class ScriptEdits:
     def __init__(self) -> None:
         self.line = "the script"
         self._covered: dict[str, _Record] = {}
+        # Whether a tensor was ever written: records of gradients outlive a ``take``.
         self._edited = False
         self._records: Any = WeakIdKeyDictionary()
         self.ids: set[int] = set()
@@ -150,10 +151,7 @@ class ScriptEdits:
         Covered are the tensors of the latest ``cover``; edits count from the previous ``take`` on. Not collective: the
         caller compares the lines, which are equal on all ranks that have made the same edits.
         """
-        if not self._edited:
-            return []
-        self._edited = False
-        found = [(name, record) for name, record in self._covered.items() if record.value]
+        found = [(name, record) for name, record in self._covered.items() if record.value] if self._edited else []
         lines = [_line_of(name, record) for name, record in found]
         for _, record in found:
             record.value = 0
