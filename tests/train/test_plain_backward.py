@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,6 +64,14 @@ def of_chosen(model: Any, batch: Batch) -> Tensor:
 
 
 LOSSES = {each.__name__: each for each in (of_chosen, mean, of_targets, rooted, summed, largest, by_sample)}
+# Arguments of ``backward``, each for a loss of its name; the others have none. A scalar's argument multiplies it.
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by_sample": torch.ones_like,
+    "halved": lambda loss: torch.full_like(loss, 0.5),
+    "times_itself": lambda loss: loss,
+    "times_its_value": lambda loss: loss.detach(),
+}
+LOSSES |= dict.fromkeys(("halved", "times_itself", "times_its_value"), mean)
 
 
 def play(loss: str, attack: str, batches: Any, model: nn.Module, optimizer: Optimizer) -> None:
@@ -74,7 +83,7 @@ def play(loss: str, attack: str, batches: Any, model: nn.Module, optimizer: Opti
             batch = inputs.detach() + 0.1 * inputs.grad.sign(), batch[1]  # type: ignore[union-attr]
         optimizer.zero_grad()
         found = LOSSES[loss](model, batch)
-        found.backward(torch.ones_like(found) if found.dim() else None)
+        found.backward(GRADIENTS[loss](found) if loss in GRADIENTS else None)
         optimizer.step()
 
 
@@ -113,6 +122,8 @@ SAID = {
     "summed": "a sum over",
     "by_sample": "a sum over",
     "largest": "takes max over",
+    "times_itself": "multiplies means",
+    "times_its_value": "is scaled by a number",
 }
 
 
@@ -125,9 +136,11 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: str, size: int, st
 
 
 @pytest.mark.parametrize(("size", "strategy", "options"), RANKS)
-@pytest.mark.parametrize("attack", ["", "summed"])
-def test_a_mean_is_taken_after_gradients_of_the_inputs(attack: str, size: int, strategy: str, options: Any) -> None:
-    want = worlds.alone(plain, loss="mean", attack=attack)
-    for refused, state in worlds.run(size, train, loss="mean", strategy=strategy, attack=attack, **options):
+@pytest.mark.parametrize(("loss", "attack"), [("mean", ""), ("mean", "summed"), ("halved", "")])
+def test_a_mean_is_taken_after_gradients_of_the_inputs(
+    loss: str, attack: str, size: int, strategy: str, options: Any
+) -> None:
+    want = worlds.alone(plain, loss=loss, attack=attack)
+    for refused, state in worlds.run(size, train, loss=loss, strategy=strategy, attack=attack, **options):
         assert not refused
         assert all(abs(state[name] - value).max() < 1e-10 for name, value in want.items())

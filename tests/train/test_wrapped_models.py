@@ -1,4 +1,4 @@
-"""A model that reduces its gradients over ranks by itself is refused."""
+"""A model that reduces gradients over ranks, or divides batches over devices, by itself is refused."""
 
 from __future__ import annotations
 
@@ -42,3 +42,19 @@ def test_distributed_data_parallel_is_refused() -> None:
 
 def test_the_model_inside_trains() -> None:
     assert worlds.run(2, trained) == [True] * 2
+
+
+def in_data_parallel(devices: list[int]) -> str:
+    model = nn.DataParallel(nn.Linear(3, 1))
+    model.device_ids = devices  # as on a node with accelerators; none without
+    try:
+        run = tutti.prepare(model, "sgd:lr=0.1", TensorDataset(torch.ones(8, 3)), workers=2, batch_size=4)
+    except UsageError as error:
+        return str(error)
+    return ", ".join(run.state())
+
+
+def test_data_parallel_over_other_devices_is_refused() -> None:
+    for said in worlds.run(2, in_data_parallel, devices=[0, 1]):
+        assert said.startswith("the model is wrapped in DataParallel over devices 0, 1") and ".module" in said
+    assert worlds.run(1, in_data_parallel, devices=[]) == ["module.weight, module.bias"]

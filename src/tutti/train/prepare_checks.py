@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -133,8 +134,8 @@ class CheckedRun:
         ]
 
 
-def _check_unwrapped(model: nn.Module) -> None:
-    """Raise UsageError if a part of the model reduces its gradients over ranks by itself."""
+def _check_unwrapped(model: nn.Module, device: torch.device) -> None:
+    """Raise UsageError if a part of the model reduces gradients over ranks, or divides batches over devices, itself."""
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise UsageError(
@@ -143,6 +144,14 @@ def _check_unwrapped(model: nn.Module) -> None:
                 " micro-batches: a sum would mix different ones, or wait forever",
                 remedy="give tutti.prepare the model itself (.module), and leave DistributedDataParallel and"
                 " accelerator.prepare out",
+            )
+        used = module.device_ids if isinstance(module, nn.DataParallel) else []
+        if used and list(used) != [device.index]:
+            raise UsageError(
+                f"{name or 'the model'} is wrapped in DataParallel over devices {', '.join(map(str, used))}",
+                why="it divides each batch over these devices in one process, and every rank would use all of them",
+                remedy="give tutti.prepare the model itself (.module), and leave DataParallel out: tutti run starts a"
+                " process for each device",
             )
 
 
@@ -183,9 +192,9 @@ def check_run(
     rule = NoRule() if imported else o.lr_rule
     optimizers = _script_optimizers(trainer)
     _check_loss(loss_fn)
-    _check_unwrapped(whole)
     check_earlier(whole, optimizers)
     world = context.init()
+    _check_unwrapped(whole, world.device)
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
     _check_trainable(whole, trainer, sparse)
     choice = choose_strategy(o.strategy, whole)

@@ -149,12 +149,16 @@ class GradientOrigin:
 
         Args:
             loss: the tensor whose ``backward`` the script calls.
-            gradient: the argument of that call; None for none. Ones, for a loss of several elements, make their sum.
+            gradient: the argument of that call; None for none. Ones, for a loss of several elements, make their sum,
+                and a number multiplies a scalar loss.
             micro_batch: the micro-batch of the body.
         """
-        if loss.numel() > 1 and isinstance(gradient, Tensor) and bool((gradient == 1).all()):
+        if isinstance(gradient, Tensor):
             with FunctionModesDisabled(), torch.enable_grad():
-                loss = loss.sum()
+                if bool((gradient == 1).all()):
+                    loss = loss.sum() if loss.numel() > 1 else loss
+                elif loss.numel() == 1:
+                    loss = loss * gradient
         if loss.numel() == 1 and micro_batch.samples and not micro_batch.whole:
             self._run.checks.end_body(loss)
             self._error = self._error_of(loss, micro_batch, f"step {self._run.global_step + 1}, {script_line()}")
