@@ -39,6 +39,7 @@ def test_tensors_alone_in_tuples_and_in_a_dataset() -> None:
         source = adapt(data)
         assert isinstance(source, TensorSource) and len(source) == 5
         got = source.fetch(INDICES, None)
+        assert type(got) is (list if isinstance(data, TensorDataset) else tuple), "a list, as of DataLoader"
         assert torch.equal(got[0], images[[3, 0, 3, 1]]) and got[1].tolist() == [3, 0, 3, 1]
     alone = adapt(images).fetch(INDICES, AugmentKey(0, 0))
     assert torch.equal(alone, images[[3, 0, 3, 1]])

@@ -107,7 +107,7 @@ def adapt(data: Any, collate: Collate | None = None) -> Source:
     elif collate is not None and (several or isinstance(data, Tensor) or _has_numbers(data)):
         source = CollatedSource(TensorDataset(*_columns(data)) if several else data, collate)
     elif isinstance(data, TensorDataset) and type(data).__getitem__ is TensorDataset.__getitem__:
-        source = TensorSource(tuple(data.tensors))
+        source = TensorSource(list(data.tensors))
     elif isinstance(data, Tensor):
         source = TensorSource(data)
     elif several:
@@ -147,16 +147,16 @@ class TensorSource:
     """Map-style data set of tensors in memory, whose first dimension is the sample; a ``tutti.data.Source``.
 
     Args:
-        tensors: a tensor, or a tuple of tensors with equally many samples; kept, not copied. A batch has the same
-            structure.
+        tensors: a tensor, or a tuple or list of tensors with equally many samples; kept, not copied. A batch has the
+            same structure.
 
     Raises:
         DataError: the tensors have different numbers of samples.
     """
 
-    def __init__(self, tensors: Tensor | tuple[Tensor, ...]) -> None:
+    def __init__(self, tensors: Tensor | tuple[Tensor, ...] | list[Tensor]) -> None:
         self._tensors = tensors
-        self._length = len(_columns(tensors if isinstance(tensors, tuple) else (tensors,))[0])
+        self._length = len(_columns((tensors,) if isinstance(tensors, Tensor) else tensors)[0])
 
     def __len__(self) -> int:
         return self._length
@@ -169,11 +169,11 @@ class TensorSource:
             augment: has no effect.
 
         Returns:
-            One tensor or a tuple of tensors, as they were wrapped, with the samples as first dimension.
+            One tensor, or a tuple or list of tensors, as they were wrapped, with the samples as first dimension.
         """
         if isinstance(self._tensors, Tensor):
             return _select(self._tensors, indices)
-        return tuple(_select(t, indices) for t in self._tensors)
+        return type(self._tensors)(_select(t, indices) for t in self._tensors)
 
 
 def _select(tensor: Tensor, indices: NDArray[np.int64]) -> Tensor:
