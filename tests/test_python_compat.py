@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +44,29 @@ def test_the_calling_frame_is_its_callers() -> None:
         return calling_frame(1).f_code.co_name
 
     assert inner() == "test_the_calling_frame_is_its_callers"
+
+
+def test_the_words_of_the_global_generator_are_its_state() -> None:
+    for _ in range(2):
+        _, state, _ = random.getstate()
+        position, *words = struct.unpack("625I", python_compat.generator_memory.raw)
+        assert (*words, position) == state
+        before, drawn = python_compat.generator_memory.raw, random.random()
+        python_compat.generator_memory.raw = before
+        assert random.random() == drawn
+
+
+@pytest.mark.parametrize("others", [0, 300])
+def test_holders_are_found_through_tuples(others: int) -> None:
+    class Item:
+        pass
+
+    items = [Item() for _ in range(1 + others)]
+    one, two, three = [items[0]], {"a": (items[0],)}, [[((items[0],),)]]
+    found = python_compat.holders_of(items, 2)
+    assert {id(one), id(two)} <= {*map(id, found)} and id(three[0]) not in map(id, found)
+    assert id(three[0]) in map(id, python_compat.holders_of(items, 3))
+    assert not any(isinstance(each, tuple) for each in found)
 
 
 def test_live_objects_are_those_of_the_class_and_its_subclasses() -> None:
@@ -172,6 +197,8 @@ def test_every_name_is_touched() -> None:
         "LiveObjects",
         "calling_frame",
         "forget_exit_handlers",
+        "generator_memory",
+        "holders_of",
         "import_uncollected",
         "join_threads",
         "local_variables",

@@ -8,13 +8,15 @@ No other module of the package may use a private name; ``tests/test_python_compa
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import inspect
+import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby, starmap
 from types import (
@@ -41,6 +43,8 @@ __all__ = [
     "LiveObjects",
     "calling_frame",
     "forget_exit_handlers",
+    "generator_memory",
+    "holders_of",
     "import_uncollected",
     "join_threads",
     "local_variables",
@@ -71,6 +75,15 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     if type(table) is dict and sys.getrefcount(table) <= 3:
         table.clear()
     return found
+
+
+_GENERATOR: Any = random.random.__self__  # type: ignore[attr-defined]
+
+generator_memory = (ctypes.c_char * 2500).from_address(id(_GENERATOR) + object.__basicsize__)
+"""Position and words of Python's global random generator, 625 unsigned integers of 32 bits, for reading and writing.
+
+The state of a ``_random.Random`` follows the head of its object. The public ``random.getstate()`` makes an int of each
+word, which takes 50 times as long. What ``random.gauss`` keeps for its next call is an attribute of the object."""
 
 
 def forget_exit_handlers() -> None:
@@ -191,7 +204,34 @@ def _reference(item: _T) -> Callable[[], _T | None]:
 
 
 def _tracked(generations: Iterable[int], kinds: tuple[type, ...]) -> list[Any]:
-    """Return the objects of some classes in generations of the garbage collector.
+    """Return the objects of some classes in generations of the garbage collector."""
+    others = _objects(generations, _COMMON)
+    present = {each for each in set(map(type, others)) if issubclass(each, kinds)}
+    return [each for each in others if type(each) in present] if present else []
+
+
+def holders_of(objects: Sequence[Any], depth: int) -> list[Any]:
+    """Return lists, dicts, cells and instances of this process that refer to some objects, or to tuples of them.
+
+    Tuples themselves, functions and classes are no results. The search takes tenths of a second once PyTorch is loaded.
+
+    Args:
+        objects: the objects.
+        depth: 1 to look for holders of the objects alone, 2 for those of tuples of them, too, 3 for tuples of tuples.
+    """
+    ids = frozenset(map(id, objects))
+    return [each for each in _objects((0, 1, 2), _NO_HOLDERS) if _refers(each, ids, depth)]
+
+
+def _refers(holder: Any, ids: frozenset[int], depth: int) -> bool:
+    held = gc.get_referents(holder)
+    if not ids.isdisjoint(map(id, held)):
+        return True
+    return depth > 1 and any(_refers(each, ids, depth - 1) for each in held if type(each) is tuple)
+
+
+def _objects(generations: Iterable[int], left_out: Mapping[type, Iterable[Any]]) -> list[Any]:
+    """Return the objects in generations of the garbage collector, but for those of some classes, as of tuples.
 
     No bytecode runs while a list of all objects exists, so that no other thread goes on meanwhile. A thread that is
     building a tuple from an iterator, as a background save does, would fail with SystemError: the collector tracks the
@@ -199,11 +239,9 @@ def _tracked(generations: Iterable[int], kinds: tuple[type, ...]) -> list[Any]:
     """
     with _uncollected():
         objects = chain(chain.from_iterable(map(gc.get_objects, generations)), (None,))
-        # Runs of objects of one class: of the common ones an empty tuple stands for a run.
-        runs: Iterable[Any] = starmap(_COMMON.get, groupby(objects, type))
-        others = list(chain.from_iterable(runs))
-    present = {each for each in set(map(type, others)) if issubclass(each, kinds)}
-    return [each for each in others if type(each) in present] if present else []
+        # Runs of objects of one class: an empty tuple stands for a run that is left out.
+        runs: Iterable[Any] = starmap(left_out.get, groupby(objects, type))
+        return list(chain.from_iterable(runs))
 
 
 def _collections() -> tuple[int, ...]:
@@ -224,6 +262,7 @@ _COMMON: dict[type, Iterable[Any]] = dict.fromkeys(
 
 Objects that code may be building without other references are among these, such as tuples.
 """
+_NO_HOLDERS = {kind: none for kind, none in _COMMON.items() if kind not in (list, dict, CellType)}
 
 _SEARCHES = weakref.WeakSet[LiveObjects[Any]]()
 """All ``LiveObjects`` of this process."""

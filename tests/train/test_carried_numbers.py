@@ -7,7 +7,8 @@ import gc
 import io
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import tutti
 from tests import worlds
 from tests.train.test_carried_values import dataset, network, trained_with
 from tutti.errors import UsageError
+from tutti.train.script_checks.followed_numbers import FollowedNumbers
 
 WORKERS = 4
 
@@ -250,6 +252,68 @@ def test_a_file_saved_in_a_step_that_is_watched_has_plain_numbers() -> None:
     [found] = worlds.run(1, saved_while_followed)
     assert len(found) > 4 and all(read == values for read, values in found)
     assert {type(read["loss"]) for read, _ in found} == {float}
+
+
+def saved_without_checks() -> tuple[bool, set[type]]:
+    before = torch.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUTTI_DIAGNOSTICS", "off")
+        found = saved_while_followed()
+    kinds = {type(each) for _, values in found if "best" not in values for each in values["log"]}
+    return torch.save is before, kinds
+
+
+def test_the_switch_of_the_checks_leaves_numbers_and_torch_save_alone() -> None:
+    assert worlds.run(1, saved_without_checks) == [(True, {float})]
+
+
+class Slow:
+    """An object that keeps a number, and whose attributes take long to find."""
+
+    __slots__ = ("meanwhile", "number")
+
+    def __init__(self, number: float, meanwhile: Callable[[], None]) -> None:
+        self.number, self.meanwhile = number, meanwhile
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        self.meanwhile()
+        return {}
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_numbers_become_plain_while_another_thread_builds_a_tuple_of_them(count: int) -> None:
+    """CPython resizes no tuple to which anything else refers: see ``holders_of``."""
+    numbers = FollowedNumbers(lambda: True)
+    made = [numbers.follow(float(each), {}) for each in range(count)]
+    kept: dict[str, Any] = {"list": list(made), "deep": [((made[0], "a"),)], "queue": deque(made)}
+    begun, resumed, built = Event(), Event(), list[Any]()
+
+    def values() -> Iterator[float]:
+        yield from made[:3]
+        begun.set()
+        resumed.wait(20)
+        yield from range(40)
+
+    def build() -> None:
+        try:
+            built.append(tuple(values()))
+        except SystemError as error:
+            built.append(error)
+
+    thread = Thread(target=build)
+    thread.start()
+    begun.wait(20)
+
+    def meanwhile() -> None:
+        resumed.set()
+        thread.join(20)
+
+    slow = Slow(made[0], meanwhile)
+    numbers.make_plain()
+    meanwhile()
+    assert isinstance(built[0], tuple) and len(built[0]) == 43 and slow.number == 0
+    assert {type(each) for each in (*kept["list"], *kept["queue"], kept["deep"][0][0][0])} == {float}
 
 
 _SCHEDULE = {"calls": 0}

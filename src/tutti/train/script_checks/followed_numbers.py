@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-import gc
 import operator
+import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import CellType
 from typing import Any
 
 import torch
 
-_FEW = 200
-"""Most objects whose containers Python looks for by itself."""
+from tutti.config.variables import is_off
+from tutti.python_compat import holders_of
+
+_DEPTH = 3
+"""How many tuples deep numbers are replaced."""
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
 
@@ -54,7 +58,8 @@ class FollowedInt(FollowedNumber, int):
 class FollowedNumbers:
     """Makes numbers that remember from which micro-batches' samples they were computed (their origins).
 
-    ``make_plain`` replaces them by plain numbers once the origins are no longer needed.
+    ``make_plain`` replaces them by plain numbers once the origins are no longer needed. With ``TUTTI_DIAGNOSTICS=off``
+    it makes none.
 
     Args:
         is_followed: returns whether results of arithmetic are to have origins now; if not, they are plain numbers. A
@@ -63,13 +68,15 @@ class FollowedNumbers:
 
     def __init__(self, is_followed: Callable[[], bool]) -> None:
         self.is_followed = is_followed
+        self._enabled = not is_off("DIAGNOSTICS", os.environ)
         self._made: list[FollowedNumber] = []
 
     def follow(self, value: Any, origins: Mapping[Any, str]) -> Any:
         """Return a number that has the given origins, and gives them to each result of arithmetic with it.
 
         Args:
-            value: a float or an int; a value of another type, also of a subclass such as bool, is returned as it is.
+            value: a float or an int; a value of another type, also of a subclass such as bool, is returned as it is; so
+                is every value with ``TUTTI_DIAGNOSTICS=off``.
             origins: a line of the script, as text for an error, for each micro-batch (``Place``: index of the logical
                 worker, a fixed share of the global batch, and of the micro-batch) from whose samples the number was
                 computed: the line where values of this micro-batch met those of another one.
@@ -79,7 +86,7 @@ class FollowedNumbers:
         """
         kinds: dict[type, Callable[[Any], FollowedNumber]] = {float: FollowedFloat, int: FollowedInt}
         kind = kinds.get(type(value))
-        if kind is None:
+        if kind is None or not self._enabled:
             return value
         _save_plain_numbers()
         number = kind(value)
@@ -99,7 +106,42 @@ class FollowedNumbers:
         if not self._made:
             return
         made, self._made = self._made, []
-        _replace(made, [_plain(number) for number in made], depth=3)
+        for holder in holders_of(made, _DEPTH):
+            self._replace_in(holder)
+
+    def _replace_in(self, holder: Any) -> None:
+        """Replace this object's numbers in a list, deque, dict, cell or the attributes of an object.
+
+        Another thread may change the container meanwhile. CPython goes on with another thread after a call and at the
+        end of a loop, and so never between a comparison here and the assignment after it.
+        """
+        if type(holder) in (list, deque):
+            for index, old in enumerate(tuple(holder)):
+                new = self._replaced(old)
+                with suppress(IndexError):
+                    if new is not old and holder[index] is old:
+                        holder[index] = new
+        elif type(holder) is CellType:
+            with suppress(ValueError):
+                old = holder.cell_contents
+                new = self._replaced(old)
+                if holder.cell_contents is old:
+                    holder.cell_contents = new
+        else:
+            held = holder if type(holder) is dict else _attributes(holder)
+            for key, old in tuple(held.items()):
+                new = self._replaced(old)
+                if new is not old and key in held and held[key] is old:
+                    held[key] = new
+
+    def _replaced(self, value: Any, depth: int = _DEPTH) -> Any:
+        """Return a plain number for one of this object's, a tuple of plain numbers for one with some, or the value."""
+        if isinstance(value, FollowedNumber):
+            return _plain(value) if value.group is self else value
+        if type(value) is not tuple or not depth:
+            return value
+        new = tuple([self._replaced(each, depth - 1) for each in value])
+        return value if all(map(operator.is_, value, new)) else new
 
 
 @functools.cache
@@ -135,37 +177,14 @@ def _plain(value: Any) -> Any:
     return value.plain_type(value) if isinstance(value, FollowedNumber) else value
 
 
-def _replace(old: Sequence[Any], new: Sequence[Any], depth: int) -> None:
-    """Put new objects in the place of old ones in containers; a tuple of an old one is replaced by another tuple.
-
-    Args:
-        old: the objects; this list is left as it is.
-        new: an object for each of them.
-        depth: how many tuples deep to look.
-    """
-    if not old or depth == 0:
-        return
-    by_id = dict(zip(map(id, old), new, strict=True))
-
-    def now(value: Any) -> Any:
-        return by_id.get(id(value), value)
-
-    tuples = []
-    # gc.get_referrers compares each reference of the process with each object, which takes minutes for many.
-    for holder in gc.get_referrers(*old) if len(old) <= _FEW else gc.get_objects():
-        if holder is old or by_id.keys().isdisjoint(map(id, gc.get_referents(holder))):
-            continue
-        held = holder if type(holder) is dict else getattr(holder, "__dict__", None)
-        if type(holder) is tuple:
-            tuples.append(holder)
-        elif type(holder) in (list, deque):
-            for index, value in enumerate(holder):
-                holder[index] = now(value)
-        elif type(holder) is CellType:
-            holder.cell_contents = now(holder.cell_contents)
-        elif type(held) is dict:
-            held.update({key: now(value) for key, value in held.items() if id(value) in by_id})
-    _replace(tuples, [tuple(map(now, each)) for each in tuples], depth - 1)
+def _attributes(holder: Any) -> dict[Any, Any]:
+    """Return the dict of an object's attributes; an empty one if it has none."""
+    try:
+        # Not the object's own __getattr__, nor a property.
+        held = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return {}
+    return held if type(held) is dict else {}
 
 
 def _joined(result: Any, *numbers: Any) -> Any:
