@@ -207,3 +207,34 @@ def counted_between_steps(loop_first: bool) -> dict[str, Tensor]:
 def test_a_write_between_steps_is_refused_after_a_custom_loop_too(loop_first: bool) -> None:
     with pytest.raises(UsageError, match="has written the buffer seen"):
         counted_between_steps(loop_first)
+
+
+def normalise(layer: nn.Module, _: object) -> None:
+    """Put the weight by its norm into a buffer, with its graph, as spectral norms of scripts do."""
+    layer.weight = layer.weight_orig / layer.weight_orig.norm()  # type: ignore[operator]
+
+
+def with_a_weight_in_a_buffer(workers: int = 6) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    layer = model[0]
+    layer.register_parameter("weight_orig", layer._parameters.pop("weight"))
+    layer.register_buffer("weight", layer.weight_orig)
+    layer.register_forward_pre_hook(normalise)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, DATA, workers=workers, batch_size=8)
+    for epoch in range(3):
+        for batch in run.microbatches(epoch):
+            optimizer.zero_grad()
+            run.backward(mean(model, batch))
+            optimizer.step()
+    run.evaluate(DATA, loss=mean)
+    return {name: tensor.flatten().tolist() for name, tensor in run.state().items()}
+
+
+def test_a_buffer_may_hold_a_parameter_and_then_a_weight_with_its_graph() -> None:
+    want = worlds.alone(with_a_weight_in_a_buffer)
+    for ranks in (2, 3):
+        for found in worlds.run(ranks, with_a_weight_in_a_buffer):
+            assert found.keys() == want.keys()
+            assert all(found[name] == pytest.approx(value, abs=1e-12) for name, value in want.items())

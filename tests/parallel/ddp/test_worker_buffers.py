@@ -30,6 +30,7 @@ def model() -> nn.Module:
     module = nn.Sequential(nn.BatchNorm2d(3), nn.Linear(2, 2), nn.BatchNorm1d(2).double())
     module.register_buffer("average", torch.zeros(2, dtype=torch.float16))
     module.register_buffer("flag", torch.zeros(1, dtype=torch.bool))
+    module.register_buffer("empty", torch.zeros(0))  # a scale that the first forward sets, before any
     module.register_buffer("scratch", torch.zeros(1), persistent=False)
     return module
 

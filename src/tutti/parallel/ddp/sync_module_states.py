@@ -46,5 +46,6 @@ def broadcast_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
         MismatchError: the ranks' tensors differ in number, shape or dtype.
         PeerError: a rank has ended, or did not make the call in time.
     """
-    sent = [p.data for _, p in parameters(parts) if not mapped(p)] + [slot.get() for slot in buffers(parts)]
+    # A buffer may require a gradient, such as a weight that a spectral norm of the script has computed.
+    sent = [p.data for _, p in parameters(parts) if not mapped(p)] + [slot.get().detach() for slot in buffers(parts)]
     broadcast_tensors(comm, sent, "initial state")

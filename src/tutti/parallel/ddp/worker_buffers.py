@@ -454,7 +454,7 @@ class WorkerBuffers:
             start = 0
             for i in members:
                 shape = self._slots[i].get().shape
-                table[i] = everyone[:, start : start + shape.numel()].reshape(-1, *shape)
+                table[i] = everyone[:, start : start + shape.numel()].reshape(len(everyone), *shape)
                 start += shape.numel()
         # A rank that was lost between two all-gathers is in some tensors only: gather again.
         return table if self._comm.alive_ranks == there else self._gather()
