@@ -72,6 +72,12 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "times_its_value": lambda loss: loss.detach(),
 }
 LOSSES |= dict.fromkeys(("halved", "times_itself", "times_its_value"), mean)
+# Roots that are given to ``torch.autograd.backward``.
+ROOTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "two_means": lambda loss: [loss * 0.25, loss * 0.75],
+    "two_sums": lambda loss: [loss, loss * 0.5],
+}
+LOSSES |= {"two_means": mean, "two_sums": summed}
 
 
 def play(loss: str, attack: str, batches: Any, model: nn.Module, optimizer: Optimizer) -> None:
@@ -83,7 +89,10 @@ def play(loss: str, attack: str, batches: Any, model: nn.Module, optimizer: Opti
             batch = inputs.detach() + 0.1 * inputs.grad.sign(), batch[1]  # type: ignore[union-attr]
         optimizer.zero_grad()
         found = LOSSES[loss](model, batch)
-        found.backward(GRADIENTS[loss](found) if loss in GRADIENTS else None)
+        if loss in ROOTS:
+            torch.autograd.backward(ROOTS[loss](found))
+        else:
+            found.backward(GRADIENTS[loss](found) if loss in GRADIENTS else None)
         optimizer.step()
 
 
@@ -122,8 +131,8 @@ SAID = {
     "summed": "a sum over",
     "by_sample": "a sum over",
     "largest": "takes max over",
+    "two_sums": "a sum over",
     "times_itself": "multiplies means",
-    "times_its_value": "is scaled by a number",
 }
 
 
@@ -136,7 +145,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: str, size: int, st
 
 
 @pytest.mark.parametrize(("size", "strategy", "options"), RANKS)
-@pytest.mark.parametrize(("loss", "attack"), [("mean", ""), ("mean", "summed"), ("halved", "")])
+@pytest.mark.parametrize(("loss", "attack"), [("mean", ""), ("mean", "summed"), ("halved", ""), ("two_means", "")])
 def test_a_mean_is_taken_after_gradients_of_the_inputs(
     loss: str, attack: str, size: int, strategy: str, options: Any
 ) -> None:
@@ -144,3 +153,9 @@ def test_a_mean_is_taken_after_gradients_of_the_inputs(
     for refused, state in worlds.run(size, train, loss=loss, strategy=strategy, attack=attack, **options):
         assert not refused
         assert all(abs(state[name] - value).max() < 1e-10 for name, value in want.items())
+
+
+def test_a_factor_of_the_samples_is_refused_within_a_worker() -> None:
+    """Workers may have factors of their own, as each has a loss of its own samples."""
+    ((refused, _),) = worlds.run(1, train, loss="times_its_value", strategy="mirrored", micro_batch=2)
+    assert "is scaled by a number" in refused and "test_plain_backward.py:" in refused

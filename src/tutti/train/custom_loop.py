@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.comm.stall import TellFailures
@@ -29,6 +28,7 @@ from tutti.train.custom_loop_update import CustomLoopUpdate
 from tutti.train.script_checks.body_counters import break_out_of_loop
 from tutti.train.script_checks.carried_state import CarriedState
 from tutti.train.script_checks.skipped_bodies import SkippedBodies
+from tutti.train.script_checks.watched_calls import Root
 from tutti.train.void_body import VoidBody
 from tutti.types.micro_batch import Batch, MicroBatch
 
@@ -374,7 +374,7 @@ class CustomLoop:
                 remedy="loop over run.epoch(epoch)",
             )
 
-    def plain_backward(self, loss: Tensor, gradient: Any = None) -> AbstractContextManager[None]:
+    def plain_backward(self, roots: Sequence[Root]) -> AbstractContextManager[None]:
         """Return a context manager for a plain ``loss.backward()`` of the script, to mark gradients of unfit losses.
 
         Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
@@ -383,14 +383,14 @@ class CustomLoop:
         is done. Not collective.
 
         Args:
-            loss: the tensor whose ``backward`` the script calls.
-            gradient: the argument of that call, which a loss of several elements has; None for none.
+            roots: the losses whose gradients the script's call of autograd adds up, each with the gradient that the
+                call gives for it, which a loss of several elements has.
         """
         if self._state.micro_batch is None or not self._state.in_body:
             return nullcontext()
         if not self._bodies.several:
             self._bodies.check_scaler()
-        return self._origin.plain_backward(loss, gradient, self._state.micro_batch)
+        return self._origin.plain_backward(roots, self._state.micro_batch)
 
     @contextmanager
     def explaining(self, call: str) -> Iterator[None]:

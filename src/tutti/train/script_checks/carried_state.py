@@ -51,7 +51,7 @@ from tutti.train.script_checks.moved_values import MovedValues, Place
 from tutti.train.script_checks.plain_numbers import generator_states
 from tutti.train.script_checks.python_state import numbers, numbers_of
 from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
-from tutti.train.script_checks.watched_calls import backward_within, calling_module
+from tutti.train.script_checks.watched_calls import backward_within, calling_module, roots_of_backward
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -570,11 +570,11 @@ class CarriedValues(LossWatch):
         self.note_call(func, args)
         if func in METADATA and not isinstance(result := func(*args, **kwargs), Tensor):
             return result
-        if func is Tensor.backward:
-            self.check(args[0])
-            gradient = args[1] if len(args) > 1 else kwargs.get("gradient")
-            with self._run.custom.plain_backward(args[0], gradient), self.updating():
-                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if roots := roots_of_backward(func, args, kwargs):
+            for loss, _ in roots:
+                self.check(loss)
+            with self._run.custom.plain_backward(roots), self.updating():
+                return func(*args, **kwargs)
         if name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
         leaves = leaves_of_call(args, kwargs)

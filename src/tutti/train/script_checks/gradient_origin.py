@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -25,6 +25,7 @@ from tutti.nn.partial_gradient import PartGradient, real_numbers
 from tutti.parallel.ddp.loss_count import is_mean_over_samples, loss_count
 from tutti.parallel.ddp.step_agreement import agree_on_edits
 from tutti.torch_compat import FunctionModesDisabled, local_tensor, tensor_version
+from tutti.train.script_checks.watched_calls import Root
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL
 from tutti.types.micro_batch import MicroBatch
 
@@ -139,8 +140,8 @@ class GradientOrigin:
             self._in_own_backward = False
 
     @contextmanager
-    def plain_backward(self, loss: Tensor, gradient: Any, micro_batch: MicroBatch) -> Iterator[None]:
-        """Return a context manager around a plain ``loss.backward()`` in the body of a loop, which looks at the loss.
+    def plain_backward(self, roots: Sequence[Root], micro_batch: MicroBatch) -> Iterator[None]:
+        """Return a context manager around a plain backward in the body of a loop, which looks at the losses.
 
         Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
         over micro-batches. Gradients that such a loss makes within the context are marked: ``local`` raises UsageError
@@ -148,20 +149,16 @@ class GradientOrigin:
         batch, or a dummy micro-batch. Not collective.
 
         Args:
-            loss: the tensor whose ``backward`` the script calls.
-            gradient: the argument of that call; None for none. Ones, for a loss of several elements, make their sum,
-                and a number multiplies a scalar loss.
+            roots: the losses whose gradients the script's call of autograd adds up, each with the gradient that the
+                call gives for it. Ones, for a loss of several elements, make their sum, and a number multiplies a
+                scalar loss.
             micro_batch: the micro-batch of the body.
         """
-        if isinstance(gradient, Tensor):
-            with FunctionModesDisabled(), torch.enable_grad():
-                if bool((gradient == 1).all()):
-                    loss = loss.sum() if loss.numel() > 1 else loss
-                elif loss.numel() == 1:
-                    loss = loss * gradient
-        if loss.numel() == 1 and micro_batch.samples and not micro_batch.whole:
-            self._run.checks.end_body(loss)
-            self._error = self._error_of(loss, micro_batch, f"step {self._run.global_step + 1}, {script_line()}")
+        where = f"step {self._run.global_step + 1}, {script_line()}"
+        for loss in map(_scalar, roots) if micro_batch.samples and not micro_batch.whole else ():
+            if loss.numel() == 1 and self._error is None:
+                self._run.checks.end_body(loss)
+                self._error = self._error_of(loss, micro_batch, where)
         try:
             yield
         finally:
@@ -487,3 +484,14 @@ def _sums(gradient: Tensor | None) -> Tensor:
         return torch.zeros(2, dtype=torch.float64)
     wide = real_numbers(gradient)
     return torch.stack([wide.sum(), wide.square().sum()])
+
+
+def _scalar(root: Root) -> Tensor:
+    """Return the number whose gradient a backward computes from a root; the root where its gradient is no number."""
+    loss, gradient = root
+    if gradient is None:
+        return loss
+    with FunctionModesDisabled(), torch.enable_grad():
+        if bool((gradient == 1).all()):
+            return loss.sum() if loss.numel() > 1 else loss
+        return loss * gradient if loss.numel() == 1 else loss

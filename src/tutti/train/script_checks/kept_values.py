@@ -40,7 +40,13 @@ from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
 from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_number_key
 from tutti.train.script_checks.storage_records import MemoryRecords, memories_of, memory_of
 from tutti.train.script_checks.watch_windows import FIRST, is_watched_step
-from tutti.train.script_checks.watched_calls import EXCHANGING, calling_module, own_tensors, values_read
+from tutti.train.script_checks.watched_calls import (
+    EXCHANGING,
+    calling_module,
+    own_tensors,
+    roots_of_backward,
+    values_read,
+)
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -401,11 +407,11 @@ class KeptValues(LossWatch):
         # Buffers of code that exchanges tensors over ranks differ between ranks.
         if func in METADATA or (caller := calling_module(calling_frame(1))).startswith(EXCHANGING):
             return func(*args, **kwargs)
-        if func is Tensor.backward:
-            self.check(args[0])
-            gradient = args[1] if len(args) > 1 else kwargs.get("gradient")
-            with self._run.custom.plain_backward(args[0], gradient), self.updating():
-                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if roots := roots_of_backward(func, args, kwargs):
+            for loss, _ in roots:
+                self.check(loss)
+            with self._run.custom.plain_backward(roots), self.updating():
+                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
         of_script, read = not caller.startswith("tutti."), values_read(func, name, args, kwargs)

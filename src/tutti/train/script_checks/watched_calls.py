@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from tutti.torch_compat import engine_backward, local_tensor, tree_leaves
 from tutti.train.script_checks.moved_values import REPLACING, fills_tensor
 from tutti.train.script_checks.storage_records import fills_memory, memories_of
 
+Root: TypeAlias = "tuple[Tensor, Tensor | None]"
+"""A tensor from which a backward begins, and the gradient that the call gives for it."""
 EXCHANGING = ("torch.distributed", "tutti.comm")
 """Packages whose code sends tensors to other ranks."""
 _DISPATCHING = ("torch._ops", "torch.overrides")
@@ -53,6 +55,26 @@ def calling_module(caller: FrameType | None) -> str:
             return module
         caller = caller.f_back
     return ""
+
+
+def roots_of_backward(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Root]:
+    """Return the tensors from which a call of ``Tensor.backward`` or ``torch.autograd.backward`` begins.
+
+    Args:
+        func: the function of PyTorch that is called.
+        args: its positional arguments.
+        kwargs: its other arguments.
+
+    Returns:
+        Each tensor with the gradient that the call gives for it, None for none; an empty list for other functions.
+    """
+    if func is Tensor.backward:
+        return [(args[0], args[1] if len(args) > 1 else kwargs.get("gradient"))]
+    if func is not torch.autograd.backward:
+        return []
+    given = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+    gradients = given if isinstance(given, Sequence) else [given] * len(args[0])
+    return [root for root in zip(args[0], gradients, strict=True) if isinstance(root[0], Tensor)]
 
 
 def backward_within(
