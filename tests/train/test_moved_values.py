@@ -19,8 +19,19 @@ DRAW = torch.Generator().manual_seed(1)
 DATA = TensorDataset(torch.randn(24, 4, generator=DRAW, dtype=torch.float64), torch.arange(24) % 3)
 
 
+class Shifted(nn.Module):
+    """Adds a view of a view of its parameter, as vision transformers do with positions beside that of the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(0, 1, 5)[None])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.shift[:, 1:].reshape(4)
+
+
 def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return nn.Sequential(Shifted(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 class Script:

@@ -182,11 +182,17 @@ def _storages(values: Any, computed: bool = False) -> list[StorageWeakRef]:
     """
     found = []
     for each in tree_leaves(values):
-        if isinstance(each, Tensor) and each.is_floating_point() and each.layout == torch.strided:
-            base = view_base(each)
-            if not computed or (each.grad_fn is not None and (base is None or base.grad_fn is not None)):
-                found.append(StorageWeakRef(each.untyped_storage()))
+        if not isinstance(each, Tensor) or not each.is_floating_point() or each.layout != torch.strided:
+            continue
+        if not computed or _is_computed(each):
+            found.append(StorageWeakRef(each.untyped_storage()))
     return found
+
+
+def _is_computed(tensor: Tensor) -> bool:
+    """Return whether calls that autograd records have computed a tensor, which is no parameter or view of one."""
+    base = view_base(tensor)
+    return tensor.grad_fn is not None and (base is None or base.grad_fn is not None)
 
 
 class CarriedValues(LossWatch):
@@ -658,7 +664,7 @@ class CarriedValues(LossWatch):
             if leaf is not None and place is not None and leaf() is tensor:
                 found.setdefault(place, "")
             elif (memory := memory_of(tensor)) is not None:
-                own: _Origins = {} if tensor.grad_fn is None else {self._here: ""}
+                own: _Origins = {self._here: ""} if _is_computed(tensor) else {}
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
                 found |= self._found.get(memory, own)
                 if (mover := self._moved.mover(tensor)) is not None and mover[0] != self._body:
