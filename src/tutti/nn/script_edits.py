@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.comm.random_keys import mix, name_key
@@ -238,7 +239,10 @@ def _caller() -> FrameType | None:
         module = str(frame.f_globals.get("__name__", ""))
         package = module.partition(".")[0]
         if package == "tutti":
-            if module != __name__ and not isinstance(self_of(frame), QuietMode):
+            mode = self_of(frame) if module != __name__ else None
+            # Other function modes, such as those that watch losses, pass the script's calls on.
+            passed = isinstance(mode, TorchFunctionMode) and frame.f_code.co_name == "__torch_function__"
+            if module != __name__ and not passed and not isinstance(mode, QuietMode):
                 return frame
         elif package not in ("torch", "contextlib"):
             return frame

@@ -489,6 +489,65 @@ def test_trials_of_a_forward_that_writes_parameters_write_none(strategy: str, ho
         assert largest_difference(got, want) <= 1e-10
 
 
+class Bounded(nn.Module):
+    """Bounds its weight in every forward; ``how``: the way of the write."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.layer.weight
+        if self.how == "data":
+            weight.data.clamp_(-0.2, 0.2)
+        elif self.how == "samples":
+            weight.data.clamp_(max=0.1 * float(x.max()))
+        elif self.how == "twice":
+            weight.data.clamp_(max=0.2).clamp_(min=-0.1)
+        else:
+            with torch.no_grad():
+                weight.clamp_(max=0.2)
+        return self.layer(x).tanh(), x
+
+
+def bounded(strategy: str, how: str, workers: int | None = None, micro_batch: int = 1) -> Any:
+    torch.manual_seed(0)
+    run = tutti.prepare(
+        Bounded(how), "sgd:lr=2.0", torch.randn(13, 4), lambda called, batch: nn.functional.mse_loss(*called(batch)),
+        strategy=strategy, batch_size=6, precision="fp64", workers=workers, micro_batch=micro_batch,
+    )  # fmt: skip
+    try:
+        for epoch in range(2):
+            for batch in run.epoch(epoch):
+                run.step(batch)
+    except tutti.errors.UsageError as error:
+        return str(error) if run.updates == 0 else "after the update"
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy", "devices"), table(["data", "no_grad"], ["sharded", "sharded:stage=2"], [2, 3])
+)
+def test_a_bound_on_weights_within_the_forward_equals_one_device(how: str, strategy: str, devices: int) -> None:
+    want = worlds.alone(bounded, strategy="single", how=how, workers=1)
+    for got in worlds.run(devices, bounded, strategy=strategy, how=how):
+        assert largest_difference(got, want) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("how", "micro_batch", "said"),
+    [
+        ("samples", 1, "writes the parameter layer.weight within a forward"),
+        ("samples", 3, "has edited parameters or gradients in another way on each rank"),
+        ("twice", 3, "writes the parameter layer.weight within a forward"),
+    ],
+)
+def test_a_bound_that_differs_between_micro_batches_is_refused(how: str, micro_batch: int, said: str) -> None:
+    for told_by_rank in worlds.run(2, bounded, strategy="sharded", how=how, micro_batch=micro_batch):
+        assert said in told_by_rank
+    worlds.forget(2)
+
+
 def clamped(model: nn.Sequential, run: Any, x: Tensor) -> None:
     loss = model(x).square().mean()
     with torch.no_grad():
@@ -496,9 +555,19 @@ def clamped(model: nn.Sequential, run: Any, x: Tensor) -> None:
     run.backward(loss)
 
 
-def test_a_write_between_forward_and_backward_is_refused() -> None:
-    for said in worlds.run(2, told, strategy="sharded", body=clamped):
-        assert "the script writes the parameter 0.weight" in said and "(clamp_)" in said
+def halved_before_backward(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    run.backward(loss)
+
+
+def test_a_write_between_forward_and_backward_is_refused_but_for_a_bound() -> None:
+    want = worlds.alone(told, strategy="single", body=clamped)
+    for got in worlds.run(2, told, strategy="sharded", body=clamped):
+        assert largest_difference(got, want) <= 1e-12
+    for said in worlds.run(2, told, strategy="sharded", body=halved_before_backward):
+        assert "the script writes the parameter 0.weight" in said and "(mul_)" in said
     worlds.forget(2)
 
 

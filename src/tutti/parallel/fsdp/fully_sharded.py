@@ -639,6 +639,25 @@ class FullySharded:
         """
         return next((name for name, (parameter, _) in self._versions.items() if parameter is tensor), None)
 
+    def rows_of(self, name: str) -> nn.Parameter:
+        """Return this rank's rows of a sharded parameter, the tensor that the optimizer updates.
+
+        Args:
+            name: the parameter's name in the model.
+        """
+        return self._twins[name][0]
+
+    def accept_write(self, tensor: Tensor) -> None:
+        """Take note of a write of FSDP2's unsharded parameter that has been made in this rank's rows, too.
+
+        Later checks for writes that would be lost begin at the parameter's present version. Not collective.
+
+        Args:
+            tensor: the unsharded parameter, or a tensor that shares its memory, which has a version of its own.
+        """
+        if (name := self.gathered_name(tensor)) is not None:
+            self._versions[name] = self._versions[name][0], tensor_version(tensor)
+
     def _check_writes(self) -> None:
         """Raise UsageError where the script has written an unsharded parameter in place, whose values will be freed."""
         for name, (parameter, version) in self._versions.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -349,6 +350,10 @@ class ShardedSync:
         """
         if self._rows_written():
             _refuse_rows_written(step_context)
+        if self._reads is not None and (made := self._reads.edits.take()):
+            # By this step's forwards.
+            edits, place = [*step_context.edits, *made], self._reads.edits.line
+            step_context = replace(step_context, edits=edits, edited_in=place)
         if self._uncut:
             new, self._uncut = self._uncut, []
             self._cut(new)

@@ -37,6 +37,7 @@ from tutti.parallel.fsdp.fully_sharded import FullySharded
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
 from tutti.parallel.viewed_part import as_views, refuse_shared_data
 from tutti.torch_compat import (
+    TorchFunctionDisabled,
     in_backward,
     is_compiled,
     local_tensor,
@@ -60,6 +61,8 @@ _ON_ROWS = (
     | {"new_ones", "new_tensor", "new_zeros", "data_ptr", "storage", "untyped_storage"}
 )
 """Names of functions that are called with rows of a parameter even where gradients are enabled."""
+_REPEATABLE = frozenset(("clamp", "clamp_min", "clamp_max", "clip", "fill", "zero", "relu", "abs", "nan_to_num"))
+"""Functions by element, named without underscores, that change nothing when they are repeated with the same numbers."""
 _SIMPLE = frozenset(
     (
         *(Tensor, nn.Parameter, type(None), bool, int, float, str, slice, type(...)),
@@ -190,6 +193,7 @@ class ShardedReads(ScriptMode):
         rank's rows or used their values, or it has a custom training loop (``stay``). Later calls change nothing.
         """
         self._over = True
+        self._shards.gathered_writes.clear()
 
     def stay(self, roots: Iterable[nn.Module]) -> None:
         """Go on checking the script's use of sharded parameters after the first update, in a custom training loop.
@@ -246,6 +250,8 @@ class _ShardMode(EditWatch):
         full: the model's parameters that hold all rows, also those of other ranks (ZeRO stage 1), as keys.
         asked: whether the script has asked for sizes of rows, or read or written their values.
         written: whether the script has written rows; who reads it may set it to False.
+        gathered_writes: by name of a parameter, the call by which the model's forwards have written it since the last
+            update.
         engine: weak reference to the object that gathers parameters for a forward (FSDP2).
     """
 
@@ -259,6 +265,7 @@ class _ShardMode(EditWatch):
         self.engine: Callable[[], FullySharded | None] = _no_engine
         self._lost: Any = WeakIdKeyDictionary()  # gathered copies of rows of a DTensor, into which writes would be lost
         self._data: Any = WeakIdKeyDictionary()  # what the script has read as ``.data`` of an unsharded parameter
+        self.gathered_writes: dict[str, str] = {}
 
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
         """See the base class. Calls without a followed tensor, such as those of another run's model, are passed on."""
@@ -293,11 +300,17 @@ class _ShardMode(EditWatch):
         """Return the result of a call, which is that with whole parameters, or refuse the call; see the class."""
         first = next(chain(args, kwargs.values()), None)
         if (written := self._written(func, first)) is not None:
+            local = self._rows_for(func, args, kwargs, written)
+            if local is not None:
+                # Records compare the calls over ranks.
+                self.edits.alias(args[0], local)
             if func == DATA:
                 data = func(*args)
                 self._follow(self._data, data, written)
                 return data
-            refuse_gathered_write(written, getattr(func, "__name__", ""))
+            if local is None:
+                refuse_gathered_write(written, getattr(func, "__name__", ""))
+            return self._write_both(func, args, kwargs, local)
         if func == ASSIGN_DATA and any(isinstance(each, DTensor) for each in args) and _by_script():
             return self._assign_data(*args)
         if func in SIZES and (shape := self.wholes.get(first)) is not None and asked_by_script(__name__):
@@ -511,6 +524,33 @@ class _ShardMode(EditWatch):
                 if written is not None:
                     return written
         return None
+
+    def _rows_for(self, func: Any, args: Any, kwargs: Any, name: str) -> nn.Parameter | None:
+        """Return the rows of an unsharded parameter that a call may write, too; None for a call that would be lost.
+
+        Such a call makes each element from the element and from numbers, and changes nothing if another micro-batch
+        repeats it, as a clamp of the weights does. Until the update a parameter is written by one such call alone, and
+        ranks compare the records of the calls. The read of ``.data`` counts, too.
+        """
+        engine, base = self.engine(), getattr(func, "__name__", "").strip("_")
+        if engine is None or not args or not isinstance(args[0], Tensor):
+            return None
+        if func != DATA:
+            call = f"{base} {args[1:]} {kwargs}"
+            others = any(True for _ in tensors_among(args[1:], kwargs))
+            if base not in _REPEATABLE or others or self.gathered_writes.setdefault(name, call) != call:
+                return None
+        return engine.rows_of(name)
+
+    def _write_both(self, func: Any, args: Any, kwargs: Any, rows: nn.Parameter) -> Any:
+        """Write an unsharded parameter, from which forward and backward compute, and this rank's rows, which stay."""
+        self.asked = True
+        engine, result = self.engine(), func(*args, **kwargs)
+        with TorchFunctionDisabled(), torch.no_grad():
+            func(rows.data, *args[1:], **kwargs)
+        if engine is not None:
+            engine.accept_write(args[0])
+        return result
 
     def _rows(self, args: Any, kwargs: Any) -> Tensor | None:
         """Return the first rows of an optimizer's groups among the arguments of a call by the script; None for none."""
