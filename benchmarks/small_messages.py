@@ -23,7 +23,7 @@ import torch
 from step_tax import hardware, join_group
 from torch.multiprocessing.spawn import start_processes
 
-from tutti.comm.communicator import everybody
+from tutti.comm.communicator import world_communicator
 from tutti.launcher import context
 
 BYTES = (1 << 10, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 20)
@@ -41,7 +41,7 @@ def seconds_a_call(call: Callable[[], None], calls: int) -> float:
 def measure(rank: int, ranks: int, folder: str) -> None:
     """One of the processes; rank 0 writes ``folder/result.json``."""
     join_group(rank, folder, ranks)
-    memory, sockets = (everybody(context.current()) for _ in range(2))
+    memory, sockets = (world_communicator(context.current()) for _ in range(2))
     memory.share_memory()
     memory.share_control()
     rows = []

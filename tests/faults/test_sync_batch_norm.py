@@ -13,7 +13,7 @@ from torch import nn
 import tutti
 from tests import worlds
 from tests.nn.test_sync import converted
-from tutti.comm.communicator import everybody
+from tutti.comm.communicator import world_communicator
 from tutti.launcher import context
 
 pytestmark = pytest.mark.faults
@@ -23,7 +23,7 @@ def meeting(place: str, action: str) -> str:
     """Rank 2 fails before forward or before backward."""
     norm: Any = converted(nn.BatchNorm1d(3))
     # No rank may still be connecting when rank 2 fails.
-    everybody(context.current()).agree(["connected"], "the start", "connect on every rank")
+    world_communicator(context.current()).agree(["connected"], "the start", "connect on every rank")
     inputs = torch.randn(4, 3, requires_grad=True)
     try:
         for now in ("forward", "backward"):

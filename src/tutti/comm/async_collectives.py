@@ -89,7 +89,7 @@ def submit_collective(
         raise UsageError(
             f"tensors of one {kind} are on {' and '.join(sorted(devices))}",
             where=where_called(kind, name),
-            remedy="move them together",
+            remedy="move them to one device",
         )
     dtypes = tuple([_name_of(tensor.dtype) for tensor in inputs])
     if (reduced := _REDUCED.get(given.get("op", ""))) is not None and not reduced.issuperset(dtypes):

@@ -41,7 +41,7 @@ class ChunkTransfer(NamedTuple):
 
 
 Round = tuple[ChunkTransfer, ...]
-"""Transfers that run at the same time. All read what was there before the round."""
+"""Transfers that run at the same time; each reads the values from before the round."""
 
 
 class LinkTraffic(NamedTuple):
@@ -386,9 +386,9 @@ def _leaves(value: _Sum) -> Iterator[int]:
 
 
 _Posts = tuple[defaultdict[int, list[ChunkTransfer]], defaultdict[int, list[ChunkTransfer]]]
-"""Messages that a rank has posted to, and from, each other rank."""
+"""The messages that a rank has posted as their sender, and as their receiver, by the other rank."""
 _Wait = tuple[int, int, int]
-"""A message that a rank has posted: 0 for to and 1 for from, the other rank, its number in that line."""
+"""A message that a rank has posted: 0 as its sender or 1 as its receiver, the other rank, its index in that list."""
 
 
 def _prove_progress(schedule: Schedule) -> None:

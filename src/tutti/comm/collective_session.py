@@ -41,7 +41,7 @@ _REPORT = 0.01
 """Seconds after which a rank that waits for posts of other ranks reports its own to the coordinator."""
 _SPINS, _YIELDS = 200, 2000
 _NAPS = (0.0002, 0.01)
-"""Seconds between looks for posts: a fiftieth of the time waited so far, within these bounds."""
+"""Bounds of the seconds between two reads of the counters by a waiting rank: a fiftieth of the time waited so far."""
 
 
 class DuplicateNameError(UsageError, ValueError):

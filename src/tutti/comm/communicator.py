@@ -224,19 +224,19 @@ class Communicator:
         )
         self.stall.wait(work, Call(text, self.ranks))
 
-    def exchange_parts(self, send: Tensor, sizes: Sequence[int], come: Sequence[int], text: str) -> Tensor:
-        """All-to-all of uneven parts: send ``sizes[r]`` elements to rank r and receive ``come[r]`` elements from it.
+    def exchange_parts(self, send: Tensor, sizes: Sequence[int], receive: Sequence[int], text: str) -> Tensor:
+        """All-to-all of uneven parts: send ``sizes[r]`` elements to rank r and receive ``receive[r]`` elements from it.
 
         Collective over the ranks of this communicator; blocks.
 
         Args:
             send: (sum(sizes),), the part for rank 0 first.
             sizes: for each rank, itself included, the number of elements that this rank sends to it.
-            come: for each rank, itself included, the number of elements that it sends to this rank; not checked.
+            receive: for each rank, itself included, the number of elements that it sends to this rank; not checked.
             text: names the call in PeerError and MismatchError; equal on all ranks.
 
         Returns:
-            The received elements, a tensor of shape (sum(come),), the part from rank 0 first; with one rank ``send``
+            The received elements, a tensor of shape (sum(receive),), the part from rank 0 first; with one rank ``send``
             itself.
 
         Raises:
@@ -245,9 +245,9 @@ class Communicator:
         """
         if self.size == 1:
             return send
-        received = send.new_empty(sum(come))
+        received = send.new_empty(sum(receive))
         work = dist.all_to_all_single(
-            received, send, list(come), list(sizes), group=self._gradient_group, async_op=True
+            received, send, list(receive), list(sizes), group=self._gradient_group, async_op=True
         )
         self._wait(work, text)
         return received
@@ -765,7 +765,7 @@ class Communicator:
             self.stall.wait(work, Call(f"{text} ({self.name})", self.ranks))
 
 
-def everybody(world: World) -> Communicator:
+def world_communicator(world: World) -> Communicator:
     """Return a new communicator of all ranks of the job, for use before the device mesh is known.
 
     The first call makes the process groups of all ranks, which is collective over all ranks of the job and blocks;

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from tutti.comm.collective_schedules import Algorithm, Schedule, schedule_of
-from tutti.comm.communicator import Communicator, everybody
+from tutti.comm.communicator import Communicator, world_communicator
 from tutti.comm.file_all_gather import FileAllGather
 from tutti.comm.process_groups import channel_purpose, messages_on, process_groups, replace_channel
 from tutti.comm.rank_mesh import RankMesh
@@ -39,7 +39,7 @@ class Communicators:
     def __init__(self, world: World, mesh: RankMesh) -> None:
         self._job, self._mesh = world, mesh
         self._axes: dict[tuple[str, ...], Communicator] = {}
-        self.world = everybody(world)
+        self.world = world_communicator(world)
         self.world.share_control()
         self.replica = self._line("replica", "replica", "shard")
         self.model = self._line("model", "stage", "tensor")

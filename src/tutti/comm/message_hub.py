@@ -32,6 +32,7 @@ _LENGTH = struct.Struct("<I")
 _NONCE = 32
 _CHUNK = 1 << 16
 _ADDRESS, _KEY = "hub", "hub key"
+_LOOK = "look for the first error in the log of rank 0"
 
 
 class _Framing:
@@ -81,7 +82,7 @@ class HubConnection:
         try:
             self._connect(address, key, rank)
         except OSError as error:
-            raise PeerError("rank 0 has ended", where=f"rank {rank}", why=error.strerror) from error
+            raise PeerError("rank 0 has ended", where=f"rank {rank}", why=error.strerror, remedy=_LOOK) from error
 
     def _connect(self, address: Any, key: bytes, rank: int) -> None:
         if isinstance(address, str):
@@ -94,7 +95,12 @@ class HubConnection:
         mine = secrets.token_bytes(_NONCE)
         self._socket.sendall(_proof(key, nonce, rank) + _LENGTH.pack(rank) + mine)
         if not hmac.compare_digest(self._exactly(_NONCE), _proof(key, mine, -1)):
-            raise PeerError("rank 0's hub does not hold the run's key", where=f"rank {rank}")
+            raise PeerError(
+                "the process at rank 0's address does not hold the key of this run",
+                where=f"rank {rank}",
+                why="another process listens there",
+                remedy="start the run again",
+            )
 
     def send(self, message: Any) -> None:
         """Send a message to rank 0's message hub, without waiting for an answer; safe from any thread.
@@ -112,7 +118,7 @@ class HubConnection:
             with self._lock:
                 self._socket.sendall(data)
         except OSError as error:
-            raise PeerError("rank 0 has ended", why=error.strerror) from error
+            raise PeerError("rank 0 has ended", why=error.strerror, remedy=_LOOK) from error
 
     def receive(self) -> list[Any]:
         """Block until at least one message of rank 0 has arrived on this connection. For one thread at a time.
@@ -152,7 +158,7 @@ class HubConnection:
         while len(data) < count:
             more = self._socket.recv(count - len(data))
             if not more:
-                raise PeerError("rank 0 closed the connection of its hub")
+                raise PeerError("rank 0 has closed the connection by which ranks match their collectives", remedy=_LOOK)
             data += more
         return data
 
@@ -167,7 +173,7 @@ def _await_hub(store: dist.Store, rank: int, limit: float) -> None:
             raise PeerError(
                 "rank 0 has not called a collective",
                 where=f"rank {rank}",
-                why=f"it opened no hub within {limit:g} s",
+                why=f"this rank has waited {limit:g} s for it",
                 remedy="call the collective on every rank",
             )
         time.sleep(pause)

@@ -298,7 +298,7 @@ def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
         return None
     segment = SharedMemorySegment(comm, descriptor, size)
     # A barrier: no rank may test another's lock before that rank has taken it.
-    comm.all_reduce(held, "everybody is in the shared memory")
+    comm.all_reduce(held, "every rank is in the shared memory")
     return segment
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tutti import parallel
-from tutti.comm.communicator import everybody
+from tutti.comm.communicator import world_communicator
 from tutti.comm.graph_breaks import end_graphs
 from tutti.comm.mesh_communicators import Communicators
 from tutti.comm.partition import sharers
@@ -273,7 +273,7 @@ def prepare_run(
         use_deterministic_kernels(world.device)
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     remedy = "call tutti.prepare with the same arguments on every rank"
-    everybody(world).agree(checked.settings(o), "the configuration", remedy)
+    world_communicator(world).agree(checked.settings(o), "the configuration", remedy)
     if modes_entered():
         # The function mode of an earlier run that the script has dropped would see each call of PyTorch until the run,
         # which refers to itself, is collected. No rank is in a step of it any more.

@@ -14,7 +14,7 @@ import tutti
 from tests import worlds
 from tests.covering import in_turn
 from tests.parallel.models import NATIVE
-from tutti.comm.communicator import everybody
+from tutti.comm.communicator import world_communicator
 from tutti.comm.uneven_gather import gather_uneven
 from tutti.launcher import context
 from tutti.parallel.ddp.sparse_gradients import RowForm, SparseReducer
@@ -256,7 +256,7 @@ def test_values_are_rounded_to_the_wire_and_equal_on_all_ranks() -> None:
 
 
 def uneven() -> Any:
-    comm = everybody(context.current())
+    comm = world_communicator(context.current())
     lengths = [[rank * 3, rank % 2, 0, 5] for rank in range(comm.size)]
     mine = lengths[comm.rank]
     vectors = [
