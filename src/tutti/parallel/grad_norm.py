@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from tutti.comm.communicator import Communicator
-from tutti.parallel.ddp.step_agreement import digests, digests_agree, refuse_mismatch
+from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
 from tutti.types.step_records import StepContext
 
 
@@ -40,3 +43,68 @@ def norm_across_model(comm: Communicator, square: float, stop: bool, step_contex
     if not digests_agree(tuple(together), digest, comm.size):
         refuse_mismatch(comm, step_context)
     return total, asked > 0
+
+
+class ReplicaSums:
+    """Sums numbers, such as squares of gradient norms, over the ranks of one replica, with exact rounding.
+
+    Each rank has a part of the model (stages or slices), and brings several numbers. All of them travel to every rank,
+    which adds them up exactly rounded, so that the sum does not depend on how the model is divided.
+
+    Args:
+        comm: the ranks of one replica.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        # Number of places of each rank in a row; None before the first sum.
+        self._places: list[int] | None = None
+
+    def total(
+        self, rows: Sequence[Sequence[float]], most: int, stop: bool, step_context: StepContext
+    ) -> tuple[list[float], bool]:
+        """Return the sum of each row of numbers over the ranks, and whether any of them asks to stop.
+
+        Collective over the ranks of the replica: an all-reduce, and in the first call an all-gather of ``most``; none
+        for a single rank.
+
+        Args:
+            rows: this rank's numbers, in rows of equal lengths; as many rows on all ranks.
+            most: largest number of numbers that this rank will ever have in a row; that of the first call counts.
+            stop: whether this rank asks to stop the run.
+            step_context: the step under way, which the ranks compare by small hashes sent with the numbers.
+
+        Returns:
+            A pair, equal on all ranks: a list with the sum of each row, infinity on overflow; and whether any rank asks
+            to stop.
+
+        Raises:
+            MismatchError: the ranks are in different steps.
+            UsageError: the script's edits of parameters or gradients that are split over ranks differ between these
+                ranks.
+            PeerError: a rank is lost, or does not take part within the timeout.
+        """
+        comm = self._comm
+        if comm.size > 1:
+            if self._places is None:
+                self._places = [int(n) for n in comm.all_gather(torch.tensor([most]), "parts of the gradient norm")]
+            width = sum(self._places)
+            whole = torch.zeros(len(rows) * width + 1 + DIGESTS, dtype=torch.float64, device=comm.device)
+            start, table = sum(self._places[: comm.rank]), whole[: len(rows) * width].view(len(rows), width)
+            table[:, start : start + len(rows[0])] = torch.tensor(rows, dtype=torch.float64)
+            digest = digests(step_context)
+            whole[-1 - DIGESTS :] = torch.tensor([stop, *digest])
+            comm.start_all_reduce(whole, "all_reduce of the gradient norm").wait()
+            asked, *together = whole[len(rows) * width :].tolist()
+            if not digests_agree(tuple(together), digest, comm.size):
+                refuse_mismatch(comm, step_context)
+            rows, stop = table.tolist(), asked > 0
+        return [_exact_sum(row) for row in rows], stop
+
+
+def _exact_sum(row: Sequence[float]) -> float:
+    """Return the exactly rounded sum, which does not depend on the order of the numbers; infinity on overflow."""
+    try:
+        return math.fsum(row)
+    except OverflowError:
+        return math.inf

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,11 +31,11 @@ from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names, optimizer_
 from tutti.parallel.ddp.reducers import WIRE_DTYPES, OverlappedReducer, Reducer, StartedSum, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import SparseReducer, with_sparse_gradients
-from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.unsharded_gradients import UnshardedGradients
 from tutti.parallel.ddp.update_first import LEAST_WAIT, PendingSums, can_launch_first
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.grad_norm import ReplicaSums
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import (
     clip_norm,
@@ -114,8 +113,7 @@ class AllReduceSync(UnshardedGradients):
         self._counting = LossCounter()
         self._worker, self._last_worker = -1, run_context.mine[-1] if len(run_context.mine) else -1
         self._scheduled: ScheduledAllReduce | None = None
-        # Number of squares that each rank of the replica adds to the gradient norm; None before the first sum.
-        self._norm_parts: list[int] | None = None
+        self._replica_sums = ReplicaSums(run_context.comms.model)
         # Parameters of the optimizer that steps, within ``stepping``.
         self._acting_on: Sequence[nn.Parameter] | None = None
         mesh = run_context.mesh
@@ -883,26 +881,10 @@ class AllReduceSync(UnshardedGradients):
         Collective: an all-reduce over the ranks of one replica (stages × tensor ranks), and in the first call an
         all-gather of the rows' lengths. Raises MismatchError where the ranks are in different steps.
         """
-        model = self._run_context.comms.model
-        if model.size > 1:
-            if self._norm_parts is None:
-                # Where rows have a number for each parameter, also a place for each frozen one: a stage that trains
-                # more later changes no other's place.
-                mine = torch.tensor([len(self._named) if self.by_worker else len(rows[0])])
-                self._norm_parts = [int(n) for n in model.all_gather(mine, "parts of the gradient norm")]
-            width = sum(self._norm_parts)
-            whole = torch.zeros(len(rows) * width + 1 + DIGESTS, dtype=torch.float64, device=model.device)
-            start, table = sum(self._norm_parts[: model.rank]), whole[: len(rows) * width].view(len(rows), width)
-            table[:, start : start + len(rows[0])] = torch.tensor(rows, dtype=torch.float64)
-            digest = digests(self._step_context)
-            whole[-1 - DIGESTS :] = torch.tensor([stop, *digest])
-            model.start_all_reduce(whole, "all_reduce of the gradient norm").wait()
-            asked, a, aa, b, bb = whole[len(rows) * width :].tolist()
-            rows = table.tolist()
-            if not digests_agree((a, aa, b, bb), digest, model.size):
-                refuse_mismatch(model, self._step_context)
-            stop = asked > 0
-        return [_sum(row) for row in rows], stop
+        # Where rows have a number for each parameter, also a place for each frozen one: a stage that trains more later
+        # changes no other's place.
+        most = len(self._named) if self.by_worker else len(rows[0])
+        return self._replica_sums.total(rows, most, stop, self._step_context)
 
     def _make_reducer(self, named: NamedParameters) -> Reducer:
         config, run_context, borrowed = self._config, self._run_context, self._replica.not_owned
@@ -938,11 +920,3 @@ class AllReduceSync(UnshardedGradients):
         if self._run_context.comms.model.size > 1:
             return False
         return all(is_finite(p.grad) for p in self._parameters)
-
-
-def _sum(row: Sequence[float]) -> float:
-    """Return the exactly rounded sum, which does not depend on the order of the stages; infinity on overflow."""
-    try:
-        return math.fsum(row)
-    except OverflowError:
-        return math.inf
