@@ -1,4 +1,4 @@
-"""Refusals of what a script cannot do while FSDP2 holds a model's parameters, each with its reason and remedy."""
+"""Refusals of what a script cannot do while a model's parameters are sharded, each with its reason and remedy."""
 
 from __future__ import annotations
 
@@ -71,6 +71,53 @@ def refuse_replaced(name: str) -> NoReturn:
         where=script_line(),
         why="FSDP2 puts its own parameter back in every forward, so that the change would be lost",
         remedy="make and tie all parameters before tutti.prepare, or write new values into them (copy_)",
+    )
+
+
+def refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:
+    """Raise UsageError: autograd has computed a gradient of this rank's rows themselves, which no forward reads.
+
+    Args:
+        name: the parameter's name in the model.
+        rows: unused; the rows, as a hook of the tensor gets them.
+    """
+    raise UsageError(
+        f"the loss reads the object that was the parameter {name} of the model before tutti.prepare",
+        where=script_line(),
+        why="since tutti.prepare that object holds the rows of this rank alone, so that each rank adds another term",
+        remedy="read the parameters from the model each time (model.parameters(), or model.named_parameters()), or take"
+        " strategy='mirrored'",
+    )
+
+
+def refuse_rows_written(local_step: int) -> NoReturn:
+    """Raise UsageError: other ranks' forwards have not seen what the script has written to this rank's rows.
+
+    Args:
+        local_step: number of steps that this rank has taken before this one.
+    """
+    raise UsageError(
+        "the script writes the rows of a parameter in an optimizer's groups between the beginning of a step and its"
+        " backward",
+        where=f"step {local_step + 1}, {script_line()}",
+        why="since tutti.prepare the groups hold the rows of this rank, and the forwards of this step have the values"
+        " from before",
+        remedy="take model.parameters() in place of group['params'], write after optimizer.step(), or take"
+        " strategy='mirrored'",
+    )
+
+
+def refuse_offload(what: str, remedy: str) -> NoReturn:
+    """Raise UsageError: the option ``offload`` cannot be combined with an optimizer or an option of one.
+
+    Args:
+        what: the optimizer or option, in words.
+        remedy: advice for the user.
+    """
+    raise UsageError(
+        f"offload cannot be combined with {what}",
+        why="the parameters are in host memory during an update",
+        remedy=remedy,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from tutti.checkpoint.state_shards import (
 )
 from tutti.config.sync_config import RowsConfig
 from tutti.device import is_accelerator
-from tutti.errors import UsageError, script_line
 from tutti.nn.swap import parameters
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.mixing import needs_closure
@@ -45,6 +44,7 @@ from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names, optimizer_
 from tutti.parallel.ddp.step_agreement import layout_key_of, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.fsdp.fsdp_refusals import refuse_gradient_of_rows, refuse_offload, refuse_rows_written
 from tutti.parallel.fsdp.model_cut import cut_model
 from tutti.parallel.fsdp.row_collectives import RowGatherer, RowNormReducer, along_rows
 from tutti.parallel.fsdp.row_optimizer_state import load_optimizer_rows, optimizer_pieces
@@ -152,7 +152,7 @@ class ShardedSync:
         held = {id(parameter) for part in replica.parts for parameter in part.parameters()}
         for name, rows in named:
             if rows.requires_grad and id(rows) not in held:
-                rows.register_post_accumulate_grad_hook(partial(_refuse_gradient_of_rows, name))
+                rows.register_post_accumulate_grad_hook(partial(refuse_gradient_of_rows, name))
         self._named = list(named)
         self._index()
         self._optimizer = self._make(make_optimizer)
@@ -170,9 +170,9 @@ class ShardedSync:
             made = make_optimizer(self._named)
         for member in members_of(made) if self._config.offload else ():
             if any(group.get("capturable") for group in member.param_groups):
-                raise _refusal("capturable=True", "leave out one of the two")
+                refuse_offload("capturable=True", "leave out one of the two")
             if self._offloaded is not None and needs_closure(member):
-                raise _refusal(f"{type(member).__name__}, which needs a closure", "leave out offload")
+                refuse_offload(f"{type(member).__name__}, which needs a closure", "leave out offload")
         return made
 
     def _updating(self, members: Sequence[nn.Parameter] | None = None) -> AbstractContextManager[None]:
@@ -349,7 +349,7 @@ class ShardedSync:
                 forwards write too, other than by a reset to zeros, or to ones for a variance.
         """
         if self._rows_written():
-            _refuse_rows_written(step_context)
+            refuse_rows_written(step_context.local_step)
         if self._reads is not None and (made := self._reads.edits.take()):
             # By this step's forwards.
             edits, place = [*step_context.edits, *made], self._reads.edits.line
@@ -1044,35 +1044,3 @@ class ShardedSync:
         bad += sum(not is_finite(g) for g in self._gradients())
         self._run_context.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()
         return not bool(bad)
-
-
-def _refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:
-    """Raise UsageError: autograd has computed a gradient of this rank's rows themselves, which no forward reads."""
-    raise UsageError(
-        f"the loss reads the object that was the parameter {name} of the model before tutti.prepare",
-        where=script_line(),
-        why="since tutti.prepare that object holds the rows of this rank alone, so that each rank adds another term",
-        remedy="read the parameters from the model each time (model.parameters(), or model.named_parameters()), or take"
-        " strategy='mirrored'",
-    )
-
-
-def _refuse_rows_written(step_context: StepContext) -> NoReturn:
-    """Raise UsageError: other ranks' forwards have not seen what the script has written to this rank's rows."""
-    raise UsageError(
-        "the script writes the rows of a parameter in an optimizer's groups between the beginning of a step and its"
-        " backward",
-        where=f"step {step_context.local_step + 1}, {script_line()}",
-        why="since tutti.prepare the groups hold the rows of this rank, and the forwards of this step have the values"
-        " from before",
-        remedy="take model.parameters() in place of group['params'], write after optimizer.step(), or take"
-        " strategy='mirrored'",
-    )
-
-
-def _refusal(what: str, remedy: str) -> UsageError:
-    return UsageError(
-        f"offload cannot be combined with {what}",
-        why="the parameters are in host memory during an update",
-        remedy=remedy,
-    )
