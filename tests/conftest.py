@@ -6,10 +6,12 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
 from tests.covering import every_value
@@ -32,9 +34,25 @@ collect_ignore = ["forkserver_main.py", "rank_server.py"]
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Let garbage collections look at what tests make alone, not at all that was collected."""
-    gc.collect()
+    # What is garbage by now is small, and to look for it among all that was collected takes half a second.
     gc.freeze()
     gc.enable()
+
+
+class _Doctests:
+    """Collects doctests from files that have some: to search all docstrings of the others takes a second and a half."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+        collectors = yield
+        if file_path.suffix != ".py" or ">>>" in file_path.read_text(encoding="utf-8"):
+            return collectors
+        return [each for each in collectors if not isinstance(each, DoctestModule)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A conftest's own hooks see the files of its folder alone, and most doctests are in src.
+    config.pluginmanager.register(_Doctests())
 
 
 @pytest.hookimpl(tryfirst=True)
