@@ -1,9 +1,10 @@
-"""A layer that is thawed between backward and update, where a rank runs the loop's body several times."""
+"""Layers that are thawed or frozen between the backwards of an update, or between backward and update."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -44,3 +45,42 @@ def test_ranks_with_different_numbers_of_bodies_are_refused_and_not_left_in_diff
 
 def test_ranks_with_one_body_may_thaw_there() -> None:
     assert worlds.run(2, thawed, strategy="mirrored:algorithm=native", workers=2) == [2, 2]
+
+
+def frozen_between(strategy: str, unlike: bool = False) -> Any:
+    """Freeze the head after the first of two backwards, and clip the gradient that it keeps."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = None
+    if strategy != "plain":
+        run = tutti.prepare(net, optimizer, DATA, strategy=strategy, workers=1, batch_size=6, shuffle=False)
+    backward = torch.Tensor.backward if run is None else run.backward
+    batches = [(rows,) for rows in DATA.tensors[0].split(6)] if run is None else run.microbatches(0)
+    try:
+        for batch in batches:
+            optimizer.zero_grad()
+            backward(net(batch[0]).square().mean())
+            net[4].requires_grad_(False)
+            backward(net(batch[0]).abs().mean())
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            if unlike:
+                net[4].weight.grad.mul_(1 + tutti.rank())
+            optimizer.step()
+            net[4].requires_grad_(True)
+    except TuttiError as error:
+        return run.updates if run is not None else 0, str(error)
+    return dict(net.state_dict() if run is None else run.state())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("pipeline", 2), ("model_parallel", 3), ("tensor:least=1", 2)])
+def test_gradients_of_layers_that_are_frozen_meanwhile_are_those_of_the_whole_model(strategy: str, ranks: int) -> None:
+    want = frozen_between("plain")
+    for state in worlds.run(ranks, frozen_between, strategy=strategy):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)
+
+
+def test_other_edits_of_frozen_layers_on_each_rank_are_refused() -> None:
+    for updates, said in worlds.run(2, frozen_between, strategy="tensor:least=1", unlike=True):
+        assert updates == 0 and "the gradient of 4.weight in another way on each rank" in said
+    worlds.forget(2)

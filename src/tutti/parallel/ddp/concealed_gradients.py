@@ -40,6 +40,8 @@ class ConcealedGradients:
         self._comms, self._place = run_context.comms, place
         self._aside: dict[nn.Parameter, Tensor] = {}
         self._elsewhere: set[nn.Parameter] = set()
+        # Parameters that were trained at some time: the gradient of one that the script freezes stays.
+        self._trained: set[nn.Parameter] = set()
 
     def attach(self, replica: ReplicaRunner) -> None:
         """Set the part of the model in whose ``.grad`` this object puts placeholders. Not collective.
@@ -52,11 +54,13 @@ class ConcealedGradients:
         self._replica = replica
 
     def script_parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters of the whole model, as the script has it, in the model's order.
+        """Return the parameters of the whole model, as the script has it, that are or were trained, in its order.
 
         With pipeline stages the list includes parameters that only other ranks hold.
         """
-        return [p for _, p in parameters([self._replica.plain]) if p.requires_grad]
+        named = parameters([self._replica.plain])
+        self._trained.update(p for _, p in named if p.requires_grad)
+        return [p for _, p in named if p in self._trained]
 
     def conceal(self, complete: bool = False) -> None:
         """Set aside the gradients that differ between the ranks of a replica, and put placeholders into ``.grad``.
@@ -78,7 +82,7 @@ class ConcealedGradients:
             specs, parts = self._replica.specs, GradientParts(self._comms.axis("tensor"))
             for name, p in parameters(self._replica.parts):
                 regions = SliceRegions.of(specs[name], p.shape)
-                if p.requires_grad and p.grad is not None and regions is not None:
+                if p.grad is not None and regions is not None:
                     gatherer = SplitMatrixGatherer({p.grad: regions}, self._comms.axis("tensor"), None)
                     is_part = partial(_is_slice_like, self._replica.slice_name, self._replica.slice_name(p), p.shape)
                     split = GradientSplit(gatherer, p.grad, regions.shape, is_part)
