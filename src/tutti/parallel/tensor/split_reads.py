@@ -26,6 +26,7 @@ from tutti.nn.script_mode import (
     acts_by_element,
     asked_by_script,
     by_place,
+    is_function_mode,
     is_of_lists,
     self_of,
     size_of_whole,
@@ -553,24 +554,34 @@ def _frames() -> Iterator[FrameType]:
 
 def _in_layer_or_optimizer() -> bool:
     """Return whether a split layer's forward computes, or an optimizer, whose update tutti has tried on slices."""
+    by_tutti = False
     for frame in _frames():
         caller = self_of(frame)
-        if isinstance(caller, torch.optim.Optimizer):
+        if isinstance(caller, torch.optim.Optimizer) and not by_tutti:
             return True
         # Its other methods, such as reset_parameters, take the slice for the whole.
         if isinstance(caller, TensorParallelLayer) and frame.f_code.co_name == "forward":
             return True
+        by_tutti = by_tutti or _is_of_tutti(frame)
     return False
+
+
+def _is_of_tutti(frame: FrameType) -> bool:
+    """Return whether a frame runs tutti's code, such as that which calls a closure in an optimizer's step."""
+    return str(frame.f_globals.get("__name__", "")).startswith("tutti.") and not is_function_mode(frame)
 
 
 def _method_of_optimizer() -> str:
     """Return the name of an optimizer's method that reads a gradient outside of an update by tutti; "" if none does."""
     if tutti_caller(__name__) is not None:
         return ""
-    frame = next((each for each in _frames() if isinstance(self_of(each), torch.optim.Optimizer)), None)
-    if frame is None or frame.f_code.co_name == "zero_grad":
-        return ""
-    return f"{type(self_of(frame)).__name__}.{frame.f_code.co_name}"
+    for frame in _frames():
+        caller = self_of(frame)
+        if isinstance(caller, torch.optim.Optimizer):
+            return "" if frame.f_code.co_name == "zero_grad" else f"{type(caller).__name__}.{frame.f_code.co_name}"
+        if _is_of_tutti(frame):
+            return ""
+    return ""
 
 
 def _refuse_in_optimizer(name: str, method: str) -> NoReturn:
