@@ -13,11 +13,11 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import random
 import re
 import sys
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -470,19 +470,28 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-def forked_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context manager that restores the default random generators of the CPU and of a device at its end.
+@contextlib.contextmanager
+def forked_generators(device: torch.device) -> Iterator[None]:
+    """Return a context manager that restores the global random generators at its end.
+
+    These are the default generators of the CPU and of a device, and those of Python and NumPy.
 
     Random draws within its block therefore do not change later ones.
 
     Args:
         device: device of the run; on the CPU only the CPU's generator is restored.
     """
+    import numpy as np
     import torch
 
-    if not is_accelerator(device):
-        return torch.random.fork_rng(devices=())
-    return torch.random.fork_rng(devices=(device.index or 0,), device_type=device.type)
+    devices = (device.index or 0,) if is_accelerator(device) else ()
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 # --- capabilities --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ CALLS = (
     "os.environ.pop",
     "os.environ.setdefault",
     "os.environ.update",
+    "random.seed",
     "signal.pthread_sigmask",
     "signal.signal",
     "sys.meta_path.insert",
@@ -54,6 +55,7 @@ LISTED = {
     "tutti.horovod.torch.job": ("`import tutti.horovod.torch`",),
     "tutti.horovod.installing": ("`tutti.horovod.install()`",),
     "tutti.metrics.profile": ("`KINETO_LOG_LEVEL=6`",),
+    "tutti.nn.global_draws": ("the global generators of Python and NumPy get a seed",),
     "tutti.nn.script_mode": ("a torch function mode stays on the calling thread's stack",),
     "tutti.optim.mixing": ("tries the optimizer once with a single CPU thread",),
     "tutti.parallel.parameter_server.server_supervisor": ("an exit handler of the parameter servers",),
@@ -78,6 +80,7 @@ OWN_PROCESS = """
 
 WITHIN_A_CALL = {
     "tutti.checkpoint.export_folder",
+    "tutti.data.global_generators",
     "tutti.launcher.held_signals",
     "tutti.nn.init_on_disk",
     "tutti.nn.recompute",

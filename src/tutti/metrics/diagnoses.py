@@ -45,10 +45,10 @@ CLASSICS: Mapping[str, Classic] = {
         "keep the number in a buffer, of which each logical worker has its own, or set it where run.stepped is true",
     ),
     "unkeyed-draws": Classic(
-        "tutti keys PyTorch's draws by step and worker; these depend on how many workers a device computes, and ranks "
-        "with the same seed draw the same numbers",
-        "draw with PyTorch, such as torch.rand(()) or torch.distributions.Beta(a, a).sample(), or in the data set, "
-        "whose draws are keyed by sample",
+        "these first draws are the same for all workers, and others in a resumed run; later ones are keyed by step and "
+        "worker, as PyTorch's are",
+        "begin to draw in the first steps or with an epoch, or draw with PyTorch, such as torch.rand(()) or "
+        "torch.distributions.Beta(a, a).sample()",
     ),
     "loss-denominator": Classic(
         "a gradient then depends on how many samples are computed together, and with it on workers and micro-batches",

@@ -79,10 +79,14 @@ class _Again:
     ) -> None:
         self._before, self._draws, self._within = before, draws, within
         self._then = draws.moment._replace(replaying=True)
+        self._drawn = draws.of_python.record()
 
     def __enter__(self) -> None:
         self._own = [slot.get() for slot, _ in self._before]
         self._now, self._draws.moment = self._draws.moment, self._then
+        # torch.utils.checkpoint restores PyTorch's generators alone.
+        self._drawn_now = self._draws.of_python.record()
+        self._draws.of_python.restore(self._drawn)
         for slot, tensor in self._before:
             slot.put(tensor.clone())
         self._within.__enter__()
@@ -90,6 +94,7 @@ class _Again:
     def __exit__(self, *error: Any) -> None:
         self._within.__exit__(*error)
         self._draws.moment = self._now
+        self._draws.of_python.restore(self._drawn_now)
         for (slot, _), tensor in zip(self._before, self._own, strict=True):
             slot.put(tensor)
 

@@ -3,6 +3,7 @@
 Each micro-batch has an RNG stream of its own, keyed by (seed, step, logical worker, micro-batch). A module that draws
 (dropout and its like) uses a stream keyed by the micro-batch *and its name*, so that a pipeline stage or a tensor rank,
 which hold only a part of the model, draw the same numbers as one device. After a step the script's own stream goes on.
+Python's and NumPy's global generators are keyed alike (``GlobalDraws``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tutti.comm.random_keys import mix, name_key
 from tutti.device import default_generator
 from tutti.errors import UsageError
 from tutti.nn.ac_policy import is_sequence
+from tutti.nn.global_draws import PACKED, GlobalDraws, Slot
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.torch_compat import DropoutBase, draws_samples, in_backward
 
@@ -45,13 +47,18 @@ class RngStreams:
     stream of its own: a forward pre-hook, which the constructor registers, seeds the generator by the micro-batch, the
     module's name and the number of the call. The hook raises UsageError if the script recomputes such a module in
     backward (its own ``torch.utils.checkpoint``) that was called several times in the micro-batch. The hooks do not
-    keep this object in memory, and do nothing once it is gone.
+    keep this object in memory, and do nothing once it is gone. The script's own modules among these also
+    have streams of their own of Python's and NumPy's global generators.
 
     Args:
         model: the part of the model on this rank; module names are those of the whole model.
         device: the device that computes it, whose default generator is seeded.
         allowed: whether the model may draw; if not, ``check`` raises UsageError after a draw.
         chosen: modules with a stream of their own, by name; default: ``keyed_modules(model)``.
+        parted: whether several ranks compute each micro-batch, every rank a part of it.
+
+    Attributes:
+        of_python: the draws from Python's and NumPy's global generators.
     """
 
     def __init__(
@@ -60,18 +67,24 @@ class RngStreams:
         device: torch.device,
         allowed: bool = True,
         chosen: Mapping[str, nn.Module] | None = None,
+        parted: bool = False,
     ) -> None:
         self._allowed, self._before = allowed, torch.empty(0)
         self._generator = default_generator(device)
         self._key = 0
         self._calls: dict[str, int] = {}
         self._replaying = False
+        self.of_python = GlobalDraws(always=parted)
+        self._around = list[Any]()
         found = keyed_modules(model) if chosen is None else chosen
         self._keyed = sorted(found) if allowed else []
         for name in self._keyed:
-            found[name].register_forward_pre_hook(OwnedHook(self._seed, name, name_key(name)))
+            is_block = not module_draws(found[name])
+            found[name].register_forward_pre_hook(OwnedHook(self._seed, name, name_key(name), is_block))
+            if is_block:
+                found[name].register_forward_hook(OwnedHook(self._leave_block))
 
-    def enter(self, key: int, before: Mapping[str, int] | None = None) -> None:
+    def enter(self, key: int, before: Mapping[str, int] | None = None, slot: Slot | None = None) -> None:
         """Seed the random number streams of a model, which this object holds, for a micro-batch.
 
         Seeds the device's default generator with ``key``, and sets the numbers of calls of the modules that draw from a
@@ -82,8 +95,11 @@ class RngStreams:
                 micro-batch.
             before: number of calls that each drawing module has had in this micro-batch on other ranks, by the module's
                 name; None for 0 calls.
+            slot: the micro-batch's logical worker and its index there; None for a forward that belongs to no step.
         """
         self._key = key
+        self._around.clear()
+        self.of_python.enter(key, slot)
         if self._keyed:
             self._calls.clear()
             self._calls.update(before or {})
@@ -97,9 +113,11 @@ class RngStreams:
         With ``allowed=True`` nothing is checked.
 
         Raises:
-            UsageError: the state of the device's generator has changed.
+            UsageError: the state of the device's generator has changed, or that of Python's or NumPy's.
         """
-        if not self._allowed and not torch.equal(self._generator.get_state(), self._before):
+        if self._allowed:
+            return
+        if self.of_python.has_drawn() or not torch.equal(self._generator.get_state(), self._before):
             refuse_draws("a model or a loop that draws random numbers, by a function such as dropout")
 
     @property
@@ -127,22 +145,24 @@ class RngStreams:
 
     @property
     def state(self) -> Tensor:
-        """State of the device's default generator, as a new CPU tensor; assign an earlier value to restore it.
+        """States of the global generators, as a new CPU tensor of uint8; assign an earlier value to restore them.
 
-        Functions such as ``F.dropout`` draw from this generator.
+        They are the device's default generator, from which functions such as ``F.dropout`` draw, and those of Python
+        and NumPy.
         """
-        return self._generator.get_state()
+        return torch.cat([self._generator.get_state(), self.of_python.packed()])
 
     @state.setter
     def state(self, then: Tensor) -> None:
-        """Set the state of the default generator of the device that computes the model.
+        """Set the states of the default generator of the device that computes the model, and of Python's and NumPy's.
 
         Args:
-            then: the state, an earlier value of this property.
+            then: the states, an earlier value of this property, of this rank or another one.
         """
-        self._generator.set_state(then)
+        self._generator.set_state(then[:-PACKED])
+        self.of_python.unpack(then[-PACKED:])
 
-    def _seed(self, name: str, name_hash: int, module: nn.Module, args: Any) -> None:
+    def _seed(self, name: str, name_hash: int, is_block: bool, module: nn.Module, args: Any) -> None:
         """Seed the generator for the next call of a module that draws; hook before its forward."""
         if module.training:
             call = self._calls.get(name, 0)
@@ -150,7 +170,15 @@ class RngStreams:
                 call = _first(name, call)
             else:
                 self._calls[name] = call + 1
-            self._generator.manual_seed(mix(self._key, name_hash, call) & _MASK)
+            key = mix(self._key, name_hash, call)
+            self._generator.manual_seed(key & _MASK)
+            if is_block:
+                self._around.append(self.of_python.enter_block(key))
+
+    def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let the code after a block draw as without it; hook after its forward."""
+        if module.training and self._around and (around := self._around.pop()) is not None:
+            self.of_python.leave_block(around)
 
 
 def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -142,6 +143,7 @@ def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Resul
     """
     comm = run.context.comms.replica
     with (
+        _own_draws(run),
         run.checks.aside(),
         heartbeat.training.during(Phase.EVALUATE),
         run.replica.evaluating(run.merged(averaged, as_trained=True)),
@@ -151,6 +153,17 @@ def on_ranks_alive(run: Run, averaged: bool, compute: Callable[[int, int], Resul
             result = compute(len(there), there.index(comm.rank))
             if there == comm.alive_ranks:
                 return result
+
+
+@contextmanager
+def _own_draws(run: Run) -> Iterator[None]:
+    """Restore the RNG streams at the end: the script's next draws do not depend on the samples evaluated here."""
+    draws = run.replica.draws
+    moment, state = draws.moment, draws.state
+    try:
+        yield
+    finally:
+        draws.moment, draws.state = moment, state
 
 
 def call_whole(run: Run, function: Callable[[Any, Any], Any], micro_batch: MicroBatch) -> Any:

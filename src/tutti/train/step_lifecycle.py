@@ -39,8 +39,8 @@ WorkerBatches: TypeAlias = list[tuple[int, list[MicroBatch]]]
 """Pairs (index of a logical worker, its micro-batches) of this rank's workers, in order; workers without samples have
 none."""
 
-_DRAWS = 2
-"""First steps of a run in which draws that tutti does not key are looked for; later at the turn of an epoch."""
+_DRAWS = 5
+"""First steps of a process in which Python's and NumPy's generators are seeded for every micro-batch (a guess)."""
 
 
 class StepLifecycle:
@@ -90,6 +90,8 @@ class StepLifecycle:
         # A step that an exception has left with parts that would count in the next one; and that exception.
         self._left: tuple[int, str] | None = None
         self._nonfinite, self._max_nonfinite = 0, max_nonfinite
+        # Steps of this process, which a resume does not count.
+        self._steps = 0
         # The script's own stream of random numbers, which goes on after the step.
         self._generator = default_generator(run.context.comms.world.device)
         self._script_draws = self._generator.get_state()
@@ -130,8 +132,9 @@ class StepLifecycle:
         self.check_left()
         self._script_draws = self._generator.get_state()
         self.windows.begin_step(None if self.drawn is None else self.drawn.after)
-        if run.local_step < _DRAWS or self.windows.is_open:
-            run.checks.begin_draws()
+        begins = self.drawn is not None and self.drawn.after.batch <= 2
+        run.replica.draws.of_python.begin_step(self._steps < _DRAWS or begins or self.windows.is_open)
+        self._steps += 1
         self.step_context = self._make_step_context()
         if run.trainability.follow(late=False):
             run.hooks.watch(run.replica)
@@ -405,9 +408,9 @@ class StepLifecycle:
     def count_batch(self, stats: StepStats | None, global_step: int | None) -> None:
         """Count a global batch as consumed: the run's steps, samples and position in the data. Not collective.
 
-        The device's default generator gets back its state of before the batch: what the script draws next, such as
-        weights of its next model, depends on no micro-batch. In a run that continues without killed ranks, rank 0 then
-        looks for such ranks (``LostRanks.look``).
+        The device's default generator, and those of Python and NumPy, get back their states of before the batch: what
+        the script draws next, such as weights of its next model, depends on no micro-batch. In a run that continues
+        without killed ranks, rank 0 then looks for such ranks (``LostRanks.look``).
 
         Args:
             stats: reduced results of the step; None for a global batch without an update.
@@ -427,7 +430,10 @@ class StepLifecycle:
         elif stats is not None:
             run.samples += round(stats.count)
         self._generator.set_state(self._script_draws)
-        run.checks.end_draws()
+        run.replica.draws.of_python.end_step()
+        if run.replica.draws.of_python.late:
+            run.replica.draws.of_python.late = False
+            run.checks.report_late_draws()
         if run.lost_ranks is not None:
             run.lost_ranks.look()
 

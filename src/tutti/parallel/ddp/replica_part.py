@@ -129,7 +129,7 @@ class ReplicaPart:
         self.around_stage = lambda stage, given: nullcontext(lambda result: None)
         here = {inner for part in self.parts for inner in part.modules()}
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}
-        self.draws = RngStreams(module, device, run_context.draws, chosen)
+        self.draws = RngStreams(module, device, run_context.draws, chosen, parted=run_context.comms.model.size > 1)
         self.peers = next((found for part in self.parts if (found := peers_of(part)) is not None), None)
         self.script_code: Callable[[], AbstractContextManager[None]] = modes_resumed
         self.model_code: Callable[[], AbstractContextManager[None]] = modes_aside
@@ -162,7 +162,9 @@ class ReplicaPart:
             before: number of earlier calls of each module, by its name, in this micro-batch on other pipeline stages;
                 None for none.
         """
-        self.draws.enter(micro_batch.key, before)
+        # Forwards that belong to no step, as of an evaluation, have key 0.
+        slot = (micro_batch.worker, micro_batch.micro) if micro_batch.key else None
+        self.draws.enter(micro_batch.key, before, slot)
         self.is_dummy = not micro_batch.samples
         if self.peers is not None:
             self.peers.counts = micro_batch.samples > 0

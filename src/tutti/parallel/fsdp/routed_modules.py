@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tutti.nn.ac_policy import is_sequence
+from tutti.nn.global_draws import draws_marker
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
 from tutti.parallel.fsdp.fsdp_wrap_policy import HOLDERS
@@ -76,11 +77,11 @@ def routed_modules(
     """Run the model once, and return the names of modules that have chosen by the data which of their blocks compute.
 
     An example is a mixture of experts. A suspected module counts as having chosen if two conditions hold. First, its
-    own forward has read values of a tensor on the host (``item``, a boolean) or called a function whose output shape
-    depends on values (``nonzero``, a mask as index). Second, either its blocks differ in their calls (number of calls,
-    or shapes of the inputs), or these blocks got other numbers of rows (first dimension of the first tensor argument)
-    than the suspected module itself. Not collective. An error of the trial ends the trial and is not raised; the names
-    then follow from the calls before the error.
+    own forward has read values of a tensor on the host (``item``, a boolean), has called a function whose output shape
+    depends on values (``nonzero``, a mask as index), or has drawn from Python's or NumPy's global generator. Second,
+    either its blocks differ in their calls (number of calls, or shapes of the inputs), or these blocks got other
+    numbers of rows (first dimension of the first tensor argument) than the suspected module itself. Not collective.
+    An error of the trial ends the trial and is not raised; the names then follow from the calls before the error.
 
     Args:
         model: the whole model, not yet sharded; the trial leaves its state as it was.
@@ -97,6 +98,7 @@ def routed_modules(
     calls: dict[nn.Module, list[Shapes]] = {block: [] for blocks in suspects.values() for block in blocks}
     rows: dict[nn.Module, set[int]] = {suspect: set() for suspect in suspects}
     reads = _ValueReads()
+    drawn: dict[nn.Module, int] = {}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         reads.inside.append(module)
@@ -104,10 +106,13 @@ def routed_modules(
         if module in calls:
             calls[module].append(shapes)
         if module in rows:
+            drawn[module] = draws_marker()
             rows[module] |= {shape[0] for shape in shapes[:1] if shape}
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         reads.inside.pop()
+        if module in drawn and drawn[module] != draws_marker():
+            reads.readers.add(module)
 
     with ExitStack() as hooks:
         for module in dict.fromkeys((*suspects, *calls)):

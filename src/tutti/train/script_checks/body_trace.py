@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from tutti.nn.global_draws import draws_marker
 from tutti.nn.script_mode import tutti_caller
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
 from tutti.train.script_checks.loss_watch import leaves_of_call, reads_values
 from tutti.train.script_checks.moved_values import Place
-from tutti.train.script_checks.plain_numbers import generators_hash
 
 _CLEARS = frozenset(("zero_", "_foreach_zero_"))
 """Names of functions that ``zero_grad`` calls for gradients that are there, as not in every body."""
@@ -70,7 +70,7 @@ class BodyTrace:
         """
         leaves = tree_leaves(batch)
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
-        self._own, self._generators = _Body(place, [], []), generators_hash()
+        self._own, self._generators = _Body(place, [], []), draws_marker()
         found = self._first.setdefault(tuple(_shapes(leaves)), self._own) if self._comparable else self._own
         self._other = found if found.place != place else None
 
@@ -133,7 +133,7 @@ class BodyTrace:
 
     def _moves(self, differs: bool) -> bool:
         """Return ``differs``; but False for bodies that have drawn random numbers, which are no longer compared."""
-        if differs and generators_hash() != self._generators:
+        if differs and draws_marker() != self._generators:
             self._comparable = False
         return differs and self._comparable
 

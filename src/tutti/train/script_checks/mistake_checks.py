@@ -32,7 +32,6 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, training_mode
 from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.metric_objects import metric_objects
-from tutti.train.script_checks.plain_numbers import generators_hash
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
 from tutti.train.script_checks.target_mixing import TargetProbe
@@ -94,7 +93,6 @@ class Checks:
         self._probe: MixingProbe | None = None
         self._targets: TargetProbe | None = None
         self._numbers: dict[str, float] = {}
-        self._generators: int | None = None
         for hook in _WATCHED.pop(run.model, ()):
             hook.remove()
 
@@ -152,20 +150,11 @@ class Checks:
         more = self._steps < 2 or (bool(self._first) and self._steps < _STEPS)
         self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
 
-    def begin_draws(self) -> None:
-        """Record the states of Python's and NumPy's global generators, before the script's code for a step runs."""
-        several = self._enabled and self._run.context.workers > 1
-        self._generators = generators_hash() if several else None
-
-    def end_draws(self) -> None:
-        """Warn (mistake ``unkeyed-draws``) if the step's code has drawn from Python's or NumPy's global generators.
-
-        Such draws depend on the number of micro-batches of the rank. Compares the states with those of ``begin_draws``.
-        """
-        if self._generators is not None and generators_hash() != self._generators:
-            seen = "the code for a step draws from the global generator of NumPy or Python, with several workers"
+    def report_late_draws(self) -> None:
+        """Warn once (mistake ``unkeyed-draws``) that code has drawn for which no generator was seeded."""
+        if self._enabled:
+            seen = "the code for a step draws from the global generator of NumPy or Python, and has not done so before"
             self.diagnoses.report("unkeyed-draws", seen, self._run.global_step)
-        self._generators = None
 
     def repeated(self, epoch: int) -> None:
         """Warn that the script trains again on an epoch that was over, a common mistake; only once in a run, on rank 0.

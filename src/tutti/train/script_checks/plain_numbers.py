@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tutti.comm.random_keys import mix, name_key
 from tutti.errors import script_line
+from tutti.nn.global_draws import draws_marker
 from tutti.python_compat import LiveObjects
 from tutti.torch_compat import tree_leaves
 from tutti.train.script_checks.followed_numbers import FollowedNumber
@@ -257,11 +258,6 @@ def _key(number: PlainNumber) -> int:
     return _KEYS + mix(name_key(number.line), number.shapes) % _KEYS
 
 
-def generators_hash() -> int:
-    """Return a hash of the states of Python's and NumPy's global generators."""
-    return hash((random.getstate(), pickle.dumps(np.random.get_state(legacy=False)["state"])))
-
-
 def generator_states() -> list[Any]:
     """Return the states of all generators of Python and NumPy in this process, to compare them with later ones.
 
@@ -276,7 +272,7 @@ def _live_generators() -> list[Any]:
 
 
 def _states(generators: Iterable[Any]) -> list[Any]:
-    return [generators_hash(), *(pickle.dumps(_state(each)) for each in generators)]
+    return [draws_marker(), *(pickle.dumps(_state(each)) for each in generators)]
 
 
 def _state(generator: Any) -> Any:

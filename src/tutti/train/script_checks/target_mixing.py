@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tutti.comm.current_session import collectives_refused
 from tutti.data.global_generators import own_generators
+from tutti.nn.global_draws import draws_marker
 from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
 from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -54,7 +53,7 @@ class TargetProbe(TorchFunctionMode):
         self._before = {key: leaf.clone() for key, leaf in self._batch.items()}
         self._known = set(self._batch)
         self._calls: list[_Call] | None = []
-        self._states = random.getstate(), _numpy_state()
+        self._drawn = draws_marker()
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward),
             model.register_forward_hook(self._end_forward, always_call=True),
@@ -115,8 +114,7 @@ class TargetProbe(TorchFunctionMode):
         """
         calls, outputs = self._calls, list(self._outputs.values())
         self.close()
-        states = random.getstate(), _numpy_state()
-        drawn = states[0] != self._states[0] or not all(map(np.array_equal, states[1], self._states[1]))
+        drawn = draws_marker() != self._drawn
         size = sum(output.numel() for output in outputs)
         # A loss that the model itself has computed does not come out of the calls, and its graph must stay unread.
         computed = id(next(iter(tree_leaves(loss)), None)) in self._known
@@ -224,9 +222,3 @@ class _Call(NamedTuple):
     kwargs: Any
     result: Any
     gradients: bool
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    """Return words and position of NumPy's global generator."""
-    _, words, position, *_ = np.random.get_state()
-    return words, position
