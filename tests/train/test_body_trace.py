@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,28 @@ def by_the_clock(
 ) -> Tensor:
     error = (model(inputs) - targets) * WEIGHTS[run.global_step]
     return error.square().mean() if run.global_step % 2 else error.abs().mean()
+
+
+@refused
+def noisy(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    """Noise of a generator that the script seeds once."""
+    noise = own.setdefault("noise", np.random.default_rng(0)).normal(size=tuple(inputs.shape))
+    return (model(inputs + torch.from_numpy(noise)) - targets).square().mean()
+
+
+@refused
+def chosen(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    """The order of the features, as in permutation tests."""
+    order = own.setdefault("draws", random.Random(0)).sample(range(4), 4)
+    return (model(inputs[:, order]) - targets).square().mean()
+
+
+@right
+def keyed(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    """Noise of NumPy's global generator, of one that is seeded for each step, and a constant."""
+    noise = np.random.default_rng(run.global_step).normal(size=tuple(inputs.shape))
+    constant = torch.from_numpy(own.setdefault("constant", np.arange(4.0)))
+    return (model(inputs + torch.from_numpy(noise * np.random.rand()) + constant) - targets).square().mean()
 
 
 @right

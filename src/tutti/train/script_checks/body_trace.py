@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tutti.nn.global_draws import draws_marker
 from tutti.nn.script_mode import tutti_caller
@@ -14,20 +18,27 @@ from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
 from tutti.train.script_checks.loss_watch import leaves_of_call, reads_values
 from tutti.train.script_checks.moved_values import Place
+from tutti.train.script_checks.plain_numbers import plain_digest
+from tutti.train.script_checks.storage_records import memories_of, memory_of
 
 _CLEARS = frozenset(("zero_", "_foreach_zero_"))
 """Names of functions that ``zero_grad`` calls for gradients that are there, as not in every body."""
 _VIEWS = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ViewAsBackward0", "AliasBackward0"))
 """Names of autograd nodes that compute nothing; tutti's own checks of a first body make some."""
+_LARGEST = 1 << 22
+"""Most elements of an array that is compared (a guess)."""
 _Graph: TypeAlias = list[tuple[str, int]]
 
 
 class _Call(NamedTuple):
-    """A call of PyTorch: the function's name, the shapes of its results, and the numbers among its arguments."""
+    """A call of PyTorch: the function's name, the shapes of its results, and the numbers among its arguments.
+
+    Lists of numbers and NumPy's arrays stand there as hashes, and so do tensors of ``torch.from_numpy``.
+    """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    numbers: tuple[float, ...]
+    numbers: tuple[Any, ...]
 
 
 class _Body(NamedTuple):
@@ -55,24 +66,28 @@ class BodyTrace:
         self._other: _Body | None = None
         self._comparable = self._aligned = False
         self._generators = 0
+        # Memory of the micro-batch's samples, and of the model.
+        self._known = set[StorageWeakRef]()
 
     def begin_batch(self) -> None:
         """Begin a global batch: delete the records of the batch before, as only bodies of one batch are compared."""
         self._first.clear()
 
-    def begin(self, place: Place, batch: Any) -> None:
+    def begin(self, place: Place, batch: Any, own: set[StorageWeakRef]) -> None:
         """Begin to record the body of a custom loop for a micro-batch, to compare it with the first of equal shapes.
 
         Args:
             place: the micro-batch on whose samples the body trains: index of its logical worker (fixed share of the
                 global batch), and its own index if ranks share workers, else 0.
             batch: these samples. If a leaf of the batch is no tensor, the body is not compared.
+            own: memory of the model's parameters and buffers.
         """
         leaves = tree_leaves(batch)
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
         self._own, self._generators = _Body(place, [], []), draws_marker()
         found = self._first.setdefault(tuple(_shapes(leaves)), self._own) if self._comparable else self._own
         self._other = found if found.place != place else None
+        self._known = memories_of(each for each in leaves if isinstance(each, Tensor)) | own
 
     def note(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Place | None:
         """Record a PyTorch call of the running loop body, after the call, and compare it with that of the first body.
@@ -100,7 +115,7 @@ class BodyTrace:
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         if not made:
             return None
-        numbers = tuple(each for each in chain(args, kwargs.values()) if type(each) in (int, float))
+        numbers = tuple(found for each in chain(args, kwargs.values()) if (found := self._number(each)) is not None)
         call, index = _Call(name, tuple(_shapes(made)), numbers), len(self._own.calls)
         self._own.calls.append(call)
         if self._other is None or not self._aligned or index >= len(self._other.calls):
@@ -131,11 +146,31 @@ class BodyTrace:
         before = self._other.graphs[index]
         return self._other.place if before is not None and self._moves(graph != before) else None
 
+    def _number(self, value: Any) -> Any:
+        """Return a number among a call's arguments, or a hash of numbers; None for another argument."""
+        if type(value) in (int, float):
+            return float(value)
+        if type(value) is tuple:
+            return tuple(map(self._number, value))
+        if type(value) is list:
+            return plain_digest(value)
+        if type(value) is Tensor and _is_from_numpy(value) and memory_of(value) not in self._known:
+            value = value.resolve_conj().resolve_neg().flatten().view(torch.uint8).numpy()
+        if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.size > _LARGEST:
+            return None
+        return zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+
     def _moves(self, differs: bool) -> bool:
         """Return ``differs``; but False for bodies that have drawn random numbers, which are no longer compared."""
         if differs and draws_marker() != self._generators:
             self._comparable = False
         return differs and self._comparable
+
+
+def _is_from_numpy(tensor: Tensor) -> bool:
+    """Return whether a tensor may have the memory of a NumPy array, which PyTorch cannot resize."""
+    on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
+    return on_host and not tensor.untyped_storage().resizable()
 
 
 def _shapes(tensors: Sequence[Any]) -> Iterator[tuple[int, ...]]:

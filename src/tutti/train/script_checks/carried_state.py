@@ -224,6 +224,8 @@ class CarriedValues(LossWatch):
         self._moved = MovedValues(memory_of)
         # Generators of the script that have drawn in this global batch: for which micro-batch, and the state left.
         self._drawn = dict[int, tuple[torch.Generator, Place, Tensor]]()
+        # Memory of parameters and buffers.
+        self._own = set[StorageWeakRef]()
         self._eager, self._uncompiled, self._in_backward = False, ExitStack(), False
         self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
         # Constants that scale the loss of the worker's first micro-batch, by worker; generators' states since.
@@ -301,6 +303,7 @@ class CarriedValues(LossWatch):
         for memory in own:
             self._found.pop(memory, None)
         self._moved.begin(own | self._given, weights)
+        self._own = own
         self._counted = numbers(self._run.replica.parts)
         if micro_batch.samples:
             self._trials.begin(self._here)
@@ -338,7 +341,7 @@ class CarriedValues(LossWatch):
     def _begin_trace(self, micro_batch: MicroBatch) -> None:
         if self._trace is None:
             self._trace = BodyTrace()
-        self._trace.begin(self._here, micro_batch.batch)
+        self._trace.begin(self._here, micro_batch.batch, self._own)
 
     def _is_traced(self) -> bool:
         """Return whether the present call of PyTorch is compared with that of another micro-batch.
