@@ -15,6 +15,7 @@ from tests import worlds
 from tests.covering import in_turn, thinned
 from tests.scripts.oracle import global_batches
 from tutti.errors import UsageError
+from tutti.launcher import context
 
 BATCH = 8
 
@@ -157,3 +158,32 @@ def test_values_of_all_samples_and_those_for_a_log_are_right(
         assert (error, updates) == ("", 3)
         for got, expected in zip(found, plain(Logged if own is Logged else Kfac, side), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def kept_elsewhere(strategy: str) -> list[str]:
+    """Read what hooks have kept of every layer in the body of a loop, and return the notes on the error."""
+    explained: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "before_report", explained.append)
+        model, inputs = network(), dict[str, Tensor]()
+        for name in ("0", "2"):
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda _, given, name=name: inputs.update({name: given[0].detach()})
+            )
+        run = tutti.prepare(model, "sgd:lr=0.1", dataset(), strategy=strategy, workers=1, batch_size=BATCH)
+    batch, targets = next(iter(run.microbatches(0)))
+    run.backward(functional.mse_loss(model(batch), targets))
+    try:
+        assert len(inputs["0"]) == len(inputs["2"])
+    except KeyError as error:
+        explained[-1](error)
+        return list(error.__notes__)
+    return []
+
+
+def test_a_loop_that_reads_what_hooks_keep_on_other_stages_is_told_so() -> None:
+    first, second = worlds.run(2, kept_elsewhere, strategy="pipeline")
+    assert "Hooks on 2 are called on other ranks" in first[0] and "strategy='mirrored'" in first[0]
+    assert "Hooks on 0 are called" in second[0]
+    worlds.forget(2)
+    assert worlds.run(1, kept_elsewhere, strategy="single") == [[]]

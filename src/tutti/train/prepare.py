@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -329,10 +330,17 @@ def prepare_run(
         run.context.comms.tolerate_loss()
     if log.isEnabledFor(logging.INFO):
         _log_decisions(run, checked, o)
-    context.before_report(partial(note_single_sample, contract=contract))
+    context.before_report(partial(_explain, contract=contract, hooks=ref(hooks)))
     end_graphs()
     run.begin_script(state_loads)
     return run
+
+
+def _explain(error: BaseException, contract: BatchContract, hooks: ref[HookWatch]) -> None:
+    """Add a note to an uncaught exception of the script whose reason is the division of batches or of the model."""
+    note_single_sample(error, contract)
+    if (watch := hooks()) is not None:
+        watch.explain(error)
 
 
 def _mesh_context(checked: CheckedRun, o: RunOptions) -> RunContext:

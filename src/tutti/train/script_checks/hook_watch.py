@@ -7,7 +7,8 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from tutti.errors import UsageError
+from tutti.errors import TuttiError, UsageError
+from tutti.nn.forward_hooks import find_script_hook
 from tutti.nn.gradient_hooks import has_accumulation_hook, has_gradient_hook, shares_gradient_hooks
 from tutti.nn.swap import parameters
 from tutti.torch_compat import has_backward_hook, hook_ids, hooks_registered
@@ -206,6 +207,28 @@ class HookWatch:
                 remedy="register the hook on its layers, or take strategy='mirrored'",
             )
         self._found = f"the hook on the gradients of {name}"
+
+    def explain(self, error: BaseException) -> None:
+        """Add a note to an error of the script if hooks have kept nothing of the modules on other pipeline stages.
+
+        K-FAC in a loop reads what hooks have kept of every layer, and ends in a KeyError on each rank. Errors of tutti
+        and errors with a note are left as they are, and so is every error without pipeline stages. Not collective.
+
+        Args:
+            error: an uncaught exception of the script.
+        """
+        model = self._model() if self._stages else None
+        if model is None or isinstance(error, TuttiError) or hasattr(error, "__notes__"):
+            return
+        here = {module for _, module in self._modules}
+        others = [(name, module) for name, module in model.named_modules() if module not in here]
+        hooked = [name for name, module in others if has_backward_hook(module) or find_script_hook([(name, module)])]
+        if hooked:
+            error.add_note(
+                f"Hooks on {', '.join(hooked[:3])}{', …' * (len(hooked) > 3)} are called on other ranks: each has the"
+                " modules of its pipeline stages. An update that reads what hooks keep of every layer, as K-FAC's does,"
+                " needs strategy='mirrored'."
+            )
 
     def check_part(self, part: LossSums) -> None:
         """Check, before a logical worker's own update, that no gradient hook saw gradients of another scale.
