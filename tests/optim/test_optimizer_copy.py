@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.mixers import Ahead, Lookahead, Normalized, Sharpness
+from tests.parallel.mixers import Ahead, Lookahead, Normalized, Proxy, Sharpness
 from tutti.errors import UsageError
 from tutti.optim.factory import from_instance
 from tutti.optim.mixing import mixing_of
@@ -48,6 +48,7 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 
 KINDS: dict[str, Any] = {
     "lookahead": lambda net: Lookahead(sgd(net)),
+    "proxy": lambda net: Proxy(sgd(net)),
     "ahead": lambda net: Ahead(torch.optim.Adam(net.parameters(), lr=0.1)),
     "sharpness": lambda net: Sharpness(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9),
     "listed": lambda net: Listed(0.1, *net.parameters()),

@@ -194,6 +194,18 @@ class Ahead(Lookahead):
                 self.state[p].update(slow=p.detach().clone(), count=0)
 
 
+class Proxy(Lookahead):
+    """Has no defaults, and no groups but by a property, as the Lookahead of its authors."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.k, self.alpha = optimizer, 2, 0.5
+        self.state: Any = defaultdict(dict)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
 class Sharpness(Optimizer):
     """Takes the class of the optimizer inside, as SAM does, and steps it along an earlier gradient's signs as well."""
 

@@ -28,7 +28,7 @@ from tutti.comm.partition import block
 from tutti.optim.factory import built_alike, is_known, is_plain, settings_of
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.muon import Muon
-from tutti.optim.optimizer_copy import NestedState, inner_optimizers
+from tutti.optim.optimizer_copy import NestedState, defaults_of, inner_optimizers
 from tutti.torch_compat import FunctionModesDisabled, step_hooks
 
 _SCALES = (1.0, 30.0, 0.03, 1e3, 1e-3, 1.0)
@@ -380,7 +380,7 @@ def _loss() -> Any:
 
 
 def _off(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: False for name in IMPLEMENTATION_OPTIONS if optimizer.defaults.get(name)}
+    return {name: False for name in IMPLEMENTATION_OPTIONS if defaults_of(optimizer).get(name)}
 
 
 def _same(

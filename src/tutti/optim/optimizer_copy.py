@@ -126,6 +126,16 @@ class UncopiedError(Exception):
     """Raised by ``copied_for`` where an optimizer cannot be copied for other parameters; the text is the reason."""
 
 
+def defaults_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's default options; empty for a wrapper that has not called the constructor of ``Optimizer``.
+
+    Args:
+        optimizer: the optimizer.
+    """
+    found: dict[str, Any] = vars(optimizer).get("defaults", {})
+    return found
+
+
 def copied_for(optimizer: Optimizer, groups: Mapping[int, Mapping[str, Any]], changes: Mapping[str, Any]) -> Optimizer:
     """Copy an optimizer, with the optimizers inside of it, for other parameters; no constructor is called.
 
@@ -193,8 +203,8 @@ class _Copier:
                 vars(made)[name] = type(value)()
             else:
                 vars(made)[name] = self.value(value, f"attribute {name}")
-        for name in self._changes.keys() & made.defaults.keys():
-            made.defaults[name] = self._changes[name]
+        defaults = defaults_of(made)
+        defaults.update({name: self._changes[name] for name in self._changes.keys() & defaults.keys()})
         return made
 
     def value(self, value: Any, where: str) -> Any:
