@@ -81,6 +81,10 @@ def play(script: Path, arguments: Sequence[str], dtype: str, modules: Path | Non
         return runs[-1]
 
     tutti.prepare = prepare_and_note
+    # The script's own modules may have the names of modules of this folder.
+    here = Path(__file__).resolve().parent
+    for name in [name for name, module in sys.modules.items() if _folder_of(module) == here and name != __name__]:
+        del sys.modules[name]
     sys.argv[:] = [str(script), *arguments]
     sys.path[:1] = [str(script.parent), *([str(modules)] if modules else [])]
     try:
@@ -92,6 +96,11 @@ def play(script: Path, arguments: Sequence[str], dtype: str, modules: Path | Non
         raise RuntimeError(f"{script} does not call tutti.prepare")
     state = {name: tensor.detach().cpu().numpy() for name, tensor in runs[-1].state().items()}
     return Played(state, runs[-1].global_step)
+
+
+def _folder_of(module: Any) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve().parent if file else None
 
 
 def played(o: argparse.Namespace, devices: int) -> Played:
