@@ -24,7 +24,7 @@ WIDTH, EACH = 24, 4
 class Grouped(nn.Module):
     """Grouped-query attention with rotary tables and a mask; six heads of queries, three of keys and values."""
 
-    leak = False
+    leak = by_kernel = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,9 @@ class Grouped(nn.Module):
         shape = (*hidden.shape[:-1], -1, EACH)
         q, k, v = (m(hidden).view(shape).transpose(1, 2) for m in (self.queries, self.keys, self.values))
         q, k = (x * tables[0] + x.flip(-1) * tables[1] for x in (q, k))
-        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        grouped = self.by_kernel and mask is None
+        k, v = (x if grouped else x.repeat_interleave(2, 1) for x in (k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         if self.leak:
             out = out - out.mean(1, keepdim=True)
         return self.merge(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), None
@@ -69,6 +70,15 @@ def test_grouped_queries_are_split_by_groups_with_any_mask() -> None:
     assert found.columns == {name: TensorCut(0, 3) for name in ("queries", "keys", "values")}
     assert (found.row, found.units, len(found.local.forms)) == ("merge", 3, 3)
     assert find_block_split(Grouped(), 4, None, call()) is None
+
+
+def test_whole_queries_meet_this_ranks_keys_with_any_mask() -> None:
+    """As by DoRA: an adapter reads the weight of the queries' layer, which stays whole."""
+    block = Grouped()
+    block.by_kernel = True
+    found = find_block_split(block, 2, {"keys", "values", "merge"}, call(torch.zeros(2, 1, 5, 5)))
+    assert found is not None and set(found.columns) == {"keys", "values"}
+    assert (found.units, len(found.local.forms)) == (3, 3)
 
 
 def test_what_mixes_heads_is_not_split() -> None:

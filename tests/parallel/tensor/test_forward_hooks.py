@@ -13,6 +13,8 @@ from torch.nn import functional
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tutti.config.layout_config import TensorConfig
+from tutti.parallel.tensor.tp_apply import find_tp_plan
 
 SEEN: list[Any] = []
 
@@ -112,3 +114,38 @@ def test_a_late_hook_on_a_slice_of_heads_is_refused() -> None:
     for said in worlds.run(2, hooked, name="2.0", hook="written", before=False):
         assert "changes the output of 2.0 in place" in said
     worlds.forget(2)
+
+
+class Collecting(nn.Module):
+    """Registers a hook in its first forward, as models of transformers do that collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.kept, self.hooked = nn.Sequential(Attention(), small(), Attention()), list[Tensor](), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.blocks[0].drop.register_forward_hook(lambda module, args, out: self.kept.append(out))  # type: ignore[union-attr]
+            self.hooked = True
+        self.kept.clear()
+        return self.blocks(x).square().mean() + self.kept.pop().square().mean()  # type: ignore[no-any-return]
+
+
+def collected(strategy: str) -> Any:
+    torch.manual_seed(0)
+    model, inputs = Collecting().double(), torch.randn(8, 3, 4).double()
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", inputs, lambda called, batch: called(batch), strategy=strategy, batch_size=4
+    )
+    for batch in run.epoch(0):
+        run.step(batch)
+    return {key: value.numpy().copy() for key, value in run.state().items()}
+
+
+def test_a_hook_of_the_first_forward_leaves_the_block_around_it_whole() -> None:
+    want = worlds.alone(collected, strategy="single")
+    for got in worlds.run(2, collected, strategy="tensor:least=1000"):
+        assert largest_difference(got, want) <= 1e-10
+    x, cpu = torch.randn(2, 3, 4).double(), torch.device("cpu")
+    plan = find_tp_plan(Collecting().double(), 2, TensorConfig(least=1000), lambda called, most: called(x), cpu)
+    assert {entry.name.rpartition(".")[0] for entry in plan if entry.role == "column"} == {"blocks.1", "blocks.2"}

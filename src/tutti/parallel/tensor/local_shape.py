@@ -216,6 +216,7 @@ class LocalShapeMode(TorchFunctionMode):
         here, length = len(self.slice_.mine), self.slice_.length
         given = [each for each in tensors_among(args, kwargs) if local_sections(each) is not None]
         places = {each.shape[-3] for each in given if each.dim() > 2}
+        grouped = func is ATTENTION and (args[7] if len(args) > 7 else kwargs.get("enable_gqa", False))
 
         def cut(value: Any) -> Any:
             if type(value) in (list, tuple):
@@ -225,7 +226,9 @@ class LocalShapeMode(TorchFunctionMode):
             if value is args[0] and may_write(func):
                 return value
             times, left = divmod(value.shape[-3], length) if value.dim() > 2 else (0, 0)
-            if left or times * here not in places:
+            # Grouped attention has several heads of queries for each of keys and values.
+            alike = times * here in places or (grouped and value is args[0] and times > 0)
+            if left or not alike:
                 # A linear layer knows itself of which slice its weight is.
                 shared = self.local.shares and value.requires_grad and func is not functional.linear
                 if not (shared and torch.is_grad_enabled()):

@@ -46,9 +46,12 @@ from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
     TorchFunctionDisabled,
     current_autograd_node,
+    has_forward_hook,
     in_backward,
     module_parameters,
+    replace_call,
     tree_map_only,
+    uncompiled_call,
 )
 from tutti.types.shard_spec import ShardSpec
 
@@ -519,11 +522,15 @@ class _ForwardReads(TorchFunctionMode):
         return not (around and type(layer).__module__.startswith("torch.nn."))
 
 
-def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device) -> list[str]:
-    """Return the names of modules whose parameters another module's forward reads.
+def watch_trial(
+    plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device
+) -> tuple[list[str], frozenset[str]]:
+    """Return the names of modules whose parameters another module's forward reads, and of those that the forward hooks.
 
-    Tensor parallelism leaves these modules whole. The loss function runs once on two samples to find them. If it raises
-    an error, the modules found until then are returned; the first step will raise the error again.
+    Tensor parallelism leaves the former whole, and blocks around the latter: a model that registers forward hooks in
+    its first forward, such as one of transformers that collects hidden states, would give them slices. The loss
+    function runs once on two samples to find both. If it raises an error, the modules found until then are returned;
+    the first step will raise the error again.
 
     Args:
         plain: the whole model; it stays as it was.
@@ -532,15 +539,36 @@ def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: t
         device: device on which the loss function runs.
 
     Returns:
-        Sorted module names; empty without ``trial``, and if the model has ``SyncBatchNorm``.
+        Sorted names of the modules whose parameters are read, and names of the modules that have got forward hooks
+        within the trial; both empty without ``trial``, and if the model has ``SyncBatchNorm``.
     """
     if trial is None or peers_of(plain) is not None:
-        return []
-    mode = _ForwardReads(plain)
-    # The first step reports any error.
-    with suppress(Exception), untouched(plain, device), mode:
-        trial(plain, _SAMPLES)
-    return sorted(mode.names)
+        return [], frozenset()
+    mode, hooked = _ForwardReads(plain), _NewHooks(plain)
+    before = replace_call(plain, hooked.call)
+    try:
+        # The first step reports any error.
+        with suppress(Exception), untouched(plain, device), mode:
+            trial(plain, _SAMPLES)
+    finally:
+        replace_call(plain, before)
+    return sorted(mode.names), frozenset(hooked.names)
+
+
+class _NewHooks:
+    """Calls a model in a trial, and notes the names of modules that get forward hooks meanwhile."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        self._plain, self.names = plain, set[str]()
+        self._before = {module for module in plain.modules() if has_forward_hook(module)}
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model. The trial removes the hooks when it ends."""
+        try:
+            return uncompiled_call(self._plain)(*args, **kwargs)
+        finally:
+            now = ((name, module) for name, module in self._plain.named_modules() if has_forward_hook(module))
+            self.names.update(name for name, module in now if module not in self._before)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -23,7 +23,7 @@ from tutti.parallel.tensor.head_parallel import HeadParallelAttention
 from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
 from tutti.parallel.tensor.loss_parallel_plan import add_loss_parallel, hooked
 from tutti.parallel.tensor.slice_hooks import SliceHooks
-from tutti.parallel.tensor.split_reads import SplitReads, read_elsewhere
+from tutti.parallel.tensor.split_reads import SplitReads, watch_trial
 from tutti.parallel.tensor.stacked_experts import ExpertParallelSlice, note_split
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.parallel.tensor.tp_layers import (
@@ -241,11 +241,14 @@ def find_tp_plan(
         UsageError: a pattern of the user's plan by hand matches no module, or a module of another kind than its style
             is for.
     """
-    whole = [*config.whole, *read_elsewhere(module, trial, device)]
+    read, with_hooks = watch_trial(module, trial, device)
+    whole = [*config.whole, *read]
     calls = record_calls(module, blocks_with_arguments(module), trial, device)
     asked = _asked(module, config) if config.plan else None
     # Compiled code takes no split tensors.
-    finder = PlanFinder(module, ranks, config.least, whole, device.type == "cpu", calls, asked, parts=not compiled)
+    finder = PlanFinder(
+        module, ranks, config.least, whole, device.type == "cpu", calls, asked, parts=not compiled, hooked=with_hooks
+    )
     return add_loss_parallel(module, finder.find(), None if compiled else trial, device)
 
 

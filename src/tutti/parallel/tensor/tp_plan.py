@@ -119,6 +119,7 @@ class PlanFinder:
         whole: patterns (``fnmatch``) of names of modules that stay whole, with all their submodules.
         drops: whether attention with dropout may be split; False where a fused kernel draws the masks.
         parts: whether a block may return this rank's heads, such as attention weights, as a ``SplitTensor``.
+        hooked: names of modules that get forward hooks in their first forward.
         calls: recorded arguments of blocks with several arguments, by the block's name; such a block is not split
             without them.
         asked: roles by module name from the user's plan by hand (``tp_plan_by_hand``), outside of which nothing is
@@ -136,9 +137,11 @@ class PlanFinder:
         asked: Mapping[str, str] | None = None,
         *,
         parts: bool = True,
+        hooked: Collection[str] = (),
     ) -> None:
         self._model, self._ranks, self._drops, self._calls = model, ranks, drops, calls or {}
         self._parts = parts
+        self._hooked = {m for name, m in model.named_modules() if name in hooked or has_forward_hook(m)}
         self._asked, self._least = asked, least if asked is None else 0
         self._entries: dict[str, PlanEntry] = {}
         self._linears = {name for name, module in model.named_modules() if is_linear(module)}
@@ -235,7 +238,7 @@ class PlanFinder:
         # A subclass may compute otherwise between the two.
         able = able and type(layer) in _TABLES and name not in self._left
         able = able and self._may(names[0], "column") and self._may(names[2], "row")
-        able = able and not any(map(has_forward_hook, members))
+        able = able and self._hooked.isdisjoint(members)
         able = able and all(self._free(n, m, once=True) for n, m in zip(names, members, strict=True))
         if able and self._stays_in_features(first, layer.activation, last):
             hidden = int(first.out_features)  # type: ignore[arg-type]
@@ -261,7 +264,7 @@ class PlanFinder:
         taken = -1
         for begin, end in pairwise(places):
             between = children[begin + 1 : end]
-            if any(has_forward_hook(m) for _, m in children[begin : end + 1]):
+            if any(m in self._hooked for _, m in children[begin : end + 1]):
                 continue
             if begin <= taken or self._twice(sequence) or not all(self._passes(n, m) for n, m in between):
                 continue
@@ -294,7 +297,7 @@ class PlanFinder:
         computed = any(n in self._entries and self._entries[n].role == "heads" for _, n, _ in inner)
         if computed or len(linears) < 2 or not self._free(name, module, once=True):
             return
-        if any(has_forward_hook(m) for _, _, m in inner):
+        if any(m in self._hooked for _, _, m in inner):
             return
         block_split = self._examine(module, linears, self._calls.get(name))
         if block_split is None or (block_split.dropout and not self._drops):
