@@ -22,11 +22,12 @@ _REMEDY = (
 
 
 class ModelConversions:
-    """Follows conversions of a prepared model to another dtype or device by its methods.
+    """Checks calls by which a script converts a prepared model to another dtype or device, such as ``model.half()``.
 
-    Where each rank has all of the model, a script may convert it and convert it back between two steps. Where each has
-    a part (slices, stages, shards), only conversions that change nothing pass. Sets ``_apply`` on each module instance,
-    which copies and pickles leave out.
+    Where each rank has all of the model, a script may convert it and convert it back between two steps; otherwise
+    ``check`` raises UsageError. Where each has a part (slices, stages, shards), a conversion that would change anything
+    raises UsageError at once. To notice the calls, the constructor sets ``_apply`` on each module instance; copies and
+    pickles of the modules leave it out.
 
     Args:
         model: the script's model.

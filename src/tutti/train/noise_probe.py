@@ -31,9 +31,9 @@ class NoiseProbe:
     """Measures the gradient noise scale every few steps, of the gradient and of the gradient preconditioned as by Adam.
 
     The simple noise scale is tr Σ / |G|², in samples: Σ is the covariance of one sample's gradient, G the expected
-    gradient (McCandlish et al. 2018, arXiv 1812.06162). With P = diag(√v̂ + ε), the denominator of Adam before the
-    step, the second is the simple noise scale of P^(-1/2)·g: squared norms are Σ g²/(√v̂ + ε). It is measured where
-    each rank has the second moments of all parameters, or of the slices that it alone updates.
+    gradient (McCandlish et al. 2018, arXiv 1812.06162). That of the preconditioned gradient is the simple noise scale
+    of P^(-1/2)·g, where P = diag(√v̂ + ε) has Adam's denominators before the step: squared norms are Σ g²/(√v̂ + ε). It
+    is measured where each rank has the second moments of all parameters, or of the slices that it alone updates.
 
     Args:
         sync: gradient synchronisation.

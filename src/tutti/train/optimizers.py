@@ -138,7 +138,7 @@ def check_takes_sparse(
 def steps_alike(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module, sparse: Collection[str]) -> bool:
     """Return whether an optimizer updates a parameter alike from a sparse gradient and from the same dense one.
 
-    So do SGD and Adagrad, and not ``SparseAdam``. To find out, optimizers of the same class and settings make four
+    True for SGD and Adagrad, False for ``SparseAdam``. To find out, optimizers of the same class and settings make four
     steps on small parameters, each with a gradient of other rows.
 
     Args:

@@ -126,13 +126,14 @@ def can_launch_first(optimizer: Optimizer | None, run_context: RunContext, step_
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Return whether a flag on the device can skip the next step of an optimizer without a trace.
+    """Return whether the device can skip an optimizer's next step, by ``found_inf``, as if it had not been called.
 
-    True for PyTorch's fused Adam, AdamW and SGD whose parameters have their state already, which a first step makes;
-    False where a hook or another object follows the steps, or a gradient scaler has set its own flag.
+    True for PyTorch's fused Adam, AdamW and SGD on an accelerator once every parameter with a gradient has optimizer
+    state, which its first step makes. False for an optimizer with step hooks, and where a gradient scaler has set the
+    optimizer's ``found_inf`` or ``grad_scale``.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: any optimizer.
     """
     if type(optimizer) not in (Adam, AdamW, SGD) or any(step_hooks(optimizer)):
         return False

@@ -141,18 +141,18 @@ class GradientOrigin:
 
     @contextmanager
     def plain_backward(self, roots: Sequence[Root], micro_batch: MicroBatch) -> Iterator[None]:
-        """Return a context manager around a plain backward in the body of a loop, which looks at the losses.
+        """Check, around a plain backward in a custom training loop, that the losses are means over samples.
 
-        Gradients of a loss that is no mean over the micro-batch's samples, such as one over tokens, cannot be averaged
-        over micro-batches. Gradients that such a loss makes within the context are marked: ``local`` raises UsageError
-        for them, unless the script clears them before. Nothing is marked for a micro-batch that is the whole global
-        batch, or a dummy micro-batch. Not collective.
+        Gradients of another loss, such as a mean over tokens, cannot be averaged over micro-batches. Gradients that
+        such a loss makes within this context manager are marked: the method ``local`` raises UsageError for them,
+        unless the script has cleared them. Nothing is marked for a micro-batch that is the whole global batch, or a
+        dummy micro-batch. Not collective.
 
         Args:
             roots: the losses whose gradients the script's call of autograd adds up, each with the gradient that the
-                call gives for it. Ones, for a loss of several elements, make their sum, and a number multiplies a
-                scalar loss.
-            micro_batch: the micro-batch of the body.
+                call gives for it. A loss of several elements is checked as their sum if that gradient is all ones, and
+                not checked otherwise; a number multiplies a scalar loss.
+            micro_batch: the micro-batch of the loop's body.
         """
         where = f"step {self._run.global_step + 1}, {script_line()}"
         for loss in map(_scalar, roots) if micro_batch.samples and not micro_batch.whole else ():
