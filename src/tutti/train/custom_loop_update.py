@@ -29,7 +29,7 @@ class CustomLoopUpdate:
 
     Args:
         run: the run to train.
-        state: the global batch and body under way.
+        state: which global batch, and which of its micro-batches, the body of the loop is computing.
         gradients: the gradients of the global batch.
 
     Attributes:

@@ -37,7 +37,10 @@ class SparseAddends(Protocol):
         """
 
     def take(self) -> list[Term]:
-        """Return this rank's terms of the step, in the order of ``put``, and clear the list. Not collective."""
+        """Return the lists of gradients that ``put`` has added on this rank in this step, in its order, and clear them.
+
+        Not collective.
+        """
 
     def counts(self, here: int, text: str) -> list[int]:
         """Return the number of terms of each rank. Collective only where ranks share logical workers.

@@ -75,11 +75,14 @@ def refuse_replaced(name: str) -> NoReturn:
 
 
 def refuse_gradient_of_rows(name: str, rows: Tensor) -> NoReturn:
-    """Raise UsageError: autograd has computed a gradient of this rank's rows themselves, which no forward reads.
+    """Raise UsageError: the loss reads a parameter object from before ``tutti.prepare``. A tensor's autograd hook.
+
+    Since ``tutti.prepare`` this object holds only this rank's rows (shard) of the parameter. The model's forward reads
+    the gathered parameter, so that autograd computes a gradient of the rows only for code outside of it.
 
     Args:
         name: the parameter's name in the model.
-        rows: unused; the rows, as a hook of the tensor gets them.
+        rows: unused; autograd passes it to hooks.
     """
     raise UsageError(
         f"the loss reads the object that was the parameter {name} of the model before tutti.prepare",

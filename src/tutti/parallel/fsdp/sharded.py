@@ -755,9 +755,9 @@ class ShardedSync:
     def apply_clearing(self) -> None:
         """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        With FSDP2 the script sees unsharded parameters between a forward and its backward, whose ``.grad`` are
-        placeholders put there by ``show_gradients``. A sharded gradient becomes None or zeros if the script has set its
-        placeholder so, else it stays; all placeholders are removed. ZeRO stage 1 does nothing.
+        Between a forward and its backward, FSDP2's model has unsharded parameters, whose ``.grad`` are placeholders
+        from ``show_gradients``. Where the script has set a placeholder to None or zeros, the sharded gradient becomes
+        so too. All placeholders are removed. ZeRO stage 1 does nothing.
         """
         for engine in self._engines:
             engine.apply_clearing()

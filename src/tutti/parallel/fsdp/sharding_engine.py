@@ -184,10 +184,10 @@ class ShardingEngine(Protocol):
     def apply_clearing(self) -> None:
         """Clear the sharded gradients of parameters whose ``.grad`` the script has cleared after a forward.
 
-        Called before the sharded gradients are read or added to. For FSDP2, where the script sees unsharded parameters
-        between a forward and its backward. Their ``.grad`` are placeholders, put there by ``show_gradients``. A sharded
-        gradient becomes None or zeros if the script has set its placeholder so, else it stays; all placeholders are
-        removed. ZeRO stage 1 does nothing.
+        Called before the sharded gradients are read or added to. Between a forward and its backward, FSDP2's model has
+        unsharded parameters, whose ``.grad`` are placeholders from ``show_gradients``. Where the script has set a
+        placeholder to None or zeros, the sharded gradient becomes so too. All placeholders are removed. ZeRO stage 1
+        does nothing.
         """
 
     def show_gradients(self) -> None:

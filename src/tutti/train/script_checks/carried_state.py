@@ -432,16 +432,17 @@ class CarriedValues(LossWatch):
     def compare_scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> None:
         """Check that the losses of a worker's micro-batches are scaled by the same constants. Not collective.
 
-        Logical workers may differ: each has a loss of its own samples. Nothing is checked if the script has read a
-        drawn number, or a generator of Python or NumPy has drawn since the micro-batch before.
+        Losses of different logical workers (fixed shares of the global batch) may have different constants. Nothing is
+        checked if the script has read values of a tensor that may not come from the batch, such as a random one, or if
+        a generator of Python or NumPy has drawn since the micro-batch before.
 
         Args:
             loss: the loss of the micro-batch.
             micro_batch: the micro-batch.
-            scaled: the means and sums over samples in the loss, with their constants.
+            scaled: the means and sums over samples in the loss, with the constants that multiply or divide them.
 
         Raises:
-            UsageError: the worker's first micro-batch in this global batch has other ones.
+            UsageError: the constants differ from those of the worker's first micro-batch in this global batch.
         """
         if self._run.gradient_sync.loss_normalisation != "step" or self._statistics.reads_others:
             return

@@ -47,13 +47,14 @@ class _Former(NamedTuple):
 
 
 class MovedValues:
-    """Finds tensors that a micro-batch's code moves: changes as a function of their former values, or after a read.
+    """Finds tensors that end a step with other values if a script's code runs once for each of several micro-batches.
 
-    An average of weights, a factor that decays or parameters with an optimizer of their own move once for each
-    micro-batch of a rank in place of once a step. Values that a call replaces before they are read, such as a copy of
-    the weights, do not count, nor do clamps: to repeat them changes nothing. ``CarriedValues``, a torch-function mode,
-    calls ``begin_batch`` for each global batch, ``begin`` for each of its micro-batches, and ``former`` and ``note``
-    before and after each call of a PyTorch function in the code for the micro-batch. Not collective.
+    The code moves such a tensor: it writes new values that depend on the former ones, or after it has read these, as
+    for an average of weights, a factor that decays, or parameters with an optimizer of their own. Values that are
+    replaced before a read (a copy of the weights) do not count, nor do clamps: to repeat them changes nothing.
+    ``CarriedValues``, a torch-function mode, calls ``begin_batch`` for each global batch, ``begin`` for each of its
+    micro-batches, and ``former`` and ``note`` before and after each call of a PyTorch function in the code for the
+    micro-batch. Not collective.
 
     Args:
         memory_of: returns the storage of a tensor, or None for a tensor that is not followed.
