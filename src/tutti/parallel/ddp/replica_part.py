@@ -169,10 +169,10 @@ class ReplicaPart:
         if self.peers is not None:
             self.peers.counts = micro_batch.samples > 0
         if self.is_dummy:
-            own = [slot for slot in buffers(self.parts) if not isinstance(slot.owner, SyncBatchNorm)]
-            self._kept = [(slot, slot.get()) for slot in own]
-            for slot, tensor in self._kept:
-                slot.put(tensor.clone())
+            own = [buffer for buffer in buffers(self.parts) if not isinstance(buffer.owner, SyncBatchNorm)]
+            self._kept = [(buffer, buffer.get()) for buffer in own]
+            for buffer, tensor in self._kept:
+                buffer.put(tensor.clone())
 
     def forget(self) -> None:
         """Undo a dummy micro-batch after its backward: restore the modules' buffers, and set gradients to None.
