@@ -73,7 +73,8 @@ class MeasuredParts:
         own: parameters in whose ``.grad`` backward leaves the parts' gradients, and their optimizers.
         step_context: the step under way.
         apart: whether each micro-batch is a part; False where all micro-batches of a worker are one part.
-        roots: the result of ``gathered_roots``, where each rank updates other parameters (``own.pieces``); else None.
+        roots: Adam's factors (√v̂ + ε)^(-1/2), a tensor for each parameter, from ``gathered_roots``, where each rank
+            updates other parameters (``own.pieces``); else None.
     """
 
     def __init__(

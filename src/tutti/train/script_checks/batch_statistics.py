@@ -30,8 +30,8 @@ class BatchStatistics:
 
     A loss that is divided by such a number is a ratio of two functions of all samples: the mean of the micro-batches'
     ratios is not that of the global batch. A sum of ones, and a mean of ones, are the same in each full micro-batch,
-    and count as constants. Numbers that are computed from a statistic alone, such as with a smallest value, are
-    statistics, too.
+    and count as constants. A number computed from such a mean or sum alone, as by ``mask.sum().clamp(min=1)``, counts
+    as one, too.
 
     Args:
         samples: number of samples of the micro-batch; 0 records nothing.

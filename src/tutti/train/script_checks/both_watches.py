@@ -55,7 +55,7 @@ class BothWatches:
         self._outer.check(loss)
 
     def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Raise UsageError if constants or divisors in a loss keep the micro-batches' losses from adding up.
+        """Raise UsageError if constants or divisors in a loss make it no mean over the micro-batch's samples.
 
         Args:
             loss: the loss of the micro-batch.

@@ -86,16 +86,19 @@ class IteratorWatch:
         self._run, self._steps = run, 0
 
     def watched(self, loss: LossFn, guarded: LossFn, micro_batches: int) -> LossFn:
-        """Return ``guarded`` with the check around it. To be called once in each step.
+        """Return a loss function that raises UsageError if its calls take items of one iterator for two micro-batches.
+
+        To be called once in each step.
 
         Args:
-            loss: the script's loss function, whose variables are searched.
+            loss: the script's loss function, whose global and enclosing variables are searched for iterators.
             guarded: the same function with other checks around it, whose result the returned function returns.
             micro_batches: number of micro-batches of this rank in the step.
 
         Returns:
-            A function with the arguments and the result of ``guarded``, which raises UsageError after its call;
-            ``guarded`` itself in other steps, and if the rank has one micro-batch, or no iterator is read.
+            A function with the arguments and the result of ``guarded``, which raises UsageError after its call.
+            ``guarded`` itself in a step that is not checked, and if the rank has one micro-batch, or no iterator is
+            found.
         """
         self._steps += 1
         due = is_watched_step(self._steps) or self._run.lifecycle.windows.is_open

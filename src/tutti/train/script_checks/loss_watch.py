@@ -117,9 +117,9 @@ class LossWatch(EnteredMode):
 
         A read of a size adds the script's line to ``size_lines`` if the tensor has a row for each sample of the present
         micro-batch. Reads in the model's forward, which has hundreds, and in tutti's own code are left out. At most
-        eight lines are kept for a micro-batch. Of other calls it is recorded that one had the global batch's
-        number of samples, or its reciprocal, as a positional argument, and which numbers the script has multiplied or
-        divided by outside of the model's forward; ``check_divisor`` reads these records.
+        eight lines are kept for a micro-batch. Of other calls the mode records whether one had the global batch's
+        number of samples, or its reciprocal, as a positional argument, and by which numbers the script has multiplied
+        or divided outside of the model's forward. ``check_divisor`` reads these records.
 
         Args:
             func: the function of PyTorch that is called.
@@ -157,7 +157,7 @@ class LossWatch(EnteredMode):
                 self._statistics.note(name, args, result)
 
     def check_divisor(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Raise UsageError if constants or divisors in a loss keep the micro-batches' losses from adding up.
+        """Raise UsageError if constants or divisors in a loss make it no mean over the micro-batch's samples.
 
         ``(output - target).square().sum() / 64`` is the mean over a global batch of 64 samples. For a micro-batch it is
         smaller than the micro-batch's mean, for which tutti takes a scalar loss. ``0.5 * output.sum()`` grows with the

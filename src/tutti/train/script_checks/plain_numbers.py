@@ -157,7 +157,7 @@ class PlainNumbers:
         return PlainNumber(line, 0 if known and (self._turn or not self._comparable) else self._shapes, digest)
 
     def reach(self, numbers: Iterable[PlainNumber]) -> None:
-        """Record that a loss of this step depends on numbers, which ranks then compare.
+        """Record that a loss of this step depends on numbers, which ``rows`` then returns for a comparison over ranks.
 
         Args:
             numbers: results of the method ``number`` in this step.
@@ -227,10 +227,11 @@ def _has_identity(value: Any) -> bool:
 
 
 def is_number_key(key: int) -> bool:
-    """Return whether a key comes from ``PlainNumbers.rows``; ``KeptValues`` has keys for its tensors, too.
+    """Return whether a row that ranks compare is of a Python number or object (``PlainNumbers.rows``), or of a tensor.
 
     Args:
-        key: key of a row that ranks compare. Those of numbers are at least 2³³, those of tensors smaller.
+        key: the row's first element, an int that is at least 2³³ for numbers and objects, and smaller for the tensors
+            of ``KeptValues``.
     """
     return key >= _KEYS
 

@@ -100,7 +100,7 @@ def numbers_of(module: nn.Module) -> dict[str, float]:
 
 
 class Change(NamedTuple):
-    """A Python object that has another value than in a ``PythonState``.
+    """A Python object whose value has changed since a snapshot (``PythonState``) was taken.
 
     Attributes:
         name: ``{class}.{attribute}`` for an attribute, the variable's name for a variable or a container that it holds.
