@@ -76,6 +76,12 @@ def clipped(net: nn.Module, optimizer: Any, number: float) -> None:
     nn.utils.clip_grad_norm_(net.parameters(), 0.1 * number)
 
 
+def clipped_after_a_forward(net: nn.Module, optimizer: Any, number: float) -> None:
+    with torch.no_grad():
+        net(DATA.tensors[0][:2])
+    clipped(net, optimizer, number)
+
+
 def clamped(net: nn.Module, optimizer: Any, number: float) -> None:
     nn.utils.clip_grad_value_(net.parameters(), 0.01 * number)
 
@@ -140,6 +146,7 @@ GRADIENTS = [
         ("sharded", edit)
         for edit in (multiplied_through_data, multiplied_anew, multiplied_in_pairs, decayed, clipped, clamped)
     ),
+    *((f"sharded:stage={stage}", clipped_after_a_forward) for stage in (2, 3)),
 ]
 
 

@@ -84,3 +84,27 @@ def test_other_edits_of_frozen_layers_on_each_rank_are_refused() -> None:
     for updates, said in worlds.run(2, frozen_between, strategy="tensor:least=1", unlike=True):
         assert updates == 0 and "the gradient of 4.weight in another way on each rank" in said
     worlds.forget(2)
+
+
+def frozen_stage(strategy: str) -> Any:
+    """Train the last layers alone, and leave gradients until the next body clears them."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    net[:4].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = None
+    if strategy != "plain":
+        run = tutti.prepare(net, optimizer, DATA, strategy=strategy, workers=2, batch_size=6, shuffle=False)
+    backward = torch.Tensor.backward if run is None else run.backward
+    for batch in [(rows,) for rows in DATA.tensors[0].split(6)] if run is None else run.microbatches(0):
+        optimizer.zero_grad()
+        backward(net(batch[0]).square().mean())
+        optimizer.step()
+    return dict(net.state_dict() if run is None else run.state())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("pipeline", 2), ("model_parallel", 3)])
+def test_stages_without_gradients_run_several_bodies_beside_stages_with_them(strategy: str, ranks: int) -> None:
+    want = frozen_stage("plain")
+    for state in worlds.run(ranks, frozen_stage, strategy=strategy):
+        torch.testing.assert_close(state, want, rtol=0, atol=1e-10)

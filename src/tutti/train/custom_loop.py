@@ -276,7 +276,8 @@ class CustomLoop:
         if self._bodies.several:
             # Each body starts without gradients; the last one with those that the script carries over global batches.
             self.gradients.show({})
-            if final and carried:
+            if final and (carried or self._sync.gradient_at == "stages"):
+                # With stages a collective, and only some of them may have gradients.
                 self._sync.add_gradients(carried)
             self._origin.remember()
         self._bodies.begin_body(final)

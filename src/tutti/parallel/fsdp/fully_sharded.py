@@ -403,8 +403,14 @@ class FullySharded:
             root.register_forward_hook(partial(self._follow, self._pairs_of(root)))
 
     def _follow(self, pairs: Pairs, module: nn.Module, args: Any, output: Any) -> None:
-        """Set placeholders after a root's forward, and remove them when its backward begins."""
+        """Set placeholders after a root's forward, and remove them when its backward begins.
+
+        After a forward without gradients the model gets its DTensors back, if these have gradients.
+        """
         if not torch.is_grad_enabled():
+            if any(gathered.grad is not None for _, gathered in pairs):
+                # No backward frees the unsharded parameters, whose .grad the script would take for the gradients.
+                self.all_gather_parameters()
             return
         self.apply_clearing()
         self.show_gradients()
