@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from tutti.train.run import Run
 
 
+_CALL = "optimizer.step()"
+
+
 class CustomLoopUpdate:
     """Makes the updates of a custom training loop from the gradients that the loop has reduced.
 
@@ -47,8 +50,9 @@ class CustomLoopUpdate:
     def step(self, index: int | None) -> bool:
         """Update the parameters where the script calls ``optimizer.step()`` in a custom loop over micro-batches.
 
-        The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done.
-        Collectives of the update, in this order:
+        The update is made in the rank's last micro-batch of a global batch; in earlier ones nothing is done. After the
+        loop it is made from the gradients that the last global batch has left, as where the script accumulates them and
+        the last group is smaller. Collectives of the update, in this order:
 
         - Gradients of a plain ``loss.backward()`` are reduced over the data ranks, as by ``run.backward``.
         - If the script has edited gradients, they are compared by all-gathers, over the data ranks, or over all ranks
@@ -67,35 +71,38 @@ class CustomLoopUpdate:
             True in the rank's last micro-batch, also if the update was skipped because the gradient is not finite.
 
         Raises:
-            UsageError: outside of ``run.microbatches()``; the script has edited the gradient of a single micro-batch,
-                or added one to that of the global batch; with AdaScale, several reductions of gradients in one update;
-                the body makes other calls than for the rank's first micro-batch; ranks have edited a gradient in
-                different ways, or set different values of an optimizer's setting, such as ``lr``, since
-                ``run.backward``; with parameter servers no gradient was computed before; under local SGD ``run.save``
-                has already ended the step with an average; an optimizer does not take sparse gradients; or with
-                parameter servers, or ``central_storage`` on several ranks, the script has written parameters since its
-                backward.
+            UsageError: before a loop over ``run.microbatches()``; the script has edited the gradient of a single
+                micro-batch, or added one to that of the global batch; with AdaScale, several reductions of gradients in
+                one update; the body makes other calls than for the rank's first micro-batch; ranks have edited a
+                gradient in different ways, or set different values of an optimizer's setting, such as ``lr``, since
+                ``run.backward``; with parameter servers no gradient was computed before; under local SGD after the
+                loop, or ``run.save`` has already ended the step with an average; an optimizer does not take sparse
+                gradients; or with parameter servers, or ``central_storage`` on several ranks, the script has written
+                parameters since its backward.
             NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         """
-        micro_batch = self._state.micro_batch_of_body("optimizer.step()")
+        in_body = self._state.in_body or not self._is_left
+        if in_body:
+            self._state.micro_batch_of_body(_CALL)
         self._gradients.follow_script()
         self._sync.show_gradients()
         members = self._origin.members(index)
         if self._sync.gradient_at == "shards":
             self._origin.check_shards()
         elif self._origin.local(members):
-            self._gradients.exchange_local(micro_batch)
-        self._bodies.note("step", -1 if index is None else index)
+            self._gradients.exchange_local(self._state.micro_batch_of_body(_CALL))
+        if in_body:
+            self._bodies.note("step", -1 if index is None else index)
         is_last = self.stepped = self._state.is_last_body
         edited = self._origin.edited(members) if is_last or self._bodies.several else []
-        if self._bodies.several:
+        if self._bodies.several and in_body:
             self._bodies.note_edited(bool(edited))
         if not is_last:
             return False
         self.check_not_averaged()
         if edited and not self._state.batch.alone:
             self._origin.check_edits()
-        if edited and self._bodies.several and self._state.batch.is_watched:
+        if edited and self._bodies.several and self._state.batch.is_watched and in_body:
             names = {p: name for name, p in parameters([self._replica.plain])}
             named = {names.get(p, "a parameter"): p.grad for p in edited if p.grad is not None}
             self._lifecycle.values.check_edits(named)
@@ -109,6 +116,14 @@ class CustomLoopUpdate:
                 updated = self.make_update(stats, step_context)
             self.count_update(stats, updated, index)
         return True
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether the loop has ended, and its last gradients are still those of the next update.
+
+        Not where workers make updates of their own, which are averaged at the end of the last body.
+        """
+        return self._state.batch.is_counted and self._local is None and self._sync.gradient_at != "servers"
 
     def check_not_averaged(self) -> None:
         """Raise UsageError if ``run.save`` in this loop body has already averaged the workers' parameters (local SGD).
