@@ -68,6 +68,18 @@ class Rate(NamedTuple):
     momentum: float
 
 
+class _Probes(NamedTuple):
+    """Probes of the loss of one micro-batch; ``mixing`` on rank 0 alone."""
+
+    mixing: MixingProbe | None
+    targets: TargetProbe
+
+    def close(self) -> None:
+        for probe in (self.mixing, self.targets):
+            if probe is not None:
+                probe.close()
+
+
 class Checks:
     """Checks a run for common mistakes in its first steps and at its first evaluation; reports them as warnings.
 
@@ -89,9 +101,8 @@ class Checks:
         self._enabled = self.looking = not is_off("DIAGNOSTICS", os.environ)
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
         self._rates = group_rates(run.gradient_sync.optimizers)
-        self._evaluated = self._aside = self._mixing_due = False
-        self._probe: MixingProbe | None = None
-        self._targets: TargetProbe | None = None
+        self._evaluated = self._aside = self._mixing_due = self._in_parts = False
+        self._probes: _Probes | None = None
         self._numbers: dict[str, float] = {}
         for hook in _WATCHED.pop(run.model, ()):
             hook.remove()
@@ -123,22 +134,24 @@ class Checks:
         """
         self._steps += 1
         several = self._run.context.workers > 1
+        micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
+        if self._steps == 1:
+            self._mixing_due = several or len(micro_batches) > 1
+            self._in_parts = not all(micro_batch.whole for micro_batch in micro_batches)
+            # The first dimension of what a script's own function makes may be another than that of the samples.
+            self._in_parts &= not isinstance(batch, CollatedBatch)
         if self._steps == 1 and self._reports:
-            micro_batches = sum(len(micro_batches) for _, micro_batches in work)
-            if several or micro_batches > 1:
+            if self._mixing_due:
                 self._check_denominator(
-                    loss,
-                    batch,
-                    max((micro_batch.samples for _, micro_batches in work for micro_batch in micro_batches), default=2),
+                    loss, batch, max((micro_batch.samples for micro_batch in micro_batches), default=2)
                 )
                 self._check_frequencies()
-                self._mixing_due = True
             if several:
                 self._check_rates()
         if several and self._steps == 2:
             self._check_statistics()
         if self._reports:
-            self._check_counters(sum(len(micro_batches) for _, micro_batches in work))
+            self._check_counters(len(micro_batches))
         if isinstance(batch, CollatedBatch):
             # Batches of the script's own function may hold anything, and cannot be divided into samples.
             self._first = {}
@@ -300,29 +313,29 @@ class Checks:
             else contract.batch // contract.workers
         )
 
-    def _make_probe(self, model: nn.Module, samples: int) -> MixingProbe | None:
-        """Return a probe of the loss of the first step; None where none is due, or code is compiled."""
-        run = self._run
+    def _make_probes(self, model: nn.Module, micro_batch: MicroBatch) -> _Probes | None:
+        """Return probes of the loss of the first step; None where none is due, or code is compiled."""
+        run, samples = self._run, micro_batch.samples
         split = run.context.comms.model.size > 1
-        none_due = split or samples < 2 or has_compiled_code([model], run.context)
-        return None if none_due else MixingProbe(model, samples)
+        if split or samples < 2 or has_compiled_code([model], run.context):
+            return None
+        # The hooks of the second one record the views of the first.
+        return _Probes(MixingProbe(model, samples) if self._reports else None, TargetProbe(model, micro_batch))
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
         """Begin to find out, for one micro-batch of a custom training loop, whether its loss mixes samples.
 
         A loss mixes samples if the gradient of one sample depends on the model's outputs for others, or on their
-        targets. Only the first micro-batch is examined; ``end_body`` reports the finding. Does nothing on other ranks
-        than 0, for a micro-batch that is the whole batch, and for a compiled model or one that is split over ranks. Not
-        collective.
+        targets. Only the rank's first micro-batch is examined, which also must not take samples by their places;
+        ``end_body`` reports the finding. Does nothing for a micro-batch that is the whole batch, and for a compiled
+        model or one that is split over ranks. Not collective.
 
         Args:
             micro_batch: the micro-batch on which the body of the script's loop is about to run.
         """
         due, self._mixing_due = self._mixing_due, False
         if due and not micro_batch.whole:
-            self._probe = self._make_probe(self._run.model, micro_batch.samples)
-            if self._probe is not None:
-                self._targets = TargetProbe(self._run.model, micro_batch)
+            self._probes = self._make_probes(self._run.model, micro_batch)
 
     def end_body(self, loss: Any = None) -> None:
         """Warn on rank 0 if the loss of the micro-batch that was given to ``begin_body`` mixes samples. Not collective.
@@ -333,27 +346,30 @@ class Checks:
         Args:
             loss: the loss that the script passes to ``run.backward``; None at the end of the body, which examines
                 nothing.
+
+        Raises:
+            UsageError: the loss takes samples by their places in the micro-batch.
         """
-        probe, self._probe = self._probe, None
-        if probe is not None:
-            self._report_mixing(probe, self._targets, loss)
-        if loss is None and self._targets is not None:
-            self._targets.close()
-            self._targets = None
+        probes = self._probes
+        if probes is not None and loss is not None:
+            self._examine(probes, loss)
+        if probes is not None and loss is None:
+            probes.close()
+            self._probes = None
 
     def probed(self, loss: LossFn) -> LossFn:
         """Return the loss function for a step, in the first step wrapped to check whether the loss mixes samples.
 
         A loss mixes samples if the gradient of one sample depends on the model's outputs for others, or on their
-        targets. The wrapped function examines its first call and reports a finding as a warning. Not collective.
+        targets. The wrapped function examines its first call and reports a finding as a warning; for a loss that takes
+        samples by their places in a micro-batch it raises UsageError. Not collective.
 
         Args:
             loss: the loss function of ``run.step``.
 
         Returns:
             The wrapped function, with the arguments and the result of ``loss``; ``loss`` itself after the first step,
-            where the whole global batch is one micro-batch, on ranks other than 0, and under pipeline or tensor
-            parallelism.
+            where the whole global batch is one micro-batch, and under pipeline or tensor parallelism.
         """
         due, self._mixing_due = self._mixing_due, False
         # Stages know a loss function as an object.
@@ -364,31 +380,34 @@ class Checks:
         left = [True]
 
         def look(model: Any, batch: Batch) -> Any:
-            probe = targets = None
+            probes = None
             # A batch of the script's own kind may have no length.
             with suppress(Exception):
-                probe = self._make_probe(model, length(batch)) if left and isinstance(model, nn.Module) else None
+                micro_batch = MicroBatch(0, 0, batch, length(batch), 1.0, 0, True)
+                probes = self._make_probes(model, micro_batch) if left and isinstance(model, nn.Module) else None
             left.clear()
-            if probe is not None:
-                targets = TargetProbe(model, MicroBatch(0, 0, batch, length(batch), 1.0, 0, True))
             try:
                 result = loss(model, batch)
-                if probe is not None and targets is not None:
-                    self._report_mixing(probe, targets, result)
+                if probes is not None:
+                    self._examine(probes, result)
             finally:
-                if probe is not None and targets is not None:
-                    targets.close()
-                    probe.close()
+                if probes is not None:
+                    probes.close()
             return result
 
         return look
 
-    def _report_mixing(self, probe: MixingProbe, targets: TargetProbe | None, loss: Any) -> None:
-        """Report a loss in which one sample's gradient depends on the outputs, or on the targets, of other samples."""
-        # What the probes compute anew needs no second look.
-        with self._run.lifecycle.values.updating():
-            by_targets = targets.mixes(loss) if loss is not None and targets is not None else ""
-            mixes = probe.mixes(loss) or by_targets
+    def _examine(self, probes: _Probes, loss: Any) -> None:
+        """Report a loss that mixes samples, and refuse one that takes them by their places in the micro-batch."""
+        try:
+            # What the probes compute anew needs no second look.
+            with self._run.lifecycle.values.updating():
+                if self._in_parts:
+                    probes.targets.check_places(loss)
+                by_targets = probes.targets.mixes(loss) if probes.mixing is not None else ""
+                mixes = (probes.mixing is not None and probes.mixing.mixes(loss)) or by_targets
+        finally:
+            probes.close()
         if mixes:
             what = by_targets or "model's outputs for"
             finding = f"the loss mixes samples: the gradient of one depends on the {what} others"

@@ -1,0 +1,216 @@
+"""Losses that take samples by their places in a micro-batch are refused before the first update, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import tutti
+from tests import worlds
+from tests.scripts.oracle import global_batches
+from tutti.errors import UsageError
+
+BATCH, SAMPLES, FEATURES = 24, 48, 6
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
+mse = functional.mse_loss
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, FEATURES)).double()
+
+
+def dataset() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    inputs, targets = (torch.randn(SAMPLES, width, generator=draw, dtype=torch.float64) for width in (5, FEATURES))
+    return TensorDataset(inputs, targets, torch.randint(0, 3, (SAMPLES,), generator=draw))
+
+
+def errors(out: Tensor, want: Tensor) -> Tensor:
+    return (out - want).square().mean(1)
+
+
+def halves(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Targets for the first half of the samples alone."""
+    out, half = net(inputs), len(inputs) // 2
+    return mse(out[:half], want[:half]) + 0.3 * out[half:].abs().mean()
+
+
+def logged(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """A figure of the first samples that the loss does not read."""
+    assert float(net(inputs[:2]).detach().sum()) != float(inputs[0].sum())
+    return mse(net(inputs), want)
+
+
+def chosen(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Samples by their values, which the script reads one by one."""
+    each = errors(net(inputs), want)
+    return torch.stack([each[k] * (1 + int(of_kind > 0)) for k, of_kind in enumerate(kind.tolist())]).mean()
+
+
+def doubled(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    each = errors(net(inputs), want)
+    return sum((each[k] * (2 if kind[k].item() > 1 else 1) for k in range(len(each))), torch.zeros(())) / len(each)
+
+
+def two_views(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    own, near = net(torch.cat([inputs, 1.1 * inputs])).chunk(2)
+    return 1 - functional.cosine_similarity(own, near).mean() + mse(own, want)
+
+
+def triplets(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Groups of four neighbours, whose members have parts of their own."""
+    groups = [(a - 2 * b).abs().mean() - 0.1 * c.square().mean() for a, b, c, _ in net(inputs).split(4)]
+    return torch.stack(groups).mean()
+
+
+def shifted(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Next tokens of sequences of three tokens, of two kinds."""
+    tokens, next_ones = net(inputs).view(-1, 3, 2)[:, :-1], (want.view(-1, 3, 2)[:, 1:, 0] > 0).long()
+    return functional.cross_entropy(tokens.reshape(-1, 2), next_ones.reshape(-1))
+
+
+def time_first(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """As many steps as samples, along the first dimension."""
+    steps = torch.linspace(1, 2, 12 if len(inputs) > 8 else 8, dtype=torch.float64)
+    sequences = (inputs[:, None] * steps[:, None]).transpose(0, 1)[:-1]
+    return mse(net(sequences)[-1:].mean(0), want) * 0 + mse(net(inputs), want)
+
+
+REFUSED: dict[str, Loss] = {
+    "rows of losses": lambda net, x, want, kind: errors(net(x), want)[:5].mean(),
+    "rows of inputs": lambda net, x, want, kind: mse(net(x[:6]), want[:6]),
+    "a second term of some": lambda net, x, want, kind: mse(net(x), want) + 0.1 * net(x[:4]).abs().mean(),
+    "a penalty of some outputs": lambda net, x, want, kind: (
+        lambda out: functional.l1_loss(out, want) + 0.1 * out[:4].abs().mean()
+    )(net(x)),
+    "the first": lambda net, x, want, kind: (lambda out: mse(out, want) + out[0].abs().mean())(net(x)),
+    "the last": lambda net, x, want, kind: (lambda out: mse(out, want) + out[-1, 2:].abs().mean())(net(x)),
+    "halves": halves,
+    "calls for parts": lambda net, x, want, kind: mse(net(x[:4]), want[:4]) + 0.3 * net(x[4:]).abs().mean(),
+    "a loop over some": lambda net, x, want, kind: sum(errors(net(x), want)[k] for k in range(4)) / 4,
+    "unequal parts": lambda net, x, want, kind: (lambda a, b: a.square().mean() + 3 * b.abs().mean())(
+        *net(x).tensor_split([3])
+    ),
+    "two parts": lambda net, x, want, kind: (lambda a, b: a.square().mean() + b.abs().mean())(*net(x).chunk(2, dim=0)),
+    "narrow": lambda net, x, want, kind: net(x).narrow(0, 0, 4).square().mean(),
+    "the largest of a sort": lambda net, x, want, kind: (
+        errors(net(x), want).sort(descending=True).values[: len(x) // 4].mean()
+    ),
+}
+TAKEN: dict[str, Loss] = {
+    "mean": lambda net, x, want, kind: mse(net(x), want),
+    "columns": lambda net, x, want, kind: mse(net(x)[:, :3], want[:, :3]) + net(x)[..., 0].abs().mean(),
+    "all rows": lambda net, x, want, kind: mse(net(x[:BATCH])[: len(x)], want[:BATCH]),
+    "parts of features": lambda net, x, want, kind: (
+        lambda mean, scale: (mean + scale.exp() - want[:, :3]).abs().mean()
+    )(*net(x).chunk(2, dim=1)),
+    "neighbouring features": lambda net, x, want, kind: (lambda out: (out[:, 1:] - out[:, :-1]).abs().mean())(net(x)),
+    "shift of a language model": shifted,
+    "two views": two_views,
+    "slices of two views": lambda net, x, want, kind: (lambda out: mse(out[: len(x)], out[len(x) :].abs()))(
+        net(torch.cat([x, 1.1 * x]))
+    ),
+    "parts of a memory's size": lambda net, x, want, kind: mse(torch.cat([net(each) for each in x.split(4)]), want),
+    "losses of parts": lambda net, x, want, kind: torch.cat(
+        [errors(net(each), y) for each, y in zip(x.split(4), want.split(4), strict=True)]
+    ).mean(),
+    "losses of samples": lambda net, x, want, kind: sum(map(mse, net(x), want)) / len(x),
+    "a mask": lambda net, x, want, kind: errors(net(x), want)[kind > 0].mean(),
+    "neighbours": lambda net, x, want, kind: (lambda out: (out[0::2] - 2 * out[1::2]).square().mean())(net(x)),
+    "pairs": lambda net, x, want, kind: (lambda out: (out[:, 0] - 2 * out[:, 1]).abs().mean())(net(x).view(-1, 2, 6)),
+    "triplets": triplets,
+    "triplets of items": lambda net, x, want, kind: functional.triplet_margin_loss(
+        *net(torch.stack([x, 1.1 * x, -x], 1)).unbind(1)
+    ),
+    "nothing of the first": lambda net, x, want, kind: mse(net(x), want) + 0 * net(x)[0].sum(),
+    "a constant's rows": lambda net, x, want, kind: mse(net(x) + torch.arange(40.0).double()[:FEATURES], want),
+    "a figure of the first": logged,
+    "samples by values": chosen,
+    "factors by values": doubled,
+    "time first": time_first,
+}
+PLACES = (
+    (2, "mirrored", None, "loss.backward"),
+    (3, "sharded:stage=1", None, "step"),
+    (1, "single", 8, "run.backward"),
+)
+
+
+def train(name: str, strategy: str, micro_batch: int | None, how: str, own: Any = None) -> Any:
+    """Return the sums of all tensors after two updates, or the error before the first one."""
+    loss_fn, model = own or (REFUSED | TAKEN)[name], made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {} if micro_batch is None else {"micro_batch": micro_batch}
+
+    def loss(model: Any, batch: Any) -> Any:
+        return loss_fn(model, *batch)
+
+    run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, batch_size=BATCH, seed=0, **options)
+    try:
+        for batch in run.epoch(0) if how == "step" else run.microbatches(0):
+            if how == "step":
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            run.backward(value) if how == "run.backward" else value.backward()
+            optimizer.step()
+    except UsageError as error:
+        return run.updates, str(error)
+    return [float(value.sum()) for value in run.state().values()]
+
+
+def train_all(names: Sequence[str], strategy: str, micro_batch: int | None, how: str) -> list[Any]:
+    return [train(name, strategy, micro_batch, how) for name in names]
+
+
+def plain(names: Sequence[str]) -> list[Any]:
+    found = []
+    for name in names:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in global_batches(dataset(), BATCH, 0):
+            optimizer.zero_grad()
+            TAKEN[name](model, *batch).backward()
+            optimizer.step()
+        found.append([float(value.sum()) for value in model.state_dict().values()])
+    return found
+
+
+def cases(table: dict[str, Loss], place: int) -> list[str]:
+    """Return a third of the table's names: what is decided by the place is where the loss comes from, and not which."""
+    return list(table)[place :: len(PLACES)]
+
+
+@pytest.mark.parametrize("place", range(len(PLACES)))
+def test_samples_that_are_taken_by_their_places_are_refused(place: int) -> None:
+    (ranks, strategy, micro, how), names = PLACES[place], cases(REFUSED, place)
+    for found in worlds.run(ranks, train_all, names=names, strategy=strategy, micro_batch=micro, how=how):
+        for name, each in zip(names, found, strict=True):
+            assert each[0] == 0 and "takes samples by their places" in str(each[1]), (name, each)
+            assert "test_places_of_samples.py:" in each[1], (name, each)
+
+
+@pytest.mark.parametrize("place", range(len(PLACES)))
+def test_losses_that_treat_all_samples_alike_are_right(place: int) -> None:
+    (ranks, strategy, micro, how), names = PLACES[place], cases(TAKEN, place)
+    how = "step" if how == "step" else "run.backward"  # loss.backward() refuses means over other numbers than samples
+    want = worlds.alone(plain, names=names)
+    for found in worlds.run(ranks, train_all, names=names, strategy=strategy, micro_batch=micro, how=how):
+        for name, each, of_plain in zip(names, found, want, strict=True):
+            assert each == pytest.approx(of_plain, abs=1e-12), name
+
+
+def test_a_script_that_says_so_takes_the_places_of_each_micro_batch() -> None:
+    def counted(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Any:
+        return errors(net(inputs), want)[:4].mean() * len(inputs), len(inputs)
+
+    assert len(train("", "single", 8, "run.backward", counted)) == 4
+    assert len(train("", "single", None, "step", REFUSED["halves"])) == 4, "one micro-batch is the global batch"
