@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -125,7 +126,8 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
     """All-gather: concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
 
     Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
-    ranks' gradients, for which backward performs an all-reduce and an all-gather of the numbers of rows.
+    ranks' gradients, in ``run.backward`` and ``run.step`` of their sum, as each rank's loss counts by its share of the
+    batch there. Backward performs an all-reduce and an all-gather of the numbers of rows.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -151,7 +153,8 @@ def grouped_allgather(
     """All-gather several tensors as one call: concatenate the ranks' tensors along the first dimension, for each.
 
     Collective over ``process_set``; blocks. Differentiable: this rank's gradients are its rows of the average of the
-    ranks' gradients, for which backward performs an all-reduce and an all-gather of the numbers of rows.
+    ranks' gradients, in ``run.backward`` and ``run.step`` of their sum, as each rank's loss counts by its share of the
+    batch there. Backward performs an all-reduce and an all-gather of the numbers of rows.
 
     Args:
         tensors: the same number on all ranks, each (rows, …), with trailing dimensions and dtype that are equal on all
@@ -437,6 +440,27 @@ def _grad_name(name: str | None) -> str | None:
     return None if name is None else f"{name}.grad"
 
 
+_averaging: WeakSet[Any] = WeakSet()
+"""Autograd nodes of gathers, broadcasts and reduce-scatters whose backwards average gradients, as Horovod's do."""
+
+
+def _begin_gradient(ctx: Any) -> None:
+    ctx.op = AVERAGE
+    _averaging.add(ctx)
+
+
+def add_losses() -> None:
+    """Let gradients through all gathers that this rank has made, and not yet differentiated, be sums over ranks.
+
+    ``allgather``, ``broadcast`` and ``reducescatter`` average the ranks' gradients, as Horovod's do. Where each rank's
+    loss is weighted by its share of the batch, so that the ranks' losses are terms of one sum, the gradient of that sum
+    is the sum. Not collective; must be called on every rank before the backward.
+    """
+    for ctx in list(_averaging):
+        ctx.op = SUM
+    _averaging.clear()
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Any:
@@ -462,6 +486,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Any:
         name, process_set = ctx.given = arguments
+        _begin_gradient(ctx)
         handle = grouped_allgather_async(tensors, name, process_set=process_set)
         ctx.shapes = [tensor.shape for tensor in tensors]
         return tuple(handle.wait())
@@ -472,7 +497,7 @@ class _AllGather(torch.autograd.Function):
         name, process_set = ctx.given
         sizes = [math.prod(shape[:1]) for shape in ctx.shapes]
         counts = allgather_async(torch.tensor([sizes]), _grad_name(_grad_name(name)), process_set=process_set).wait()
-        reduced = grouped_allreduce(gradients, AVERAGE, _grad_name(name), process_set=process_set)
+        reduced = grouped_allreduce(gradients, ctx.op, _grad_name(name), process_set=process_set)
         rank = process_set.rank()
         starts = counts[:rank].sum(0).tolist()
         return None, *(
@@ -485,13 +510,14 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], tensor: Tensor) -> Any:
         root, name, process_set = ctx.given = arguments
+        _begin_gradient(ctx)
         return (broadcast_async(tensor, root, name, process_set=process_set).wait(),)
 
     @staticmethod
     @_translated
     def backward(ctx: Any, gradient: Tensor) -> Any:
         root, name, process_set = ctx.given
-        reduced = allreduce(gradient, AVERAGE, _grad_name(name), process_set=process_set)
+        reduced = allreduce(gradient, ctx.op, _grad_name(name), process_set=process_set)
         return None, reduced if context.rank() == root else torch.zeros_like(reduced)
 
 
@@ -519,6 +545,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Any:
         op, name, prescale, postscale, process_set = ctx.given = arguments
+        _begin_gradient(ctx)
         return tuple(
             grouped_reducescatter_async(
                 tensors, op, name, prescale=prescale, postscale=postscale, process_set=process_set
@@ -530,6 +557,8 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         op, name, prescale, postscale, process_set = ctx.given
         factor = prescale * postscale * (process_set.size() if op == SUM else 1)
+        if ctx.op == SUM:
+            factor /= process_set.size()
         return None, *grouped_allgather(
             [gradient * factor for gradient in gradients], _grad_name(name), process_set=process_set
         )

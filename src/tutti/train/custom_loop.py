@@ -21,6 +21,7 @@ from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.parallel import check_custom_loop
+from tutti.parallel.ddp.loss_shape import is_gathered
 from tutti.train.custom_loop_closure import ClosureUpdate
 from tutti.train.custom_loop_gradients import CustomLoopGradients
 from tutti.train.custom_loop_state import CustomLoopState, GlobalBatchState, Gradients
@@ -386,9 +387,20 @@ class CustomLoop:
         Args:
             roots: the losses whose gradients the script's call of autograd adds up, each with the gradient that the
                 call gives for it, which a loss of several elements has.
+
+        Raises:
+            UsageError: a loss is computed from what several ranks have gathered.
         """
         if self._state.micro_batch is None or not self._state.in_body:
             return nullcontext()
+        if self._run.context.comms.replica.size > 1 and any(is_gathered(loss.grad_fn) for loss, _ in roots):
+            raise UsageError(
+                "loss.backward() for a loss of what ranks have gathered",
+                where=script_line(),
+                why="outside of run.backward the gradient through tutti.allgather is the average over ranks, as"
+                " Horovod's, and would be too small by the number of ranks",
+                remedy="call run.backward(loss)",
+            )
         if not self._bodies.several:
             self._bodies.check_scaler()
         return self._origin.plain_backward(roots, self._state.micro_batch)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.comm.collectives import add_losses
 from tutti.comm.random_keys import mix, name_key
 from tutti.device import widest_float
 from tutti.errors import UsageError, counted, kind_of
@@ -25,7 +26,8 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
 
     Where the micro-batch has noise σ (``micro_batch.noise``, option ``--gradient-noise``), each sample's loss counts z
     ~ N(1, σ²) times in the gradient, and once in the loss sums (Hoffer et al. 2017, arXiv 1705.08741, §4). The weights
-    z follow from the micro-batch's key.
+    z follow from the micro-batch's key. Gradients through gathers over ranks (``tutti.allgather``) become sums over
+    ranks, unless the gradient is that of this micro-batch alone (``micro_batch.whole``).
 
     Args:
         outcome: a scalar (mean over the micro-batch's samples, or over the targets of a cross-entropy), ``(sum,
@@ -46,6 +48,8 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
             of a part of the global batch, and such losses do not add up to that of the whole batch, as the root of a
             mean does not.
     """
+    if not micro_batch.whole:
+        add_losses()
     if is_dtensor(outcome[0] if isinstance(outcome, tuple | list) and outcome else outcome):
         raise UsageError(
             "the loss is computed from the rows of parameters that this rank has",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from tutti.comm.collectives import is_collective_node
 from tutti.errors import UsageError, counted, script_line
 from tutti.parallel.ddp.output_graph import graph_within, leaf_of_node, nodes_below
 from tutti.torch_compat import (
@@ -100,13 +101,20 @@ _REMEDY = (
     "return (sum, count), with what divides the sum as the count; or take one worker without micro_batch; for the mean"
     " of the parts' losses, as gradient accumulation by hand gives it, return (loss * n, n) of n samples"
 )
+_OF_ALL = (
+    "compute it for each sample, and take the mean; or take one worker without micro_batch; or, with as many workers as"
+    " devices and one micro-batch each, compute it from the outputs and targets of all ranks (tutti.allgather) and call"
+    " run.backward or run.step; for the mean of the parts' losses, as gradient accumulation by hand gives it, return"
+    " (loss * n, n) of n samples"
+)
 
 
 def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
     """Check by the autograd graph of a loss that it is linear in means or sums over the micro-batch's samples.
 
     Only then do the losses of the micro-batches add up to the loss of the global batch. The check looks at graph nodes
-    whose output has no dimension of the samples, at most 64; a loss in which it finds no violation passes.
+    whose output has no dimension of the samples, at most 64; a loss in which it finds no violation passes, and so does
+    one that is computed from what ranks have gathered.
 
     Args:
         root: ``grad_fn`` of the loss; None passes.
@@ -118,6 +126,25 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
             of two, a mean over a number of elements that is not a multiple of the samples, a sum over samples that
             nothing divides, or one divided by a number that is not a multiple of the samples.
     """
+    try:
+        _check_adds_up(root, micro_batch)
+    except UsageError:
+        if not is_gathered(root):
+            raise
+
+
+def is_gathered(root: Any) -> bool:
+    """Return whether a loss is computed from what a collective has brought from all ranks, as ``tutti.allgather``.
+
+    The function searches the loss's autograd graph, at most 4,096 nodes.
+
+    Args:
+        root: ``grad_fn`` of the loss.
+    """
+    return any(map(is_collective_node, nodes_below(root, lambda _: True, _DEEP)))
+
+
+def _check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
     ahead, seen, samples = [root], set[Any](), micro_batch.samples
     while ahead and len(seen) < _MOST:
         node = graph_within(ahead.pop())
@@ -135,14 +162,15 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
         before = [each for each, _ in node.next_functions if each is not None]
         name = _function(node)
         if name in _MIXING and _over_samples(node, samples) and not _of_stack(node, samples):
-            raise _refused(f"the loss is no mean over samples: it takes {_text(name)} over them")
+            raise _refused(f"the loss is no mean over samples: it takes {_text(name)} over them", _OF_ALL)
         if name in _CURVED and any(_holds(each, samples) for each in before):
-            raise _refused(f"the loss is no mean over samples: it takes {_text(name)} of a mean or a sum over them")
+            what = f"the loss is no mean over samples: it takes {_text(name)} of a mean or a sum over them"
+            raise _refused(what, _OF_ALL)
         if len(before) == 2 and (name in _PRODUCTS or name == "Div"):
             below = before[1:] if name == "Div" else before
             if all(_holds(each, samples) for each in below):
                 kind = "divides by a mean or a sum" if name == "Div" else "multiplies means or sums"
-                raise _refused(f"the loss is no mean over samples: it {kind} over them")
+                raise _refused(f"the loss is no mean over samples: it {kind} over them", _OF_ALL)
         ahead += before
     _check_divisor(root, micro_batch)
     _check_sums(root, samples)

@@ -18,7 +18,7 @@ from tutti.errors import UsageError, counted, script_line
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.script_mode import SIZES, asked_by_script, within_call_of
 from tutti.parallel.ddp.loss_count import loss_count
-from tutti.parallel.ddp.loss_shape import Scaled, scaled_reductions, undivided_sum
+from tutti.parallel.ddp.loss_shape import Scaled, check_adds_up, is_gathered, scaled_reductions, undivided_sum
 from tutti.torch_compat import FunctionModesDisabled, function_mode_aside, functorch_level, tree_leaves
 from tutti.train.script_checks.batch_statistics import VALUES, BatchStatistics
 from tutti.train.script_checks.entered_mode import EnteredMode
@@ -183,6 +183,8 @@ class LossWatch(EnteredMode):
 
     def _check_divisor(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         batch, samples = self._run.feed.contract.batch, micro_batch.samples
+        if is_gathered(loss.grad_fn):
+            return
         scaled = list(scaled_reductions(loss.grad_fn, samples))
         for each in scaled:
             what = remedy = ""
@@ -209,6 +211,7 @@ class LossWatch(EnteredMode):
                 self._refuse_divisor(what, remedy)
         may_divide = partial(self._statistics.may_divide, reads_sizes=self._reads_sizes)
         if undivided_sum(loss.grad_fn, samples, may_divide, may_scale=self._reads_sizes):
+            check_adds_up(loss.grad_fn, micro_batch)  # names a ratio of sums, such as a dice loss
             self._refuse_divisor(f"a sum over {counted(samples, 'sample')}, and no mean", _MEANS)
         self.compare_scales(loss, micro_batch, scaled)
 

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tutti.comm.collectives import is_collective_node
 from tutti.comm.current_session import collectives_refused
-from tutti.parallel.ddp.loss_shape import reads_statistic
-from tutti.parallel.ddp.output_graph import nodes_below
+from tutti.parallel.ddp.loss_shape import is_gathered, reads_statistic
 
 _MOST = 1_000_000
 """Largest number of elements of the model's outputs, whose second derivatives take memory."""
-_NODES = 4096
-"""Most autograd nodes of a loss in which a collective is looked for (a guess)."""
 _SMALL = 1e-7
 
 
@@ -76,7 +72,7 @@ class MixingProbe:
         size = sum(output.numel() for output in outputs)
         if not outputs or size > _MOST or not isinstance(total, Tensor) or not total.requires_grad:
             return False
-        if any(map(is_collective_node, nodes_below(total.grad_fn, lambda _: True, _NODES))):
+        if is_gathered(total.grad_fn):
             return False
         # Not every function has a second derivative, and a collective in the loss is none of this rank alone.
         with suppress(Exception), collectives_refused(), torch.enable_grad():
