@@ -167,7 +167,8 @@ class BodyComparison:
                     where=f"step {self._run.global_step + 1}, {script_line()}",
                     why="what follows the first update depends on the gradients of micro-batches whose bodies have"
                     " not run yet",
-                    remedy=f"take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no"
+                    remedy="compute all gradients of the body before the first optimizer.step(), where no loss needs"
+                    f" its update; or take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no"
                     " micro_batch; or more devices",
                 )
             if self._first is not None:
