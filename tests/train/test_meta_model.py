@@ -228,6 +228,23 @@ class OwnInit(nn.Sequential):
             nn.init.normal_(layer.weight, std=0.02)  # type: ignore[arg-type]
 
 
+class Delegating(nn.Module):
+    """Its method of initialisation calls those of its layers, as in PyTorch's FSDP2 example, or is one of its own."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.inner, self.norm, self.own = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.LayerNorm(4), own
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.norm(self.inner(inputs))
+
+    def reset_parameters(self) -> None:
+        for layer in (*self.inner, self.norm):
+            layer.reset_parameters()
+        if self.own:
+            nn.init.normal_(self.inner[1].weight, std=0.02)
+
+
 class Scaled(nn.Module):
     """A parameter that no ``reset_parameters`` sets."""
 
@@ -260,6 +277,7 @@ class Halved(Forgetful):
     ("make", "words"),
     [
         (OwnInit, "the initial values of 2 parameters cannot be computed (0.weight, 1.weight)"),
+        (lambda: Delegating(True), "cannot be computed (inner.0.weight, inner.0.bias, inner.1.weight)"),
         (Scaled, "the initial values of 1 parameter cannot be computed (weight)"),
         (lambda: Net(True), "(embed.weight)"),
         (lambda: changed_after(False), "(scale)"),
@@ -285,11 +303,12 @@ def test_state_that_an_optimizer_has_made_is_refused() -> None:
         tutti.prepare(model, optimizer, torch.zeros(4, 4), lambda m, b: m(b).sum(), strategy="single", batch_size=4)
 
 
-def test_attention_and_its_output_are_initialised_as_by_the_constructor() -> None:
+@pytest.mark.parametrize("part", [lambda: nn.TransformerEncoderLayer(4, 2, 8), Delegating], ids=["attention", "own"])
+def test_layers_within_others_are_initialised_as_by_the_constructor(part: Callable[[], nn.Module]) -> None:
     def run(meta: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
         with torch.device("meta") if meta else nullcontext():
-            model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8))
+            model = nn.Sequential(nn.Linear(4, 4), part())
         torch.manual_seed(0)
         made = tutti.prepare(model, "sgd", torch.zeros(4, 4), lambda m, b: m(b).sum(), strategy="single", batch_size=4)
         return {name: value.clone() for name, value in made.state().items()}

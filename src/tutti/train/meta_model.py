@@ -140,8 +140,9 @@ def _initialise(model: nn.Module, found: Mapping[str, str]) -> None:
     for tensor in former.values():
         _put_buffer(model, tensor, _empty_like(tensor))
     resets, inits = _Writes({**missing, **slots}), _Writes({**missing, **slots})
-    for reset in _resets(model, {id(p) for p in missing.values()}):
-        resets.count(reset)
+    for module, reset in _resets(model, {id(p) for p in missing.values()}):
+        if not (_has_written(module, missing, expected, resets) and _only_delegates(module, reset)):
+            resets.count(reset)
     for init in _own_inits(model) if missing or former else ():
         try:
             inits.count(init)
@@ -207,13 +208,44 @@ class _Writes:
         return {name: tensor_version(tensor) for name, tensor in tensors.items()}
 
 
-def _resets(model: nn.Module, wanted: set[int]) -> list[Callable[[], Any]]:
-    """Return the methods that initialise modules with one of the parameters whose ``id()`` is ``wanted``.
+def _resets(model: nn.Module, wanted: set[int]) -> list[tuple[nn.Module, Callable[[], Any]]]:
+    """Return the modules with one of the parameters whose ``id()`` is ``wanted``, each with its initialising method.
 
     The order is that of ``nn.Module.apply``, and of most constructors: children first.
     """
     pairs = [(module, _method(module, RESET_METHODS)) for module in _children_first(model, set())]
-    return [reset for module, reset in pairs if reset and any(id(p) in wanted for p in module.parameters())]
+    wanting = [(module, reset) for module, reset in pairs if any(id(p) in wanted for p in module.parameters())]
+    return [(module, reset) for module, reset in wanting if reset]
+
+
+def _has_written(
+    module: nn.Module, missing: Mapping[str, Tensor], expected: Mapping[str, int], resets: _Writes
+) -> bool:
+    """Return whether the parameters of a module have been written as often as by the constructor of the model."""
+    ids = {id(parameter) for parameter in module.parameters()}
+    names = [name for name, parameter in missing.items() if id(parameter) in ids]
+    return all(0 < expected[name] <= resets.total(name) for name in names)
+
+
+def _only_delegates(module: nn.Module, reset: Callable[[], Any]) -> bool:
+    """Return whether a module's method that initialises it calls those of the modules within it, and writes nothing.
+
+    The method is called without effect where that is so; else with that of the modules' methods left out.
+    """
+    inner = [each for each in module.modules() if each is not module]
+    kept = [{name: vars(each)[name] for name in RESET_METHODS if name in vars(each)} for each in inner]
+    writes = _Writes(dict(module.named_parameters()))
+    for each in inner:
+        vars(each).update(dict.fromkeys(RESET_METHODS, lambda *args, **named: None))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            writes.count(reset)
+    finally:
+        for each, former in zip(inner, kept, strict=True):
+            for name in RESET_METHODS:
+                del vars(each)[name]
+            vars(each).update(former)
+    return not any(writes.counts.values())
 
 
 def _own_inits(module: nn.Module) -> list[Callable[[], Any]]:
