@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -344,7 +344,130 @@ class Assigning(Decoder):
         return Output(scores, functional.cross_entropy(scores.mT, labels.gather(1, order)))
 
 
+class Querying(Decoder):
+    """Hands blocks a parameter of its own and one of a module that it does not call, and adds both to its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.blocks = nn.ModuleList(Relative(0.0) for _ in range(3))
+        self.queries, self.places = nn.Parameter(torch.randn(2, WIDTH)), nn.Embedding(8, WIDTH)
+        self.floor = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        x = self.body.embed(words[:, :6])
+        for block in self.body.blocks:
+            if self.floor.item() > -9.0:
+                x = block(x, table=self.places.weight, shift=self.queries.mean(0))
+        scores = self.head(self.body.norm(x)) + self.queries.sum() * self.floor + self.head.weight.square().sum()
+        if labels is None:
+            return Output(scores)
+        return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+class Criterion(nn.Module):
+    """Assigns scores to labels by NumPy, as the losses of segmenters do; reads values of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, WORDS, dtype=torch.float64))
+
+    def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if not labels.any():
+            raise ValueError("labels of zeros")
+        order = torch.from_numpy(scores.detach()[..., 0].numpy().argsort(1))
+        return functional.cross_entropy(scores.mT, labels.gather(1, order), self.weights, reduction="sum")
+
+
+class Judging(Decoder):
+    """Its criterion is a module, called behind a check of values, and so is what averages the result."""
+
+    def __init__(self, checked: bool) -> None:
+        super().__init__()
+        self.checked, self.criterion, self.same = checked, Criterion(), nn.Identity()
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        scores = self.head(self.body(words, **options))
+        assert labels is not None
+        if self.checked and not scores.detach().isfinite().all():
+            raise ArithmeticError("a score is not a number")
+        return Output(scores, self.same(self.criterion(scores, labels)) / labels.numel())
+
+
+class Measured(Block):
+    """Attends within parts of a sequence, whose lengths it reads."""
+
+    def forward(self, x: Tensor, *, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        parts = x.split(lengths.tolist(), 1)
+        return torch.cat([super(Measured, self).forward(part)[0] for part in parts], 1)
+
+
+class Measuring(Decoder):
+    """Hands blocks the lengths of parts, as models of images of several sizes do, and keeps them as an attribute."""
+
+    lengths: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.blocks = nn.ModuleList(Measured(0.0) for _ in range(3))
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        first = 2 if self.training else 4
+        x, lengths = self.body.embed(words), torch.tensor([first, words.shape[1] - first])
+        self.lengths, self.seen = lengths, (first, None)
+        for block in self.body.blocks:
+            x = block(x, lengths=lengths)
+        scores = self.head(self.body.norm(x))
+        return Output(scores, None if labels is None else functional.cross_entropy(scores.mT, labels))
+
+
+class Cache:
+    """Holds a memory for each block."""
+
+    def __init__(self, memories: Sequence[Tensor]) -> None:
+        self.memories = list(memories)
+
+
+class Prefixed(Decoder):
+    """Hands blocks a cache with memories, which one module makes, as tuned prefixes are."""
+
+    class Reader(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(0.0, cross=True)
+            self.number = number
+
+        def forward(self, x: Tensor, *, cache: Cache) -> Tensor:  # type: ignore[override]
+            return super().forward(x, memory=cache.memories[self.number])[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Linear(3, 3 * 2 * WIDTH)
+        self.body.blocks = nn.ModuleList(self.Reader(number) for number in range(3))
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        made = self.prefix(words[:, :3].to(self.head.weight.dtype) / WORDS).unflatten(-1, (3, 2, WIDTH))
+        x, cache = self.body.embed(words), Cache(made.unbind(1))
+        for block in self.body.blocks:
+            x = block(x, cache=cache)
+        scores = self.head(self.body.norm(x))
+        return Output(scores, None if labels is None else functional.cross_entropy(scores.mT, labels))
+
+
+class Reading(Decoder):
+    """Reads the weight of a block for its loss."""
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        output = super().forward(words, labels)
+        assert output.loss is not None
+        return Output(output.scores, output.loss + self.head.weight.square().sum())
+
+
 MODELS = {
+    "querying": Querying,
+    "reading": Reading,
+    "judging": partial(Judging, False),
+    "judging, checked": partial(Judging, True),
+    "measuring": Measuring,
+    "prefixed": Prefixed,
     "seeing": Seeing,
     "assigning": Assigning,
     "transcribing": Transcribing,
@@ -388,6 +511,16 @@ def on_one_device(name: str, reproducible: bool) -> Any:
 
 
 PLACES = [
+    ("querying", 2, "pipeline:micro_batches=4", False),
+    ("reading", 2, "pipeline:micro_batches=4", True),
+    ("querying", 3, "pipeline:schedule=zero_bubble,micro_batches=4", False),
+    ("querying", 4, "hybrid:stages=2,shards=2,micro_batches=4", False),
+    ("judging", 2, "pipeline:micro_batches=4", True),
+    ("judging, checked", 3, "pipeline:micro_batches=4", True),
+    ("measuring", 2, "pipeline:micro_batches=4", True),
+    ("measuring", 3, "pipeline:micro_batches=4", False),
+    ("prefixed", 2, "pipeline:micro_batches=4", True),
+    ("prefixed", 3, "pipeline:micro_batches=4", False),
     ("in place", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
     ("transcribing", 2, "pipeline:micro_batches=4", True),
     ("seeing", 2, "pipeline:micro_batches=4", True),
@@ -528,11 +661,24 @@ class Drawing(Decoder):
         return Output(output.scores, output.loss * (1 + functional.dropout(torch.ones(1), 0.5).mean()))
 
 
-class Reading(Decoder):
+class Overwriting(Querying):
+    """Writes a parameter that it hands to several blocks."""
+
     def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        self.queries.data.clamp_(-0.5, 0.5)
+        return super().forward(words, labels)
+
+
+class Counting(Measuring):
+    """Counts its forwards, of which a stage runs more than one device does."""
+
+    seen: Any = 0
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        count = self.seen + 1
         output = super().forward(words, labels)
-        assert output.loss is not None
-        return Output(output.scores, output.loss + self.head.weight.square().sum())
+        self.seen = count
+        return output
 
 
 class Sharing(InPlace):
@@ -625,7 +771,8 @@ def penalised(model: Any, batch: Any) -> Any:
 
 WRONG = {
     "draws": (Drawing, loss, "draws random numbers"),
-    "reads": (Reading, loss, "reads body.embed.weight outside of its blocks"),
+    "overwrites": (Overwriting, loss, "its own forward writes queries"),
+    "counts": (Counting, loss, "its forward writes seen, which every stage would write"),
     "writes": (lambda: with_blocks(Writing), loss, "writes its arguments in place"),
     "shares": (Sharing, loss, "writes in place what same returns or was given"),
     "spills": (lambda: with_blocks(Spilling), spilled, "body.blocks.0.figure, which this rank does not have"),

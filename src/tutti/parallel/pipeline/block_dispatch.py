@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from tutti.nn.written_tensors import share_memory
 from tutti.parallel.pipeline.made_values import PLAIN, made_numbers
 from tutti.torch_compat import (
     FakeTensorMode,
+    is_fake,
+    module_parameters,
     replace_call,
     tensor_version,
     tree_flatten,
@@ -54,11 +56,13 @@ class BlockCall:
         name: the block's name in the whole model.
         reads: tensors returned by earlier calls from which this call's arguments are computed.
         tensors: number of tensors that the call returns.
+        parameters: names of parameters that the code outside of blocks reads for this call's arguments.
     """
 
     name: str
     reads: frozenset[BlockOutput]
     tensors: int
+    parameters: frozenset[str] = frozenset()
 
 
 class ReadsValuesError(Exception):
@@ -173,8 +177,15 @@ class BlockDispatch:
                 }
                 for name, module in self.blocks.items()
             }
+        slots: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in plain.modules():
+            for key, parameter in module_parameters(module).items():
+                slots.setdefault(id(parameter), []).append((module, key))
+        self._slots = {name: slots[id(parameter)] for name, parameter in plain.named_parameters()}
         self._forms: dict[Any, tuple[Any, list[Any], list[set[int]]]] = {}
         self._numbered, self._device = numbered, device
+        # Blocks that fail on made integers.
+        self._valued: set[str] = set()
         self._first = {inner: dict(vars(inner)) for block in self.blocks.values() for inner in block.modules()}
 
     def run(self, run: ForwardRun, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -240,8 +251,8 @@ class BlockDispatch:
             UsageError: the block writes its arguments in place.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        form, run = (_type, self._on_numbers) if name in self._numbered else (_form, self._on_fakes)
-        key = (name, block.training, torch.is_grad_enabled(), str(spec), *map(form, leaves))
+        run = self._on_numbers if name in self._numbered else self._on_fakes
+        key = self._key(name, block, leaves, spec)
         simple = name in self._numbered or all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
         if not simple or key not in self._forms:
             entering, result = run(name, block, leaves, spec)
@@ -252,11 +263,17 @@ class BlockDispatch:
                 if name in self._numbered:
                     raise cannot_be_cut(self.plain, f"its block {name} reads values of tensors and returns an object")
                 return result, memory
+            key = self._key(name, block, leaves, spec)
             self._forms[key] = returned, found, memory
         returned, found, memory = self._forms[key]
         with self.fakes, torch.no_grad():
             made = [torch.empty_like(f) if isinstance(f, Tensor) else f for f in found]
         return tree_unflatten(made, returned), memory
+
+    def _key(self, name: str, block: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
+        """Return a key that is equal for calls of a block whose results have equal forms."""
+        form = _value if name in self._valued else _type if name in self._numbered else _form
+        return name, block.training, torch.is_grad_enabled(), str(spec), *map(form, leaves)
 
     def _on_fakes(self, name: str, block: nn.Module, leaves: Sequence[Any], spec: Any) -> tuple[list[Any], Any]:
         """Return fake arguments, and what a block returns for them. Raises ReadsValuesError."""
@@ -272,7 +289,8 @@ class BlockDispatch:
     def _on_numbers(self, name: str, block: nn.Module, leaves: Sequence[Any], spec: Any) -> tuple[list[Any], Any]:
         """Return made arguments, and what a block that reads values, such as a mixture of experts, returns for them.
 
-        The block must return tensors of the same shapes for other numbers.
+        The block must return tensors of the same shapes for other numbers. Integers that every stage knows, such as the
+        lengths of images among the model's inputs, are given as they are to a block that fails on made ones.
         """
         made = []
         with self._attributes(block), without_dispatch_modes(), forked_generators(self._device), torch.no_grad():
@@ -282,13 +300,20 @@ class BlockDispatch:
                 )
                 try:
                     values = {key: made_like(value) for key, value in self._values[name].items()}
-                    entering = [made_like(leaf) for leaf in leaves]
+                    entering = [
+                        leaf.clone() if name in self._valued and _is_known(leaf) else made_like(leaf) for leaf in leaves
+                    ]
                     made.append((entering, self._returned(name, block, entering, spec, values)))
                 except UsageError:
                     raise
                 except Exception:
                     # The block fails on any numbers: the error on fake tensors says why it has got them.
-                    raise self._numbered[name] from None
+                    if name in self._valued or not any(map(_is_known, leaves)):
+                        raise self._numbered[name] from None
+                    break
+        if len(made) < 2:
+            self._valued.add(name)
+            return self._on_numbers(name, block, leaves, spec)
         one, other = ([_type(leaf) for leaf in tree_leaves(result)] for _, result in made)
         if one != other:
             raise cannot_be_cut(self.plain, f"its block {name} returns tensors whose shapes depend on values")
@@ -339,6 +364,34 @@ class BlockDispatch:
             raise cannot_be_cut(self.plain, f"its block {name} returns tensors whose shapes depend on values")
 
     @contextmanager
+    def with_parameters(self, given: Mapping[str, nn.Parameter | None]) -> Iterator[None]:
+        """Return a context in which the whole model has other parameters, and fake tensors in place of missing ones.
+
+        Every pipeline stage runs the code outside of blocks (modules called as units), which may also read parameters
+        for other stages' blocks.
+
+        Args:
+            given: the parameters by their first name in the whole model; None for one that the stage does not have.
+        """
+        before = []
+        try:
+            for name, parameter in given.items():
+                for module, key in self._slots[name]:
+                    table = module_parameters(module)
+                    known = cast(nn.Parameter, table[key])
+                    if parameter is not known:
+                        before.append((table, key, known))
+                        table[key] = self._fake(known) if parameter is None else parameter
+            yield
+        finally:
+            for table, key, known in before:
+                table[key] = known
+
+    def _fake(self, like: nn.Parameter) -> nn.Parameter:
+        with self.fakes:
+            return cast(nn.Parameter, torch.empty(like.shape, dtype=like.dtype, device=self._device))
+
+    @contextmanager
     def _attributes(self, block: nn.Module) -> Iterator[None]:
         """Within the block a module has the attributes of before the cut in place of placeholders."""
         away = [
@@ -382,6 +435,16 @@ def _type(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, PLAIN) else type(leaf)
+
+
+def _is_known(leaf: Any) -> bool:
+    """Return whether an argument has integers that every stage computes from the model's inputs."""
+    return isinstance(leaf, Tensor) and not is_fake(leaf) and not (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _value(leaf: Any) -> Any:
+    """Return the key of ``_type``, with the values of integers that every stage knows."""
+    return (_type(leaf), tuple(leaf.flatten().tolist())) if _is_known(leaf) else _type(leaf)
 
 
 def cannot_be_cut(plain: nn.Module, why: str) -> UsageError:

@@ -43,13 +43,13 @@ def made_numbers(like: Any, low: float, device: torch.device, generator: torch.G
     """
     if not isinstance(like, Tensor):
         made = partial(made_numbers, low=low, device=device, generator=generator)
-        return deepcopy(like, {id(held): made(held) for held in _tensors_within(like)})
+        return deepcopy(like, {id(held): made(held) for held in tensors_within(like)})
     if like.is_floating_point() or like.is_complex():
         return (torch.rand(like.shape, dtype=like.dtype, generator=generator) * 0.5 + low).to(device)
     return torch.full(like.shape, like.dtype == torch.bool, dtype=like.dtype, device=device)
 
 
-def _tensors_within(value: Any) -> list[Tensor]:
+def tensors_within(value: Any) -> list[Tensor]:
     """Return the tensors in an object's attributes, lists and mappings, such as those of a cache of keys and values."""
     found, seen, left = list[Tensor](), set[int](), [value]
     while left:

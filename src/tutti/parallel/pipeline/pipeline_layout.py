@@ -156,6 +156,14 @@ class PipelineLayout:
             optional=tuple(trial.optional) if run_context.trial else (),
             device=run_context.comms.world.device,
         )
+        if run_context.reproducible and (several := found.read_by_several):
+            raise UsageError(
+                f"a reproducible run cannot cut a {type(plain).__name__} into these stages",
+                why=f"blocks of several stages are given {several[0]}, and the stages' gradients of it are added up in"
+                " another order than on one device",
+                remedy="name cuts= between which one stage alone has such blocks, leave out reproducible, or take"
+                " strategy='mirrored'",
+            )
         # The output of the last stage may be split over tensor ranks.
         return replace(found, several_calls=trial.several_calls and run_context.mesh.tensor == 1)
 

@@ -19,8 +19,14 @@ from tutti.errors import UsageError
 from tutti.nn.forward_hooks import find_script_hook
 from tutti.nn.swap import buffers, training_mode
 from tutti.nn.untraced import Untraced
-from tutti.parallel.pipeline.block_dispatch import BlockCall, BlockDispatch, BlockOutput, cannot_be_cut
-from tutti.parallel.pipeline.made_values import ValuesAfterBlocks
+from tutti.parallel.pipeline.block_dispatch import (
+    BlockCall,
+    BlockDispatch,
+    BlockOutput,
+    ReadsValuesError,
+    cannot_be_cut,
+)
+from tutti.parallel.pipeline.made_values import PLAIN, ValuesAfterBlocks, tensors_within
 from tutti.parallel.pipeline.recorded_stage import RecordedStage
 from tutti.torch_compat import (
     TorchDispatchMode,
@@ -35,9 +41,10 @@ _INPUTS = "inputs"
 
 
 class ReadOutsideError(UsageError):
-    """Raised where a model cannot be cut into stages because its own forward reads a parameter of its submodules.
+    """Raised where the model's own forward reads a parameter of a module inside of a block.
 
-    Every stage runs the model's own forward, and would need this parameter.
+    The forward calls that module, which becomes a block of its own where the block around it is opened: cuts may then
+    lie beside the module, whose draws and buffers are a block's.
 
     Args:
         what, why, remedy: what happened, the cause and what the user can do, as in ``TuttiError``.
@@ -77,16 +84,21 @@ class ForwardRecord:
         evaluated: indices of the calls that evaluation makes, too.
         reads: the blocks' tensors from which the model's output or the loss is computed outside of blocks.
         buffers: names of buffers of opened modules that are read outside of blocks, on every stage.
-        last: names of parameters of opened modules that are read outside of blocks for the output alone, such as the
-            scale of logits, which the last stage holds.
+        last: names of parameters that are read outside of blocks for the output, such as the scale of logits, which the
+            last stage holds. Those that are read for a block's arguments are in its ``BlockCall``.
+        outside: names of all parameters that are read outside of blocks.
+        everywhere: names of those of which that code reads numbers, as ``item`` does; every stage holds them.
+        open_ended: whether the recording ended behind the last block with parameters, at code that reads values: the
+            last stage calls all later modules, which have none.
         written: the blocks' tensors that the code outside of blocks writes in place. Every stage writes a copy.
         writes_inputs: whether that code writes tensors in place that it has not computed, such as the model's inputs.
 
     Raises:
-        UsageError: the code outside of blocks reads a block's parameters, or others for a block's arguments, draws
+        UsageError: the code outside of blocks writes parameters from which a block's arguments are computed, draws
             random numbers or writes attributes, calls blocks in evaluation that it does not call in training, reads
             what hooks on blocks keep, or writes a block's tensor in place and then reads a tensor that shares its
             memory through a block; or a block returns tensors whose shapes depend on values.
+        ReadOutsideError: the code outside of blocks reads a parameter of a module inside of a block.
         ReadsValuesError: a block that is not ``numbered`` cannot run on fake tensors.
     """
 
@@ -103,6 +115,9 @@ class ForwardRecord:
         self.dispatch = BlockDispatch(plain, self.opened, self._device, numbered or {})
         self.buffers: set[str] = set()
         self.last: set[str] = set()
+        self.outside: set[str] = set()
+        self.everywhere: set[str] = set()
+        self.open_ended = False
         with_gradient, without = (self._record(trial, training) for training in (True, False))
         found = _places([call.name for call in without.calls], [call.name for call in with_gradient.calls])
         if found is None:
@@ -115,14 +130,65 @@ class ForwardRecord:
         for number, other in zip(found, without.calls, strict=True):
             one = self.calls[number]
             reads = one.reads | in_training(other.reads)
-            self.calls[number] = BlockCall(one.name, reads, max(one.tensors, other.tensors))
+            read = one.parameters | other.parameters
+            self.calls[number] = BlockCall(one.name, reads, max(one.tensors, other.tensors), read)
         self.reads = frozenset(with_gradient.reads) | in_training(without.reads)
         self.written = frozenset(with_gradient.written) | in_training(without.written)
         self.writes_inputs = with_gradient.writes_inputs or without.writes_inputs
 
     def _record(self, trial: Callable[[Any], Any], training: bool) -> _Recording:
+        recording, result, changed, values = self._run(trial, training, {})
+        if moved := self._moved(trial, training, changed, values) if changed else None:
+            raise cannot_be_cut(self.plain, f"its forward writes {moved}, which every stage would write")
+        # First of all what opening a block can mend: its parts are then blocks, and draw by themselves.
+        if recording.read:
+            name = recording.read[0]
+            error = cannot_be_cut(self.plain, f"its own forward reads {name} outside of its blocks")
+            raise ReadOutsideError(error.what, why=error.why, remedy=error.remedy, name=name)
+        shared = {name for call in recording.calls for name in call.parameters}
+        if overwritten := shared & recording.overwritten:
+            why = f"its own forward writes {min(overwritten)}, of which several stages may have a copy"
+            raise cannot_be_cut(self.plain, why)
+        if recording.drawn:
+            why = f"its own forward draws random numbers by {recording.drawn[0]}, which would depend on the stages"
+            raise cannot_be_cut(self.plain, why)
+        if recording.outdated:
+            why = f"its forward writes in place what {recording.outdated[0]} returns or was given, and then reads"
+            raise cannot_be_cut(self.plain, f"{why} a tensor that shares its memory through this block")
+        hook = find_script_hook(self.plain.named_modules()) if recording.leaked else None
+        if hook is not None:
+            why = f"its forward reads what the forward hook on {hook[0]} ({hook[1]}) keeps, on this block's stage alone"
+            raise cannot_be_cut(self.plain, why)
+        self.buffers |= recording.buffers
+        self.last |= recording.last
+        self.outside |= recording.outside
+        self.everywhere |= recording.everywhere
+        recording.reads |= recording.sources(result)
+        return recording
+
+    def read_for_blocks(self, nodes: Iterable[fx.Node]) -> set[str]:
+        """Return the names of parameters that a stage's code outside of blocks reads for the calls of its blocks.
+
+        Args:
+            nodes: the nodes of ``graph()`` that the stage computes.
+        """
+        calls = [self.calls[node.meta["call"]] for node in nodes if "call" in node.meta]
+        return set().union(*(call.parameters for call in calls))
+
+    def _run(
+        self, trial: Callable[[Any], Any], training: bool, attributes: Mapping[str, Any]
+    ) -> tuple[_Recording, Any, list[str], dict[str, Any]]:
+        """Run the trial on fake tensors, beginning with these attributes of opened modules.
+
+        Returns:
+            The recording, the result of ``trial``, and of opened modules the names of all that has changed, and the new
+            values of attributes among it.
+        """
         with forked_generators(self._device), _buffers_on(self.dispatch.opened, self._device):
             untraced = Untraced(self.plain)
+            for name, value in attributes.items():
+                path, _, key = name.rpartition(".")
+                vars(self.plain.get_submodule(path))[key] = value
             values, result = ValuesAfterBlocks(self.dispatch.fakes, self._device), None
             recording = _Recording(self.dispatch, values)
             try:
@@ -137,30 +203,33 @@ class ForwardRecord:
                     if values.error is not None:
                         raise values.error from None
                     raise
+                self.open_ended = True
             finally:
-                changed = untraced.undo()
-        changed = [name for name in changed if name.rpartition(".")[0] in self.opened]
-        if changed:
-            raise cannot_be_cut(self.plain, f"its forward writes {changed[0]}, which every stage would write")
-        # First of all what opening a block can mend: its parts are then blocks, and draw by themselves.
-        if recording.read:
-            name = recording.read[0]
-            error = cannot_be_cut(self.plain, f"its own forward reads {name} outside of its blocks")
-            raise ReadOutsideError(error.what, why=error.why, remedy=error.remedy, name=name)
-        if recording.drawn:
-            why = f"its own forward draws random numbers by {recording.drawn[0]}, which would depend on the stages"
-            raise cannot_be_cut(self.plain, why)
-        if recording.outdated:
-            why = f"its forward writes in place what {recording.outdated[0]} returns or was given, and then reads"
-            raise cannot_be_cut(self.plain, f"{why} a tensor that shares its memory through this block")
-        hook = find_script_hook(self.plain.named_modules()) if recording.leaked else None
-        if hook is not None:
-            why = f"its forward reads what the forward hook on {hook[0]} ({hook[1]}) keeps, on this block's stage alone"
-            raise cannot_be_cut(self.plain, why)
-        self.buffers |= recording.buffers
-        self.last |= recording.last
-        recording.reads |= recording.sources(result)
-        return recording
+                recording.undo()
+                found = {name: self._attribute(name) for name in self._own(untraced.written_attributes())}
+                changed = self._own(untraced.undo())
+        return recording, result, changed, found
+
+    def _own(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.rpartition(".")[0] in self.opened]
+
+    def _attribute(self, name: str) -> Any:
+        path, _, key = name.rpartition(".")
+        return vars(self.plain.get_submodule(path)).get(key)
+
+    def _moved(
+        self, trial: Callable[[Any], Any], training: bool, changed: Sequence[str], values: Mapping[str, Any]
+    ) -> str | None:
+        """Return the name of a thing that the forward changes anew if it is repeated, as a counter; None for none.
+
+        All others are attributes that follow from the inputs: every stage writes them as one device does, though
+        it runs the code more often.
+        """
+        others = [name for name in changed if name not in values or not _is_constant(values[name])]
+        if others:
+            return others[0]
+        again = self._run(trial, training, values)[3]
+        return next((name for name, value in values.items() if not _are_equal(value, again.get(name, value))), None)
 
     def move_buffers(self) -> None:
         """Move the own buffers of opened modules to the device, where the code outside of blocks reads them.
@@ -243,9 +312,10 @@ class _Recording(TorchDispatchMode):
 
     Attributes:
         drawn: operations outside of blocks that draw random numbers.
-        read: names of parameters that are read outside of blocks, and that a block holds, or from which a block's
-            arguments are computed.
-        last: names of parameters of opened modules that are read outside of blocks.
+        read: names of parameters of modules inside of blocks that are read outside of blocks.
+        outside: names of all other parameters that are read outside of blocks.
+        last: names of those of them that are read behind the last block, or from which the output is computed.
+        everywhere: names of those of them of which the code reads numbers.
         buffers: names of buffers of opened modules that are read outside of blocks.
         written: the blocks' tensors that operations outside of blocks write in place.
         writes_inputs: whether such operations write tensors in place that none of them has computed.
@@ -261,6 +331,8 @@ class _Recording(TorchDispatchMode):
         self.reads: set[BlockOutput] = set()
         self.drawn: list[str] = []
         self.read: list[str] = []
+        self.outside: set[str] = set()
+        self.everywhere: set[str] = set()
         self.last: set[str] = set()
         self.buffers: set[str] = set()
         self.written: set[BlockOutput] = set()
@@ -268,6 +340,7 @@ class _Recording(TorchDispatchMode):
         self.outdated: list[str] = []
         self.leaked = False
         self._behind: set[BlockOutput] = set()
+        self._read_behind: set[str] = set()
         self._within: str | None = None
         self._sources: dict[int, set[BlockOutput]] = {}
         self._from: dict[int, set[str]] = {}
@@ -276,7 +349,10 @@ class _Recording(TorchDispatchMode):
         self._returned: dict[int, BlockOutput] = {}
         self._partners: dict[int, dict[int, str]] = {}
         self._stale: dict[int, str] = {}
-        self._parameters = {id(p): name for name, p in dispatch.plain.named_parameters()}
+        named = list(dispatch.plain.named_parameters())
+        self._parameters = {id(p): name for name, p in named}
+        self._stored = {storage_key(p): (name, p) for name, p in named}
+        self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._buffers = {
             id(slot.get()): slot.name for slot in buffers([dispatch.plain]) if slot.owner in dispatch.opened
         }
@@ -291,18 +367,25 @@ class _Recording(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if self.inside:
-            return result
+            return func(*args, **(kwargs or {}))
+        written = {storage_key(leaf) for leaf in _written(func, args, kwargs)}
+        for name, parameter in [self._stored[key] for key in written if key in self._stored]:
+            self._before.setdefault(name, (parameter, parameter.detach().clone()))
+        result = func(*args, **(kwargs or {}))
         entering = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._look(entering)
-        for leaf in _written(func, args, kwargs):
-            self._write(storage_key(leaf))
+        for key in written:
+            self._write(key)
         self._keep(result, entering)
         if torch.Tag.nondeterministic_seeded in func.tags and _dropout_rate(func, args, kwargs) != 0.0:
             self.drawn.append(func.overloadpacket.__name__)
         sources, parameters = self.sources(entering), self._parameters_of(entering)
         self._behind |= sources
+        self._read_behind |= parameters
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            # Every stage decides by this number.
+            self.everywhere |= parameters
         if self._values.error is not None:
             # By other values the code may take another branch, and read any of these tensors.
             self.reads |= sources
@@ -312,10 +395,26 @@ class _Recording(TorchDispatchMode):
                 self._from.setdefault(storage_key(leaf), set()).update(parameters)
         return result
 
+    @property
+    def overwritten(self) -> set[str]:
+        """Names of parameters that the code outside of blocks has written."""
+        return set(self._before)
+
+    def undo(self) -> None:
+        """Give parameters that the code outside of blocks has written their values of before."""
+        with torch.no_grad():
+            for parameter, value in self._before.values():
+                parameter.copy_(value)
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter that a tensor is, or whose memory it has, as ``.data``; None for none."""
+        name = self._parameters.get(id(tensor))
+        return name or self._stored.get(storage_key(tensor), (None, None))[0]
+
     def _parameters_of(self, leaves: Iterable[Any]) -> set[str]:
-        """Return the names of the opened modules' parameters that are among tensors or that these are computed from."""
+        """Return the names of parameters that are among tensors, or from which these are computed."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        own = {self._parameters[id(leaf)] for leaf in tensors if id(leaf) in self._parameters} & self.last
+        own = {name for leaf in tensors if (name := self._name_of(leaf)) in self.outside}
         return own.union(*(self._from.get(storage_key(leaf), ()) for leaf in tensors))
 
     def sources(self, values: Any) -> set[BlockOutput]:
@@ -332,9 +431,10 @@ class _Recording(TorchDispatchMode):
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 continue
-            if (name := self._parameters.get(id(leaf))) is not None:
-                if name.rpartition(".")[0] in self.dispatch.opened_names:
-                    self.last.add(name)
+            if (name := self._name_of(leaf)) is not None:
+                owner = name.rpartition(".")[0]
+                if owner in self.dispatch.opened_names or owner in self.dispatch.blocks:
+                    self.outside.add(name)
                 else:
                     self.read.append(name)
             if id(leaf) in self._buffers:
@@ -377,21 +477,34 @@ class _Recording(TorchDispatchMode):
         Raises:
             Exception: the error of an operation before this call that needs values of fake tensors.
         """
-        if self._values.error is not None:
-            raise self._values.error
-        self._within = name
-        reads, leaves = self.sources((args, kwargs)), tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         self._look(leaves)
-        self.read += sorted(self._parameters_of(leaves))
-        with self._values.within_block():
-            result, memory = self.dispatch.shape_and_memory(name, block, args, kwargs)
+        # Objects, such as a cache, may hold what other blocks have computed.
+        given = [*leaves, *(t for leaf in leaves if not isinstance(leaf, Tensor) for t in tensors_within(leaf))]
+        reads, read = frozenset(self.sources(given)), frozenset(self._parameters_of(given))
+        last = next(block.parameters(), None) is None and self._is_behind_all_blocks()
+        self._within = name
+        try:
+            if self._values.error is not None:
+                raise self._values.error
+            with self._values.within_block():
+                result, memory = self.dispatch.shape_and_memory(name, block, args, kwargs)
+        except ReadsValuesError:
+            raise
+        except Exception:
+            if last:
+                # The last stage runs it, and the code behind it, on real values.
+                self._within = None
+                self.calls.append(BlockCall(name, reads, 0, read))
+            raise
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for number, (tensor, same) in enumerate(zip(tensors, memory, strict=True)):
             self._mark(tensor, {BlockOutput(len(self.calls), number)})
             self._returned[storage_key(tensor)] = BlockOutput(len(self.calls), number)
             self._pair(storage_key(tensor), {storage_key([*leaves, *tensors][index]) for index in same}, name)
         self._behind = {BlockOutput(len(self.calls), number) for number in range(len(tensors))}
-        self.calls.append(BlockCall(name, frozenset(reads), len(tensors)))
+        self._read_behind = set()
+        self.calls.append(BlockCall(name, reads, len(tensors), read))
         self._within = None
         return result
 
@@ -401,12 +514,17 @@ class _Recording(TorchDispatchMode):
         Returns:
             Whether each block with parameters has been called, and no block was running.
         """
-        called = {call.name for call in self.calls}
-        left = (block for name, block in self.dispatch.blocks.items() if name not in called)
-        if self._within or not called or any(next(block.parameters(), None) is not None for block in left):
+        if self._within or not self._is_behind_all_blocks():
             return False
         self.reads |= self._behind
+        self.last |= self._read_behind
         return True
+
+    def _is_behind_all_blocks(self) -> bool:
+        """Return whether each block with parameters has been called."""
+        called = {call.name for call in self.calls}
+        left = (block for name, block in self.dispatch.blocks.items() if name not in called)
+        return bool(called) and all(next(block.parameters(), None) is None for block in left)
 
     def end(self, output: Any) -> Any:
         """Add the block outputs from which the model's output is computed to ``reads``, and return the output.
@@ -416,6 +534,7 @@ class _Recording(TorchDispatchMode):
         """
         self.reads |= self.sources(output)
         self._look(tree_leaves(output))
+        self.last |= self._read_behind | self._parameters_of(tree_leaves(output))
         return output
 
     def _pair(self, key: int, others: set[int], name: str) -> None:
@@ -423,6 +542,21 @@ class _Recording(TorchDispatchMode):
         for other in others | {known for one in others for known in self._partners.get(one, {})}:
             self._partners.setdefault(key, {})[other] = name
             self._partners.setdefault(other, {})[key] = name
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether an attribute's value holds no tensor of a block, and cannot be changed but for a tensor."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return not is_fake(value) if isinstance(value, Tensor) else isinstance(value, PLAIN)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not is_fake(other) and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
 
 
 def _places(some: Sequence[str], every: Sequence[str]) -> list[int] | None:

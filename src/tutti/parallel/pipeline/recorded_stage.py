@@ -18,6 +18,7 @@ from tutti.errors import UsageError
 from tutti.parallel.pipeline.block_dispatch import BlockOutput, StageEnd, leaves_sharing_memory
 from tutti.torch_compat import (
     is_fake,
+    module_parameters,
     non_persistent_buffers,
     tree_flatten,
     tree_leaves,
@@ -93,6 +94,20 @@ class RecordedStage(nn.Module):
         """
         hold_tensors(self, names, plain)
 
+    def held(self, name: str) -> nn.Parameter | None:
+        """Return the parameter of this name in the whole model as this stage has it now; None if it does not.
+
+        While a forward runs, it may be another object than in the whole model: gathered from shards, or an average.
+
+        Args:
+            name: the parameter's first name in the whole model.
+        """
+        path, _, key = name.rpartition(".")
+        at: nn.Module | None = self
+        for part in filter(None, path.split(".")):
+            at = None if at is None else dict(at.named_children()).get(part)
+        return None if at is None else module_parameters(at).get(key)
+
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
         """Run the model's own forward up to the last block (module called as a unit) of this pipeline stage.
 
@@ -129,11 +144,13 @@ class _StageRun:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Return a context that does nothing, for the forward of the model on a pipeline stage.
+        """Return a context in which code outside of blocks reads the parameters that this pipeline stage holds.
 
-        A recording of the forward has a context of the same name, which records the operations in it.
+        The model's forward runs in it. Parameters that only other stages' blocks need have no values.
         """
-        yield
+        here = {name: self._stage.held(name) for name in self._record.outside}
+        with self._record.dispatch.with_parameters(here):
+            yield
 
     def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Compute a block (module called as a unit) of this pipeline stage, or stand in for a block of another stage.
@@ -154,6 +171,9 @@ class _StageRun:
         """
         count, calls, own = self._count, self._record.calls, self._stage.own
         self._count += 1
+        if count >= len(self._numbers) and self._record.open_ended and next(block.parameters(), None) is None:
+            self._check((args, kwargs), f"the arguments of {name}")
+            return uncompiled_call(block)(*args, **kwargs)
         if count >= len(self._numbers) or calls[number := self._numbers[count]].name != name:
             raise UsageError(
                 "the model's forward calls its blocks in another order than when it was cut into stages",
@@ -230,7 +250,7 @@ class _StageRun:
             UsageError: the forward called fewer blocks than when it was recorded, or in training ended on a stage that
                 must send activations.
         """
-        if self._count != len(self._numbers) or (self._stage.sent and self._stage.training):
+        if self._count < len(self._numbers) or (self._stage.sent and self._stage.training):
             raise UsageError(
                 "the model's forward calls fewer blocks than when it was cut into stages",
                 where=f"after {self._count} calls of {len(self._numbers)}",

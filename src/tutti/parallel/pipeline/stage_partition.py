@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -85,6 +86,19 @@ class StagePartition:
         """
         return frozenset(() if self.record is None else self.record.buffers)
 
+    @property
+    def read_by_several(self) -> list[str]:
+        """Names of parameters that the code outside of blocks reads for the blocks, or the output, of several stages.
+
+        A stage may read such a parameter several times in a micro-batch, and adds up its own gradients first: their sum
+        over the stages is rounded in another order than on one device.
+        """
+        if not isinstance(self.record, ForwardRecord):
+            return []
+        for_blocks = [self.record.read_for_blocks(nodes) for nodes in self.stages]
+        each = Counter(name for names in (*for_blocks[:-1], for_blocks[-1] | self.record.last) for name in names)
+        return sorted(name for name in set().union(*for_blocks) if each[name] > 1)
+
     def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
         """Return for each virtual pipeline stage the parameters that this stage uses, by name.
 
@@ -101,7 +115,9 @@ class StagePartition:
         first = {id(p): name for name, p in parameters([plain])}
         rows, each = [], [tensors_of(nodes, plain) for nodes in self.stages]
         if isinstance(self.record, ForwardRecord):
-            each[-1] |= {key for key, name in first.items() if name in self.record.last}
+            for nodes, used in zip(self.stages, each, strict=True):
+                read = self.record.read_for_blocks(nodes) | (self.record.last if used is each[-1] else set())
+                used.update(key for key, name in first.items() if name in read | self.record.everywhere)
         each[0] |= first.keys() - set().union(*each)
         for used in each:
             rows.append({name: p for name, p in parameters([plain]) if id(p) in used and first[id(p)] == name})
@@ -181,7 +197,9 @@ def find_stage_partition(
             f" {type(error).__name__} {what}",
             remedy="let the forwards of its blocks read no values of tensors; or take strategy='mirrored'",
         ) from error
-    return _with_members(replace(found, written=tuple(written)), plain, members)
+    # Every stage writes the attributes of opened modules.
+    of_blocks = tuple(name for name in written if name.rpartition(".")[0] not in found.opened)
+    return _with_members(replace(found, written=of_blocks), plain, members)
 
 
 def whole_on_the_last_stage(model: nn.Module, stages: int, written: Sequence[str] = ()) -> StagePartition:
@@ -396,10 +414,11 @@ class _RecordedForward:
         if not any(_is_list_of_blocks(inner) for inner in self._plain.get_submodule(name).modules()):
             return False
         try:
-            self._record({"", *(self.record.opened if self.record else ()), name})
+            record = self._record({"", *(self.record.opened if self.record else ()), name})
         except Exception:
             return False
-        return True
+        # Stages would add up their gradients of a parameter that several blocks are given.
+        return max(Counter(name for call in record.calls for name in call.parameters).values(), default=1) == 1
 
     def enterable(self, name: str) -> bool:
         return True  # ``graph`` raises where it is not
