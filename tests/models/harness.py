@@ -199,37 +199,12 @@ def check(case: Case) -> Verdict:
 
 
 REFUSED: tuple[tuple[str, str, str, str], ...] = (
-    ("Gemma 3n", "*", "sharded", "its forward clamps parameters, which FSDP2 has gathered for one pass and frees"),
     (
-        "DPT",
+        "Time Series Transformer",
         "*",
-        "tensor",
-        "transformers puts hooks on its attention to collect hidden states, which would be given slices",
-    ),
-    (
-        "MaskFormer;Mask2Former",
-        "*",
-        "pipeline, 1f1b",
-        "their loss is a module that reads values by NumPy, and modules that stages call run on made numbers first",
-    ),
-    (
-        "Qwen2-VL;Qwen2.5-VL",
-        "*",
-        "pipeline, 1f1b",
-        "the blocks of their vision tower read the lengths of images, for which stages make numbers",
-    ),
-    ("BLIP-2", "*", "pipeline, 1f1b", "its own forward reads the parameter `query_tokens`, which no block holds"),
-    (
-        "Qwen3 with DoRA",
-        "*",
-        "tensor",
-        "layers with other arguments than in the verified call, which the plan of a split layer is proved for",
-    ),
-    (
-        "Llama with prefix tuning",
-        "*",
-        "pipeline, 1f1b",
-        "all blocks read keys and values that one module computes, in a cache that stages do not send",
+        "mirrored;sharded;tensor",
+        "its loss divides a sum by the sum of weights, which in micro-batches of two samples cannot be told from a"
+        " constant: give (sum, count), or larger micro-batches",
     ),
 )
 """Models, forms and strategies that are refused, and why."""

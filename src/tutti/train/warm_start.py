@@ -23,6 +23,12 @@ from tutti.errors import CheckpointError, UsageError
 from tutti.train.run import Run
 from tutti.types.shard_spec import ShardSpec
 
+_OTHER_NAMES = (
+    "; if transformers renames the tensors when it loads them, load the model by from_pretrained before tutti.prepare,"
+    " or write the folder once more by model.save_pretrained(FOLDER, save_original_format=False)"
+)
+"""End of the remedy for a folder of transformers, which may have other names than the model."""
+
 
 @dataclass(frozen=True)
 class WarmStart:
@@ -141,7 +147,7 @@ def _find(path: Path, own: Mapping[str, ShardSpec], init_map: InitMap) -> dict[s
         {name: shape for name, shape in saved.items() if name not in others},
         str(found),
         "build the model that was saved, or allow the differences by init_map: rename=OLD:NEW,new=PATTERN,"
-        "unused=PATTERN,reshaped=PATTERN",
+        "unused=PATTERN,reshaped=PATTERN" + (_OTHER_NAMES if (found / "config.json").exists() else ""),
     )
     _check_tied({name: spec for name, spec in own.items() if name not in fitted.kept}, weights, found)
     return {"path": str(found), "fitted": fitted._asdict()}
