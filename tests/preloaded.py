@@ -33,12 +33,11 @@ _MADV_COLLAPSE = 25
 
 def preload(names: Iterable[str]) -> None:
     """Import modules, and lay out this process's memory so that a fork is cheap."""
-    # Until all is imported a garbage collection frees nothing, and a second of them would be made.
+    # What is imported is no garbage: to look for some takes a second.
     gc.disable()
     for name in names:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    gc.collect()
     gc.freeze()
     gc.enable()
     _collapse()
