@@ -1,4 +1,4 @@
-"""Means and sums over the samples of a micro-batch by which a script divides its loss."""
+"""Find means and sums over a micro-batch's samples, such as the sum of a mask, by which a script divides its loss."""
 
 from __future__ import annotations
 

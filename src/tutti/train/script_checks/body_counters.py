@@ -1,4 +1,8 @@
-"""Find code of a custom loop that runs in every n-th body, which is no n-th global batch where bodies are several."""
+"""Find, in the source of a custom loop, conditions on a number that counts runs of the loop's body.
+
+A rank with several micro-batches runs the body once for each. ``if number % 8 == 0`` then holds in every 8th run of the
+body, and not in every 8th global batch as in plain PyTorch.
+"""
 
 from __future__ import annotations
 

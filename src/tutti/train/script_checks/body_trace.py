@@ -1,4 +1,4 @@
-"""Compare how the bodies of one global batch compute their losses, to find counters that each body moves."""
+"""Compare how the bodies of one global batch compute their losses, to find counters that each body changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of values between micro-batches and of values kept from earlier steps, together in one step."""
+"""Run the checks of values between micro-batches and of values kept from earlier steps together in one step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Refuse a recurrent state, and other values, that pass between logical workers on a rank that plays several.
 
 ``CarriedState`` looks for outputs of the model among its inputs. ``CarriedValues`` follows values from batches to
-losses: tensors, tensors that the code for a micro-batch moves (``MovedValues``), and Python numbers
+losses: tensors, also those that the code for a micro-batch changes in place (``MovedValues``), and Python numbers
 (``FollowedNumbers``). For other Python objects ``WorkerTrials`` computes losses twice.
 """
 

@@ -1,4 +1,4 @@
-"""Refuse a loss that depends on values which each data rank has kept of its own samples."""
+"""Refuse a loss that depends on values which each data rank has kept of its own samples in earlier steps."""
 
 from __future__ import annotations
 

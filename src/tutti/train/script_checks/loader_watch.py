@@ -1,4 +1,4 @@
-"""Refuse a DataLoader of the script's own that advances with every micro-batch, as unlabelled samples do in a zip."""
+"""Refuse code that takes a batch of a second DataLoader, such as one of unlabelled samples, for every micro-batch."""
 
 from __future__ import annotations
 

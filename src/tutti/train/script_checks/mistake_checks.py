@@ -1,4 +1,4 @@
-"""Check a run for common mistakes in its first steps and at its first evaluation.
+"""Check a run for common mistakes in its first steps and at its first evaluation, and report them as warnings.
 
 Three checks take a small collective each: logical workers with the same samples, workers with batch-norm statistics of
 their own, and ranks with different held-out samples. All others need rank 0 alone. No check changes a weight, a buffer

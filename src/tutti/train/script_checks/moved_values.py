@@ -1,4 +1,4 @@
-"""Tensors that the code for one micro-batch moves, such as a teacher's averages, and that the next one reads."""
+"""Find tensors, such as a teacher's averages, that the code for one micro-batch changes and the next one reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that ``tutti.prepare`` was not given: of sharded parameters, and of tensors outside of the model."""
+"""Find optimizers that ``tutti.prepare`` was not given: of sharded parameters, and of tensors outside of the model."""
 
 from __future__ import annotations
 

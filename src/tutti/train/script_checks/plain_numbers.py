@@ -1,4 +1,4 @@
-"""Python numbers that a script gives to PyTorch, which each data rank may have kept of its own samples."""
+"""Record the Python numbers that a script gives to PyTorch, as each data rank may have kept them of its own samples."""
 
 from __future__ import annotations
 

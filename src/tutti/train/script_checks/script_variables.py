@@ -1,4 +1,4 @@
-"""Values that the variables of a running script hold."""
+"""Read the values that the variables of a running script hold."""
 
 from __future__ import annotations
 

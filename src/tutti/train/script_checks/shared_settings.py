@@ -1,4 +1,4 @@
-"""The settings of the script's optimizers that must be equal on all ranks in a step, and in all bodies of a batch."""
+"""Read settings of the script's optimizers that must be equal on all ranks in a step, and in all bodies of a batch."""
 
 from __future__ import annotations
 

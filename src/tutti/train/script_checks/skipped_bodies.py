@@ -1,4 +1,4 @@
-"""Refuse a custom loop whose body skips micro-batches because of their sizes, which a rank has only a share of."""
+"""Refuse a custom loop whose body skips small batches, as every micro-batch is a small part of the global batch."""
 
 from __future__ import annotations
 

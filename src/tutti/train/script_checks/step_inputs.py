@@ -1,4 +1,4 @@
-"""Refuse an optimizer whose step reads values that the script has kept of a part of the samples, such as K-FAC's."""
+"""Refuse an optimizer whose step reads values of a part of the samples beside gradients, such as K-FAC's moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weak references to the memory of tensors, and records by it."""
+"""Identify tensors by weak references to their storages, and keep records of them in a dict by storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find losses that mix the samples of a batch by their targets or ranks, or take them by their places in a batch."""
+"""Find losses that mix a batch's samples: by targets, by top-k and quantiles, or by their places in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of PyTorch that checks of scripts follow: whose code makes them, and which values they read."""
+"""Tell, for the function modes of this folder, which module calls PyTorch, and which values the call reads."""
 
 from __future__ import annotations
 
