@@ -26,20 +26,19 @@ VALUES = frozenset((*_READS, "__bool__", "tolist", "numpy", "__array__"))
 
 
 class BatchStatistics:
-    """Records means and sums over samples that need no gradient, such as the sum of a mask or of weights.
+    """Records statistics of a micro-batch: means and sums over its samples without gradient, such as a mask's sum.
 
-    A loss that is divided by such a number is a ratio of two functions of all samples: the mean of the micro-batches'
+    A loss that is divided by a statistic is a ratio of two functions of all samples: the mean of the micro-batches'
     ratios is not that of the global batch. A sum of ones, and a mean of ones, are the same in each full micro-batch,
-    and count as constants. A number computed from such a mean or sum alone, as by ``mask.sum().clamp(min=1)``, counts
-    as one, too.
+    and count as constants. A scalar that is computed from a statistic, as by ``clamp(min=1)``, is a statistic, too.
 
     Args:
         samples: number of samples of the micro-batch; 0 records nothing.
-        batch: memory of the micro-batch's tensors.
+        batch: storages of the micro-batch's tensors.
 
     Attributes:
         reads_values: whether the script has read values of tensors that were computed from the batch.
-        reads_others: whether the script has read values of a tensor that may not be of the batch, such as a draw.
+        reads_others: whether the script has read values of a tensor of another origin, such as a random draw.
     """
 
     def __init__(self, samples: int = 0, batch: Iterable[StorageWeakRef] = ()) -> None:
@@ -54,9 +53,9 @@ class BatchStatistics:
         self._normalised, self._uneven = set[StorageWeakRef | None](), set[StorageWeakRef | None]()
 
     def note(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Record the result of a call of PyTorch if it is a statistic, or weights that were divided by their own sum.
+        """Record a call of PyTorch: statistics, weights divided by their own sum, and reads of values.
 
-        To be called with no function mode active.
+        To be called after the call, with no function mode active.
 
         Args:
             name: the function's name.
@@ -115,12 +114,12 @@ class BatchStatistics:
         self._divided.drop_freed()
 
     def may_divide(self, weights: Tensor, reads_sizes: bool) -> bool:
-        """Return whether a constant tensor of several elements, such as weights, may already include 1 / samples.
+        """Return whether a script may have divided a tensor of weights by the number of samples, or a sum over them.
 
         Args:
-            weights: the tensor, a factor of the losses.
-            reads_sizes: whether the script has read a size of the micro-batch, by which it may have divided tensors
-                that no call on a tensor of the batch has made, such as class weights.
+            weights: a tensor of several elements that is a factor of the samples' losses.
+            reads_sizes: whether the script has read a size of the micro-batch; the result for a tensor that was not
+                computed from the batch, such as class weights.
         """
         memory = memory_of(weights)
         is_divided = None if memory is None else self._divided.get(memory)
@@ -145,10 +144,10 @@ class BatchStatistics:
         return None if memory is None else self._found.get(memory)
 
     def divisor_of(self, scaled: Scaled) -> float | None:
-        """Return the statistic by which a mean or a sum over samples is divided within a loss; None for no statistic.
+        """Return the value of a statistic by which a loss, or a tensor of weights in it, is divided; None without one.
 
         Args:
-            scaled: the mean or sum, with its divisors.
+            scaled: a mean or sum over samples in the loss, and the constants that scale it.
         """
         for tensor in scaled.tensors:
             if (divisor := self._divisor_beside_ones(tensor)) is not None:

@@ -42,8 +42,8 @@ class BodyComparison:
         run: the training run, whose model, gradient synchronisation and step number are read.
 
     Attributes:
-        several: whether this rank has several micro-batches in the current global batch; set by the caller. Without, no
-            check is made.
+        several: whether some data rank has several micro-batches in the current global batch; set by the caller. If
+            not, no check is made.
     """
 
     def __init__(self, run: Run) -> None:
@@ -83,8 +83,8 @@ class BodyComparison:
             final: whether this is the rank's last micro-batch in the global batch, whose body may write parameters.
 
         Raises:
-            UsageError: the rank has several micro-batches, and the body computes another loss in every n-th body
-                (``counted_loss``).
+            UsageError: the rank has several micro-batches, and the loss depends on a number that counts runs of the
+                loop's body (``counted_loss``).
         """
         self._final, self._events, self._at_forward, self._hooks_at_forward = final, [], None, None
         if self.several:
@@ -110,8 +110,9 @@ class BodyComparison:
         micro-batch of this global batch; nothing is checked if the rank has only one.
 
         Raises:
-            UsageError: the numbers differ; or, before the rank's last micro-batch, the loop body has written
-                parameters, or registered a gradient hook after its forward.
+            UsageError: the numbers differ; two runs of the body have each stepped a learning-rate scheduler; or, before
+                the rank's last micro-batch, the body has written parameters or the state of an optimizer, or registered
+                a gradient hook after its forward.
         """
         if not self.several:
             return
@@ -182,11 +183,12 @@ class BodyComparison:
         self._at_forward = None
 
     def check_scaler(self) -> None:
-        """Check, before a plain ``loss.backward()``, that no GradScaler needs the gradients that it leaves.
+        """Check, before a plain ``loss.backward()`` with a sharding strategy, that no ``GradScaler`` has scaled a loss.
+
+        An optimizer's shards get their gradients later, and the scaler would find none.
 
         Raises:
-            UsageError: the optimizer has other parameters than the model, such as shards, which get their gradients
-                from ``run.backward`` or ``optimizer.step()``, and a scaler has scaled a loss.
+            UsageError: the optimizer updates shards, and a scaler has scaled a loss.
         """
         if self._sync.gradient_at in ("rows", "shards") and any(map(has_scaled, _SCALERS.all())):
             raise UsageError(
@@ -238,15 +240,17 @@ class BodyComparison:
             )
 
     def note_edited(self, edited: bool) -> None:
-        """Record whether a body has edited gradients, right before its step of an optimizer.
+        """Record, right before an optimizer's step, whether the loop's body has edited gradients for this micro-batch.
 
-        Bodies may differ, as a norm does by which a script clips. Only edits in the last body act on the update.
+        Only edits for the rank's last micro-batch act on the update. Others may differ, as where a script clips large
+        gradients alone, but not by a count.
 
         Args:
             edited: whether the script has written or replaced a gradient since it was computed.
 
         Raises:
-            UsageError: bodies of this batch differ, and the loop edits gradients in every n-th body.
+            UsageError: only some runs of the body for this global batch have edited gradients, and the loop does so
+                under an ``if`` that counts runs (``edit_condition``).
         """
         found = self._edited.setdefault(len(self._events), set())
         found.add(edited)

@@ -24,11 +24,13 @@ _NUMBERS = frozenset(("len", "next", "int", "float", "min", "max", "abs", "round
 
 
 def counting_condition() -> str:
-    """Return the ``if`` of the script, as ``FILE:LINE``, by which the running code runs in some bodies of a loop alone.
+    """Find the ``if`` around the script's present line that is true in every n-th run of a loop's body only.
 
-    Such an ``if`` is in a loop over ``run.microbatches`` and tests the remainder of a number that counts the loop's
-    bodies (``_Counters``). A variable that is counted under an ``if``, such as ``if run.stepped``, does not count
-    bodies. Returns an empty text for other code.
+    Such an ``if`` is in a loop over ``run.microbatches`` and tests the remainder of a number that each run of the
+    loop's body increases. A number that is increased under an ``if``, such as ``if run.stepped``, does not count.
+
+    Returns:
+        The ``if`` as ``FILE:LINE``; an empty text for none.
     """
     for file, line, loop in _running_loops():
         for each in _conditions(loop):
@@ -38,10 +40,13 @@ def counting_condition() -> str:
 
 
 def edit_condition() -> str:
-    """Return the ``if`` of the script, as ``FILE:LINE``, by which a running loop edits gradients in some bodies alone.
+    """Find an ``if`` by which a running loop edits gradients in every n-th run of its body only.
 
-    The ``if`` tests the remainder of a number that counts the loop's bodies, as in ``counting_condition``, and there is
-    a name in it that tells of gradients: ``.grad``, ``clip_grad_norm_``, ``add_noise``. An empty text if there is none.
+    The ``if`` tests the remainder of a number that counts runs, as in ``counting_condition``, and code under it has a
+    name that suggests an edit of gradients: ``.grad``, ``clip_grad_norm_``, ``add_noise``.
+
+    Returns:
+        The ``if`` as ``FILE:LINE``; an empty text for none.
     """
     for file, _, loop in _running_loops():
         for each in _conditions(loop):
@@ -56,7 +61,7 @@ def break_out_of_loop() -> tuple[str, bool]:
 
     Returns:
         A pair: the statement as ``FILE:LINE``, an empty text for an exception or another end of the loop; and whether
-        it is under an ``if`` that compares a number that counts the loop's bodies.
+        it is under an ``if`` that compares a number that each run of the loop's body increases.
     """
     for file, line, loop in _running_loops():
         exits = (each for each in ast.walk(loop) if isinstance(each, ast.Break | ast.Return) and each.lineno == line)
@@ -93,12 +98,14 @@ def _words(node: ast.AST) -> Iterator[str]:
 
 
 def counted_loss() -> str:
-    """Return the ``backward`` of a loop, as ``FILE:LINE``, whose loss differs in every n-th body.
+    """Find a ``backward`` in a loop of the script whose loss depends on a number that counts runs of the loop's body.
 
-    To be called while the iterator of a ``for`` loop of the script advances. A loss differs if the script
-    computes it from a condition, a remainder or a floor division of a number that counts bodies (``_Counters``), as
-    ``if number % 8 == 0: loss = loss + penalty`` does; so does the loss of a ``backward`` under such a condition. The
-    statements of the body are followed in their order, but not into functions. Returns an empty text for other loops.
+    To be called while the iterator of the ``for`` loop advances. A loss depends on the number if it is computed from a
+    comparison, remainder or floor division of it, as by ``if number % 8 == 0: loss = loss + penalty``, or if its
+    ``backward`` is under such a condition. Functions that the body calls are not searched.
+
+    Returns:
+        The ``backward`` as ``FILE:LINE``; an empty text for none.
     """
     frame: FrameType | None = calling_frame(1)
     while frame is not None:

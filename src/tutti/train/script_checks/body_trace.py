@@ -50,7 +50,7 @@ class _Body(NamedTuple):
 
 
 class BodyTrace:
-    """Finds a custom loop's body that computes otherwise for a later micro-batch, though its samples give no reason.
+    """Finds a custom loop whose body computes its loss in another way for a later micro-batch, and not by its samples.
 
     A rank with several micro-batches runs the body once for each. The Python numbers that a body passes to PyTorch, and
     the autograd graph of its loss, are compared with those of the first body of this global batch whose micro-batch has
@@ -77,10 +77,9 @@ class BodyTrace:
         """Begin to record the body of a custom loop for a micro-batch, to compare it with the first of equal shapes.
 
         Args:
-            place: the micro-batch on whose samples the body trains: index of its logical worker (fixed share of the
-                global batch), and its own index if ranks share workers, else 0.
-            batch: these samples. If a leaf of the batch is no tensor, the body is not compared.
-            own: memory of the model's parameters and buffers.
+            place: the micro-batch, as ``worker_place`` returns it.
+            batch: its samples. If a leaf of the batch is no tensor, the body is not compared.
+            own: storages of the model's parameters and buffers.
         """
         leaves = tree_leaves(batch)
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
@@ -102,9 +101,8 @@ class BodyTrace:
             result: what it has returned.
 
         Returns:
-            The ``Place`` of the first body (index of logical worker, a fixed share of the global batch, and of
-            micro-batch), if its call has the same name and result shapes, and other Python numbers among its arguments;
-            else None.
+            The ``Place`` of the first body's micro-batch, if its call has the same name and result shapes, but other
+            Python numbers among its arguments; else None.
         """
         if not self._comparable or func in METADATA or name in _CLEARS or tutti_caller(__name__) is not None:
             return None
@@ -134,9 +132,8 @@ class BodyTrace:
             loss: the loss of the present body, before its backward.
 
         Returns:
-            The ``Place`` of the first body (index of logical worker, a fixed share of the global batch, and of
-            micro-batch), if it has computed its loss by other functions or of other parameters; else None, also where
-            bodies are no longer compared, as they have read values or drawn random numbers.
+            The ``Place`` of the first body's micro-batch, if that body has computed its loss by other functions or from
+            other parameters; else None, also for bodies that have read values or drawn random numbers.
         """
         graph = _graph(loss) if self._comparable else None
         index = len(self._own.graphs)

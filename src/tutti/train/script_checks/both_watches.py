@@ -28,7 +28,7 @@ class BothWatches:
 
     @property
     def size_lines(self) -> list[str]:
-        """The script's first lines that have read the size of a tensor with a row for each sample."""
+        """The script's lines, at most eight, that have read the size of a tensor with a row for each sample."""
         return self._inner.size_lines
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
@@ -86,6 +86,10 @@ class BothWatches:
         Args:
             loss: the loss function.
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank.
+
+        Returns:
+            A function with the arguments and the result of ``loss``; it raises UsageError as ``check`` and
+            ``check_divisor``.
         """
         return self._outer.watched(self._inner.watched(loss, work), work)
 

@@ -68,7 +68,7 @@ _Origins: TypeAlias = dict[Place, str]
 
 
 def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
-    """Return a key of a micro-batch: a script may keep values from one micro-batch to another of an equal key only.
+    """Return the key of a micro-batch; a script may keep values only between micro-batches with equal keys.
 
     A logical worker (fixed share of the global batch) computes its micro-batches in order, so that a value may pass
     from one to the next: all of them have the same key. Where there are more data ranks than workers, the ranks compute
@@ -135,7 +135,7 @@ class CarriedState:
 
         Args:
             micro_batch: the micro-batch that the body trains next.
-            several: whether this rank runs the body several times for a global batch; if False, nothing is checked
+            several: whether some data rank runs the body several times for a global batch; if False, nothing is checked
                 until the next call.
         """
         self._here = (micro_batch.worker, micro_batch.micro) if several else None
@@ -203,10 +203,10 @@ class CarriedValues(LossWatch):
     global batch. On a rank that computes several workers in turn, each would get its predecessor's values. The mode
     follows tensors from the micro-batches of the first two global batches, and of those at the turn of an epoch
     (``WatchWindows``), through the script's and the model's calls of PyTorch, and numbers of ``item`` and ``tolist``
-    through arithmetic (``FollowedFloat``). It changes no call and is not collective. A model in stages and a collective
-    of split layers are one call each (``single_call``), whose results depend on the samples of its arguments; the
-    forward of a stage is followed by itself (``stage``). Values that pass through ``float()``, ``math`` or NumPy are
-    not followed, but for numbers of modules (``ModuleTrials``).
+    through arithmetic (``FollowedFloat``). It changes no call and is not collective. The forward of a model in pipeline
+    stages counts as one call, and so does a collective of tensor-parallel layers: the results depend on the samples of
+    the arguments. ``stage`` follows the calls within a stage. Values that pass through ``float()``, ``math`` or NumPy
+    are not followed, except numbers of modules (``ModuleTrials``).
 
     Args:
         run: the run.
@@ -249,9 +249,9 @@ class CarriedValues(LossWatch):
 
         Returns:
             True if all of this holds: it is one of the first two global batches, or one at the turn of an epoch
-            (``WatchWindows``); this rank has several micro-batches in it; and calls of PyTorch in the script's code are
-            visible. They are not where the model is compiled and must stay so, after the first two global batches, and
-            always in a reproducible run or one that records CUDA graphs: uncompiled code rounds otherwise.
+            (``WatchWindows``); this rank has several micro-batches in it; and the model is not compiled, or may run
+            uncompiled: in the first two global batches of a run that is not reproducible and records no CUDA graphs,
+            because uncompiled code rounds differently.
         """
         run = self._run
         self._batches += 1
@@ -377,8 +377,9 @@ class CarriedValues(LossWatch):
             given: the tensors that the stage is given, which depend on the present micro-batch.
 
         Yields:
-            A function of the stage's results. It raises UsageError if they depend on another logical worker's samples,
-            or on a tensor that the code for another micro-batch has changed as a function of its former values.
+            A function to call with the stage's results. It raises UsageError if they depend on samples of another
+            logical worker, or on a tensor that the code for another micro-batch has changed as a function of its former
+            values.
         """
         if not self._active or not torch.is_grad_enabled():
             yield lambda result: None
@@ -522,7 +523,7 @@ class CarriedValues(LossWatch):
                 self._in_backward = False
 
     def check_edits(self, gradients: Mapping[str, Tensor]) -> None:
-        """Check that the script's edits of complete gradients depend on no micro-batch. Not collective.
+        """Check that the script's edits of complete gradients depend on no single micro-batch. Not collective.
 
         Args:
             gradients: the edited gradients of the rank's last body in a global batch, by the parameters' names.

@@ -92,10 +92,10 @@ class GradientOrigin:
         return self._sync.script_parameters_of(self._optimizers[index])
 
     def carried(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradient of an earlier backward pass the script cannot read and has not cleared.
+        """Return the parameters with a gradient of an earlier backward pass that the next one would add to.
 
-        Their ``.grad`` is an ``IncompleteGradient``, a placeholder of a gradient that is held elsewhere and would be
-        added to the next one.
+        Their ``.grad`` is an ``IncompleteGradient``: a placeholder, which the script has not cleared, for a gradient
+        that is held elsewhere.
 
         Returns:
             A list of the parameters, as the objects of the script's model; only those of the script's optimizers, or
@@ -386,8 +386,8 @@ class GradientOrigin:
         - Each rank has whole gradients, or reads them from synchronous parameter servers: sum and sum of squares of
           each gradient, over the data ranks.
         - Each rank has a part (pipeline stages, tensor slices, ZeRO rows): over all ranks, sum and sum of squares of a
-          probe, three fixed numbers to which every edit of the gradient is applied too. With stages the data ranks also
-          compare the sums of the tensors that the script has added.
+          probe. A probe is a tensor of three numbers beside each gradient; every edit of the gradient is applied to it,
+          too. With stages the data ranks also compare the sums of the tensors that the script has added.
         - FSDP2 (DTensors): digests of the records of the script's calls on gradients, over the data ranks.
         - Other parameter servers: nothing is compared or sent.
 

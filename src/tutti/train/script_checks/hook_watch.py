@@ -209,10 +209,11 @@ class HookWatch:
         self._found = f"the hook on the gradients of {name}"
 
     def explain(self, error: BaseException) -> None:
-        """Add a note to an error of the script if hooks have kept nothing of the modules on other pipeline stages.
+        """Add a note to an error of the script if the script has hooks on modules of other pipeline stages.
 
-        K-FAC in a loop reads what hooks have kept of every layer, and ends in a KeyError on each rank. Errors of tutti
-        and errors with a note are left as they are, and so is every error without pipeline stages. Not collective.
+        Such hooks are not called on this rank. K-FAC, which reads values that hooks keep of every layer, ends in a
+        KeyError. Errors of tutti, errors that have a note, and errors without pipeline stages are left as they are.
+        Not collective.
 
         Args:
             error: an uncaught exception of the script.

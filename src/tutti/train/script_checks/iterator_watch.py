@@ -52,13 +52,13 @@ class _Counted(Iterator[Any]):
 
 @contextmanager
 def iterators_unread(function: Any) -> Iterator[None]:
-    """Return a context manager for a call of a function that serves a check, and takes no item of an iterator.
+    """Return a context manager within which a function can take no item of an iterator of the script.
 
-    Within it the function's global and enclosing variables that hold iterators have stand-ins, which raise RuntimeError
-    for ``next``: no item could be given back.
+    For a check's own call of the function: an item could not be given back. The global and enclosing variables of the
+    function that hold iterators are replaced by objects whose ``next`` raises RuntimeError.
 
     Args:
-        function: a Python function or method; the functions that it reads are searched, too.
+        function: a Python function or method; functions in its variables are searched, too.
     """
     found = _iterators(function)
     for variable in found:
@@ -76,7 +76,8 @@ class IteratorWatch:
     In plain PyTorch a loss function is called once a step, and ``next(weights)`` gives the next item of a schedule. On
     a rank with several micro-batches it would take as many items, and the result would depend on the number of devices.
     Checked are iterators in global and enclosing variables, in steps 1 to 5, 2ᵏ and 2ᵏ + 1, and those at the turn of an
-    epoch (``WatchWindows``); an item that is kept as long as ``run.global_step`` is the same is right. Not collective.
+    epoch (``WatchWindows``). A loss function that takes one item a step, and keeps it for the other micro-batches, is
+    accepted. Not collective.
 
     Args:
         run: the run.

@@ -153,13 +153,14 @@ class KeptValues(LossWatch):
         its code has left: a loss of this batch may read them.
 
         Args:
-            watched: whether another mode checks this batch, beside which this one acts at the turn of an epoch alone.
+            watched: whether ``CarriedValues`` checks this batch, too; if so, this mode checks it only at the turn of an
+                epoch.
 
         Returns:
             True if all of this holds: the step is at the turn of an epoch (``WatchWindows``), or ``watched`` is False
             and the step, counted from 1, is at most 5, a power of two, or one more than a power of two; there are
-            several data ranks, or ``run.step`` runs pipeline stages; and neither tutti nor the script has compiled the
-            model.
+            several data ranks, or ``run.step`` runs pipeline stages; neither tutti nor the script has compiled the
+            model; and the run is not both reproducible and sharded in a process that uses ``torch.compile``.
         """
         run = self._run
         self._steps += 1

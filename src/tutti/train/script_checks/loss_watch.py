@@ -69,8 +69,8 @@ class LossWatch(EnteredMode):
         run: the run.
 
     Attributes:
-        size_lines: the script's first lines outside of the model's forward that have read the size of a tensor with a
-            row for each sample of the present micro-batch, as ``FILE:LINE``.
+        size_lines: the script's lines, as ``FILE:LINE``, at most eight, that have read the size of a tensor with a row
+            for each sample of the present micro-batch; lines of the model's forward are left out.
     """
 
     def __init__(self, run: Run) -> None:
@@ -113,7 +113,7 @@ class LossWatch(EnteredMode):
         self.begin(micro_batch, batch)
 
     def note_call(self, func: Any, args: Sequence[Any]) -> None:
-        """Record reads of sizes by sample and the numbers that scale tensors, before a call of PyTorch.
+        """Record, before a call of PyTorch, whether it reads a tensor's size, and the numbers by which it scales.
 
         A read of a size adds the script's line to ``size_lines`` if the tensor has a row for each sample of the present
         micro-batch. Reads in the model's forward, which has hundreds, and in tutti's own code are left out. At most
@@ -172,7 +172,8 @@ class LossWatch(EnteredMode):
             micro_batch: the micro-batch.
 
         Raises:
-            UsageError: the loss is such a sum or such a ratio.
+            UsageError: the loss is such a sum or such a ratio, or a mean times the micro-batch's number of samples; or
+                ``compare_scales`` finds other constants than in another micro-batch.
         """
         batch, samples = self._run.feed.contract.batch, micro_batch.samples
         examined = self._active and samples and not micro_batch.whole and isinstance(loss, Tensor)
@@ -226,7 +227,7 @@ class LossWatch(EnteredMode):
             scaled: the means and sums over samples in the loss, with their constants.
 
         Raises:
-            UsageError: another micro-batch of the worker has other ones.
+            UsageError: the loss of another micro-batch of the same logical worker has other constants.
         """
 
     def _refuse_divisor(self, what: str, remedy: str) -> NoReturn:

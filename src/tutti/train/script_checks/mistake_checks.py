@@ -164,15 +164,19 @@ class Checks:
         self.looking = (several and self._run.context.synchronous and more) or (not several and bool(self._numbers))
 
     def report_late_draws(self) -> None:
-        """Warn once (mistake ``unkeyed-draws``) that code has drawn for which no generator was seeded."""
+        """Warn once that the code for a step has begun to draw from Python's or NumPy's unseeded global generator.
+
+        tutti seeds both for each micro-batch in the first steps and where epochs begin, and later for micro-batches
+        whose code has drawn before. The warning's name is ``unkeyed-draws``.
+        """
         if self._enabled:
             seen = "the code for a step draws from the global generator of NumPy or Python, and has not done so before"
             self.diagnoses.report("unkeyed-draws", seen, self._run.global_step)
 
     def repeated(self, epoch: int) -> None:
-        """Warn that the script trains again on an epoch that was over, a common mistake; only once in a run, on rank 0.
+        """Warn that the script trains on an epoch a second time, a common mistake. Not collective.
 
-        Not collective.
+        The warning is reported once in a run, on rank 0.
 
         Args:
             epoch: the epoch, from 0.

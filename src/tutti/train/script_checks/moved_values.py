@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     Attributes:
         worker: index of its logical worker, a fixed share of the global batch.
-        micro: number of the micro-batch where several ranks share the workers, else 0.
+        micro: index of the micro-batch in its worker; in keys of ``worker_place`` 0, unless ranks share workers.
         moved: True if the code for the micro-batch has changed an earlier value in place, False if it has computed the
             value from the samples.
     """
@@ -47,7 +47,7 @@ class _Former(NamedTuple):
 
 
 class MovedValues:
-    """Finds tensors that end a step with other values if a script's code runs once for each of several micro-batches.
+    """Finds tensors whose values after a step depend on the number of micro-batches for which a script's code has run.
 
     The code moves such a tensor: it writes new values that depend on the former ones, or after it has read these, as
     for an average of weights, a factor that decays, or parameters with an optimizer of their own. Values that are
@@ -60,9 +60,9 @@ class MovedValues:
         memory_of: returns the storage of a tensor, or None for a tensor that is not followed.
 
     Attributes:
-        follows: whether the last call that ``note`` was given has written the run's weights, or an average of them,
-            into a tensor that the micro-batch's code has not made, such as a teacher's. True also where the values are
-            the same, as before the first update.
+        follows: whether the last call given to ``note`` has written the run's weights, or a function of them by
+            element, into a tensor from before the micro-batch, such as a teacher's average. True also where this has
+            changed no value, as before the first update.
     """
 
     def __init__(self, memory_of: Callable[[Tensor], _Memory]) -> None:

@@ -90,7 +90,7 @@ class OtherSteps:
         self._hooked = WeakSet[Optimizer]()
 
     def look(self) -> None:
-        """Add a step pre-hook to each optimizer of this process that no ``tutti.prepare`` was given; only one to each.
+        """Add a step pre-hook, once, to each optimizer of this process that no ``tutti.prepare`` was given.
 
         The hook runs before each step of such an optimizer, and looks for parameters that have gradients and are not in
         the run's model. If there are any, it calls the constructor's ``note`` with the name of the optimizer's class

@@ -50,12 +50,12 @@ class PlainNumbers:
     """Records Python numbers that data ranks compare, to find ranks that have kept values of their own samples.
 
     A number that a script computes by ``float``, ``math`` or NumPy from losses of earlier steps looks to PyTorch like
-    any constant. Ranks compare the numbers at one line of the script if they must be equal without kept values: the
-    tensors of their micro-batches have had equal shapes so far, and the code has read no value of a tensor. So it is
-    with numbers that the script had in variables before the micro-batch. A difference is then due to kept values or
-    random draws. A number counts as kept if its line had other numbers in earlier steps, if it had this one after a
-    read of a tensor's value, or if the line is new at the turn of an epoch; and if no generator of Python or NumPy has
-    drawn since the last watched step. ``KeptValues``, a torch-function mode, makes the calls. Not collective.
+    any constant. Ranks compare numbers that differ only because of kept values or random draws: numbers at the same
+    line of the script, if the micro-batch's tensors have had equal shapes so far and the code has read no value of a
+    tensor; and numbers that the script had in variables before the micro-batch. A number counts as kept if its line had
+    other numbers in earlier steps, if it had this one after a read of a tensor's value, or if the line is new at the
+    turn of an epoch. Nothing is compared if a generator of Python or NumPy has drawn since the watched step before.
+    ``KeptValues``, a torch-function mode, makes the calls. Not collective.
     """
 
     def __init__(self) -> None:

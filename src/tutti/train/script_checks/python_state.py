@@ -76,9 +76,6 @@ def trial_call(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 def numbers(parts: Sequence[nn.Module]) -> dict[str, float]:
     """Return the attributes of modules that are Python ints or floats (no bools), such as counters of forwards.
-
-    The checks for mistakes compare the values of two steps, to find counters that grow with each micro-batch.
-
     Args:
         parts: modules, whose submodules are read, too.
 

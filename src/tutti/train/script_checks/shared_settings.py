@@ -31,8 +31,6 @@ class SharedSettings:
     def text(self) -> str:
         """Return ``lr``, ``momentum``, ``betas`` and ``weight_decay`` of the script's optimizers as one text.
 
-        The text serves to compare these settings over ranks, and between calls.
-
         The text is ``lr {value} {value} …, momentum …``, with a value for each parameter group that has the setting. A
         tensor on an accelerator is written as None, so that the host does not wait for the device. Settings that no
         group has are left out; the text is empty without optimizers.

@@ -23,10 +23,10 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 class MemoryRecords(dict[StorageWeakRef, _R]):
-    """Dict from a tensor's storage (a weak reference) to a record; ``drop_freed`` removes those of freed storages.
+    """Dict from a tensor's storage (a weak reference) to a record, from which ``drop_freed`` removes freed storages.
 
-    A weak reference keeps the storage's header in memory. Before version 2.38, glibc's malloc reuses a freed block
-    between two such headers for no new tensor of the same size, so that the process would take new memory for each
+    It must be called regularly: a weak reference keeps a storage's header in memory, and with glibc before 2.38 the
+    freed block between two headers is not used for another tensor of the same size, so that memory would grow with each
     intermediate result of a forward.
     """
 

@@ -233,8 +233,8 @@ class TargetProbe(TorchFunctionMode):
     def mixes(self, loss: Any) -> str:
         """Return which data of the other samples in the micro-batch a sample's gradient depends on.
 
-        Removes the probe's hooks from the model, and leaves its torch-function mode, which would pass on all further
-        calls. ``close`` must still be called: a mode that handles a call, such as ``Tensor.backward``, stays.
+        Removes the probe's hooks from the model, and leaves its torch-function mode. ``close`` must still be called: a
+        mode cannot be left while it handles a call, as where the script calls ``loss.backward()``.
 
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.

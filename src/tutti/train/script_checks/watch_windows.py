@@ -17,8 +17,8 @@ class WatchWindows:
 
     Where an epoch begins, scripts begin to do something else: a loss gets a second term, a memory bank that has filled
     is read, a teacher's average starts. A window is the last step of an epoch, which leaves values behind, and the
-    first two of the next one, but for the first five steps of a run. The first four turns of epochs have a window, and
-    later ones as long as no more than one step in 64 is in a window. The choice depends on data positions and the
+    first two of the next one; the first five steps of a run are in none. The first four turns of epochs have a window,
+    and later ones as long as no more than one step in 64 is in a window. The choice depends on data positions and the
     number of steps alone, so that it is the same on all ranks.
 
     Attributes:

@@ -85,10 +85,10 @@ def backward_within(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Run ``loss.backward(…)`` so that a function mode, which handles this call, sees the calls of hooks.
+    """Run ``loss.backward(…)`` with a function mode on, so that the mode sees the PyTorch calls of hooks in backward.
 
-    PyTorch turns a mode off while it handles a call. A backward with other options than a gradient and ``retain_graph``
-    is called with the mode off.
+    To be called by the mode as it handles ``Tensor.backward``, while PyTorch has turned it off. The mode stays off in a
+    backward with ``create_graph`` or ``inputs``, and of a loss that is no plain tensor.
 
     Args:
         mode: the mode.

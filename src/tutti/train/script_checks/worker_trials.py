@@ -43,8 +43,8 @@ class WorkerTrials:
     anew, without gradients: with former values of such objects, with the present ones and, where the two losses differ,
     once more with the former ones, to leave out losses that draw random numbers by themselves. A trial leaves no trace
     in the objects of a ``PythonState``, in buffers or in RNG streams. Values on which the loss does not depend, such as
-    means for a log, are allowed. So it is with draws from random generators of the script's own, which another worker's
-    micro-batch has advanced. Trials depend on this rank's share of the work:
+    means for a log, are allowed. On a rank with several workers, random generators of the script's own that an earlier
+    worker's micro-batch has advanced are tried like other objects. Trials depend on this rank's share of the work:
 
     - Several workers: in steps 1 to 8, 16, 32, … and at the turn of an epoch (``WatchWindows``), for the first
       micro-batch of each worker but the first, if the workers before it have changed objects in this step. Former
@@ -78,7 +78,8 @@ class WorkerTrials:
         checked depends on this rank's share:
 
         - It computes several workers, or shares one with other ranks: whether a loss depends on objects that the code
-          for a micro-batch has changed. Checked in steps 1 to 8, 16, 32, 64, …
+          for a micro-batch has changed. Checked in steps 1 to 8, 16, 32, 64, … and at the turn of an epoch
+          (``WatchWindows``).
         - It has one worker for itself, and there are other data ranks, with which it makes common updates: which
           numbers have changed since step 1, and whether the loss depends on them, in steps 2 to 8. They are passed to
           the constructor's ``kept``, by which ranks compare them.
