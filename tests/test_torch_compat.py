@@ -232,6 +232,8 @@ def writes_are_counted() -> None:
 
     with Refusing():
         assert tensor_versions([tensor]) == [before + 1]
+    with torch.inference_mode():
+        assert tensor_versions([torch.zeros(3)]) == [0]
     assert getattr(tensor.view(3), IS_VIEW)() and not getattr(tensor, IS_VIEW)()
 
 

@@ -275,10 +275,10 @@ def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return ``tensor_version`` of each tensor, in their order; no function mode sees these reads.
 
     Args:
-        tensors: tensors with a version counter, as ``tensor_version`` takes them.
+        tensors: any tensors; the number of an inference tensor, which has no counter, is 0.
     """
     with FunctionModesDisabled():
-        return [tensor._version for tensor in tensors]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def is_dtensor(tensor: object) -> bool:

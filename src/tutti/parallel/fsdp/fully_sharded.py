@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.nn.gradient_hooks import ScriptHook, share_gradient_hooks, wrap_hooks
 from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
 from tutti.nn.partial_gradient import GradientParts, agree_on_operand
@@ -619,6 +619,14 @@ class FullySharded:
         def watch(module: nn.Module, args: Any) -> None:
             handle.remove()
             for name, parameter in self._unsharded().items():
+                if parameter.is_inference():
+                    raise UsageError(
+                        "the first forward of sharded parameters is one under torch.inference_mode()",
+                        where=script_line(),
+                        why="FSDP2 makes the tensors there into which it gathers them, and no backward may use these",
+                        remedy="call it under torch.no_grad(), or after the first backward; or take strategy="
+                        "'sharded:stage=1' or 'mirrored'",
+                    )
                 if name not in self._watched:
                     self._watched.add(name)
                     self._also_seen({parameter: self._twins[name][0]})
