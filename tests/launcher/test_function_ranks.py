@@ -6,11 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import tutti
 from tests.forkserver import run
+from tutti.launcher import function_ranks
 
 ROOT = Path(__file__).parents[2]
 SAFETY_NET = 200
@@ -190,6 +194,16 @@ for cell in notebook.cells:
     for output in cell.outputs:
         print(output.get("text") or output.get("data", {}).get("text/plain") or output)
 """
+
+
+def test_what_optimizers_import_is_imported_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(*_: Any, preload: Collection[str] = (), **options: Any) -> int:
+        raise InterruptedError(*preload)
+
+    monkeypatch.setattr(function_ranks, "launch_ranks", launched)
+    with pytest.raises(InterruptedError) as caught:
+        tutti.launch(print, devices=2)
+    assert caught.value.args == ("torch._dynamo",)
 
 
 def test_it_works_in_a_notebook(tmp_path: Path) -> None:

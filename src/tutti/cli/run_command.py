@@ -31,7 +31,7 @@ from tutti.launcher import slurm_engine, stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.engines import make_engine
-from tutti.launcher.launch import check_script, launch, run_script
+from tutti.launcher.launch import OPTIMIZER_MODULES, check_script, launch, run_script
 from tutti.launcher.script_rank import run_as_rank
 from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 
@@ -271,8 +271,7 @@ def run(
         timeout=TIMEOUT if timeout is None else timeout,
         show_all=show_all,
         restarts=max_restarts,
-        # Every torch optimizer imports it, which takes two seconds.
-        preload=("torch._dynamo", *(("tutti.horovod.torch",) if elastic else ())),
+        preload=(*OPTIMIZER_MODULES, *(("tutti.horovod.torch",) if elastic else ())),
         limits=limits,
         elastic=elastic,
     )

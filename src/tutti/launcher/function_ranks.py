@@ -18,6 +18,7 @@ from tutti.errors import ExitCode, PeerError, Preempted, UsageError
 from tutti.launcher import context
 from tutti.launcher.child import SIGNALS
 from tutti.launcher.elastic_driver import ElasticOptions
+from tutti.launcher.launch import OPTIMIZER_MODULES
 from tutti.launcher.launch import launch as launch_ranks
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ def launch_function(
     The ranks are forked, so that the function may be defined anywhere, also interactively in a notebook or in a script
     without ``if __name__ == "__main__"``. Changes that ``function`` makes to variables do not reach this process; only
     its return value does. Rank 0 writes to this process's output. The call blocks until all ranks have ended.
+    Before the fork it imports ``torch._dynamo``, as every optimizer of PyTorch does, once for all ranks.
 
     Args:
         function: called in every rank; it joins the job itself, by ``tutti.prepare`` or ``tutti.init``.
@@ -79,6 +81,7 @@ def launch_function(
             logs=folder / "logs",
             timeout=timeout,
             show_all=show_all,
+            preload=OPTIMIZER_MODULES,
         )
         _raise_first(folder, f"of {devices}", code)
         if code - 128 in SIGNALS:
@@ -122,6 +125,7 @@ def launch_elastic_function(function: Callable[[], T], limits: ElasticOptions, t
             processes=limits.np,
             logs=folder / "logs",
             timeout=timeout,
+            preload=OPTIMIZER_MODULES,
             elastic=limits,
         )
         if code == 0:

@@ -34,6 +34,9 @@ from tutti.python_compat import import_uncollected
 if TYPE_CHECKING:
     from tutti.launcher.agent import Agent
 
+OPTIMIZER_MODULES = ("torch._dynamo",)
+"""Modules that every optimizer of PyTorch imports when it is made, which takes nearly a second."""
+
 log = logging.getLogger("tutti.launcher")
 
 
