@@ -19,8 +19,8 @@ class BothWatches:
     micro-batch to another, and ``KeptValues``, for values that the rank has kept of its own samples.
 
     Args:
-        outer: the mode that is entered first.
-        inner: the mode that is entered within.
+        outer: the mode that is entered first, ``KeptValues``.
+        inner: the mode that is entered within, ``CarriedValues``; the only one to check divisors and edited gradients.
     """
 
     def __init__(self, outer: LossWatch, inner: LossWatch) -> None:
@@ -64,7 +64,7 @@ class BothWatches:
         self._inner.check_divisor(loss, micro_batch)
 
     def note_gradients(self, gradients: Iterable[Tensor], complete: bool) -> None:
-        """Record in both modes the gradients that ``run.backward`` has left in ``.grad``.
+        """Record in the inner mode the gradients that ``run.backward`` has left in ``.grad``.
 
         Args:
             gradients: the tensors.
@@ -73,7 +73,7 @@ class BothWatches:
         self._inner.note_gradients(gradients, complete)
 
     def check_edits(self, gradients: Mapping[str, Tensor]) -> None:
-        """Raise UsageError if the script's edits of gradients depend on values that either mode refuses.
+        """Raise UsageError if the script's edits of gradients depend on values that the inner mode refuses.
 
         Args:
             gradients: the edited gradients of the global batch, by the parameters' names.

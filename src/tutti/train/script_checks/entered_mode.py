@@ -1,4 +1,4 @@
-"""Function modes that a check enters and leaves in different functions, so that no ``with`` statement holds them."""
+"""Base of torch-function modes that a check enters in one function and leaves in another, without ``with``."""
 
 from __future__ import annotations
 

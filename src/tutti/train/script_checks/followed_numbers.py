@@ -29,9 +29,8 @@ class FollowedNumber:
     its ``group`` returns True. ``float()``, ``int()``, copies and pickles are plain numbers.
 
     Attributes:
-        origins: for each place (logical worker, a fixed share of the global batch, and micro-batch) of whose samples
-            the number was computed, a line of the script.
-        group: the object that made the number.
+        origins: a line of the script for each micro-batch (``Place``) from whose samples the number was computed.
+        group: the ``FollowedNumbers`` that made the number.
         plain_type: type of the number without origins.
     """
 
@@ -77,9 +76,8 @@ class FollowedNumbers:
         Args:
             value: a float or an int; a value of another type, also of a subclass such as bool, is returned as it is; so
                 is every value with ``TUTTI_DIAGNOSTICS=off``.
-            origins: a line of the script, as text for an error, for each micro-batch (``Place``: index of the logical
-                worker, a fixed share of the global batch, and of the micro-batch) from whose samples the number was
-                computed: the line where values of this micro-batch met those of another one.
+            origins: a line of the script, as text for an error, for each micro-batch (``Place``) from whose samples the
+                number was computed: the line where values of this micro-batch met those of another one.
 
         Returns:
             A ``FollowedFloat`` or ``FollowedInt``, a subclass of the type of ``value``, with ``origins`` as attribute.

@@ -91,7 +91,6 @@ class Checks:
         diagnoses: the findings.
         looking: whether ``look`` must be called in the next step. With several logical workers that do not step
             together (asynchronous parameter servers) only in the first step.
-        ended: function without arguments, to call after the next global batch of a custom loop; None for none.
     """
 
     def __init__(self, run: Run, warn: Callable[[str], None] | None) -> None:

@@ -32,8 +32,8 @@ class ModuleTrials:
     the global batch) had a device of its own. If a module has other numbers or texts than it would have for a worker
     alone, its forward is computed without gradients: with the values that the worker would have, with the present ones,
     and where the outputs differ once more with the former, to leave out modules that draw by themselves. No call leaves
-    a trace. Outputs that do not depend on the values, such as those of a module that counts for a log, are allowed. A
-    module with submodules is tried only where its forward sends nothing to other ranks.
+    a trace. Numbers on which no output depends, such as a count for a log, are allowed. A module with submodules is
+    tried only where the model's forward sends nothing to other ranks.
 
     ``TUTTI_DIAGNOSTICS=off`` does not turn the trials off: in a custom loop no other check sees such numbers, and the
     updates would be wrong.
@@ -41,7 +41,7 @@ class ModuleTrials:
     Args:
         run: the run.
         aside: returns a context manager in which calls of PyTorch are not followed by other checks.
-        refuse: called with the error message's first sentence.
+        refuse: raises the error, given the first sentence of its message.
     """
 
     def __init__(

@@ -116,8 +116,7 @@ class MovedValues:
             tensor: any tensor.
 
         Returns:
-            A pair: the micro-batch as a ``Place`` (index of the logical worker, a fixed share of the global batch, and
-            of the micro-batch), and the script's line that moved the values, as text for an error.
+            A pair: the micro-batch, and the script's line that moved the values, as text for an error.
         """
         memory = self._memory_of(tensor) if self._moved else None
         return None if memory is None else self._moved.get(memory)
@@ -162,8 +161,7 @@ class MovedValues:
         otherwise, all of them, is no longer recorded as moved.
 
         Args:
-            place: the micro-batch (index of the logical worker, a fixed share of the global batch, and of the
-                micro-batch) whose code makes the call.
+            place: the micro-batch whose code makes the call.
             func, name: the function of PyTorch, and its name.
             args: values of all arguments, positional and named; tensors in nested lists and tuples count.
             made: the tensors among the results of the call.

@@ -167,9 +167,9 @@ class WrittenParameters:
     def unmoved(self, stage: int) -> Iterator[None]:
         """Return a context manager around a pipeline stage's forward that raises UsageError if it writes parameters.
 
-        It checks forwards of the first three steps, with gradients enabled, on a rank that has several micro-batches in
-        the step; elsewhere it does nothing. A stage's first forward of a step may change parameters, unless backwards
-        of other micro-batches follow.
+        It checks forwards of the first three steps, and at the turn of an epoch (``WatchWindows``), with gradients
+        enabled, on a rank that has several micro-batches in the step; elsewhere it does nothing. A stage's first
+        forward of a step may change parameters, unless backwards of other micro-batches follow.
 
         Args:
             stage: number of the stage.
