@@ -151,9 +151,9 @@ class BodyComparison:
 
         Raises:
             UsageError: this rank has several micro-batches, and the loop body steps through an enabled
-                ``torch.amp.GradScaler``, computes gradients after an optimizer step, writes parameters before the last
-                micro-batch, or differs in this call, or at an optimizer step in a setting such as ``lr``, from the
-                first micro-batch of the global batch.
+                ``torch.amp.GradScaler``, computes gradients after an optimizer step, writes parameters or the state of
+                an optimizer before the last micro-batch, or differs in this call, or at an optimizer step in a setting
+                such as ``lr``, from the first micro-batch of the global batch.
         """
         if self.several:
             if kind == "step" and _is_called_by_scaler():

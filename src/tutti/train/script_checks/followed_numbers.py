@@ -22,14 +22,15 @@ _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
 
 class FollowedNumber:
-    """Base of numbers that remember their origins: the micro-batches from whose samples they were computed.
+    """Base of numbers that remember their origins, such as the micro-batches from whose samples they were computed.
 
     ``FollowedNumbers.follow`` makes them. The result of ``+``, ``-``, ``*``, ``/``, ``//``, ``%``, ``**``, ``abs`` and
     ``round`` with such a number is such a number, too, with the origins of all operands, while ``is_followed`` of
     its ``group`` returns True. ``float()``, ``int()``, copies and pickles are plain numbers.
 
     Attributes:
-        origins: a line of the script for each micro-batch (``Place``) from whose samples the number was computed.
+        origins: a line of the script, or an empty text, for each origin of the number: in ``CarriedValues`` a
+            micro-batch (``Place``); in ``KeptValues`` a kept value, or the number of a step.
         group: the ``FollowedNumbers`` that made the number.
         plain_type: type of the number without origins.
     """
@@ -76,8 +77,8 @@ class FollowedNumbers:
         Args:
             value: a float or an int; a value of another type, also of a subclass such as bool, is returned as it is; so
                 is every value with ``TUTTI_DIAGNOSTICS=off``.
-            origins: a line of the script, as text for an error, for each micro-batch (``Place``) from whose samples the
-                number was computed: the line where values of this micro-batch met those of another one.
+            origins: the number's attribute ``origins``; a line is that where values of a micro-batch met those of
+                another one, as text for an error.
 
         Returns:
             A ``FollowedFloat`` or ``FollowedInt``, a subclass of the type of ``value``, with ``origins`` as attribute.

@@ -328,7 +328,8 @@ class KeptValues(LossWatch):
         parameters do, it returns.
 
         Raises:
-            UsageError: on every data rank, a value differs; the error names the script's line that reads it.
+            UsageError: on every data rank, a value differs, and the error names the script's line that reads it; or an
+                optimizer that ``tutti.prepare`` was not given has trained by gradients that differ between ranks.
         """
         comm, what = self._run.context.comms.replica, f"values that losses of step {self._run.local_step + 1} depend on"
         kept = self._reached

@@ -347,8 +347,8 @@ class Checks:
         targets. Does nothing for micro-batches that are not examined.
 
         Args:
-            loss: the loss that the script passes to ``run.backward``; None at the end of the body, which examines
-                nothing.
+            loss: the loss that the script passes to ``run.backward``; None, at the end of the body, only ends the
+                examination.
 
         Raises:
             UsageError: the loss takes samples by their places in the micro-batch.

@@ -37,7 +37,8 @@ class PlainNumber(NamedTuple):
 
     Attributes:
         line: the line, as ``FILE:LINE``.
-        shapes: hash of the shapes of the batch and of all results of PyTorch so far in this micro-batch.
+        shapes: hash of the shapes of the batch and of all results of PyTorch so far in this micro-batch; 0 where they
+            do not count, as the script had the number before the micro-batch.
         digest: hash of the value.
     """
 

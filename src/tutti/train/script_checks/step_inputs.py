@@ -48,8 +48,8 @@ class StepInputs(EnteredMode):
 
     Hooks of K-FAC keep second moments of activations and of their gradients, and the optimizer's step multiplies
     ``.grad`` by their inverse. A hook, a layer or a loss function sees the samples of one micro-batch; on one device it
-    would see all of them. Whether the parts could be summed cannot be known: a moment that is divided by the number of
-    samples, or averaged over steps, cannot. The mode follows tensors from the micro-batches through the calls of
+    would see all of them. Whether values of the parts add up cannot be known: a moment that is divided by the number of
+    samples, or averaged over steps, does not. The mode follows tensors from the micro-batches through the calls of
     PyTorch in forward, loss and backward, and raises where a step reads one that is no gradient.
 
     Watched are optimizers with code of the script: a class, a function set as ``step``, or step hooks. Their steps 1 to
