@@ -12,6 +12,7 @@ import pytest
 from tests.launching import SAFETY_NET, SOURCE
 from tutti.cli.run_command import run
 from tutti.errors import ExitCode, UsageError
+from tutti.launcher import failure
 from tutti.launcher.failure import read_failure
 from tutti.launcher.script_rank import run_as_rank
 
@@ -68,6 +69,17 @@ def test_a_lost_peer_is_no_cause_and_needs_no_folder(tmp_path: Path, capsys: pyt
     assert found is not None and found.exit_code == ExitCode.PEER
     assert run_as_rank(lose_peer, 1, tmp_path / "gone") == ExitCode.PEER
     assert capsys.readouterr().err.count("RuntimeError: Connection reset by peer") == 2
+
+
+def test_a_note_on_an_error_is_shown_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failure.before_report(lambda error: error.add_note("It is far away."))
+    try:
+        run_as_rank(lose_peer, 1, tmp_path)
+    finally:
+        failure.before_report(lambda error: None)
+    found = read_failure([tmp_path], 1)
+    assert found is not None and "It is far away." in found.traceback
+    assert "It is far away." in capsys.readouterr().err
 
 
 ENGINE_RANK = """

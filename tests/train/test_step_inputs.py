@@ -15,7 +15,7 @@ from tests import worlds
 from tests.covering import in_turn, thinned
 from tests.scripts.oracle import global_batches
 from tutti.errors import UsageError
-from tutti.launcher import context
+from tutti.launcher import failure
 
 BATCH = 8
 
@@ -164,7 +164,7 @@ def kept_elsewhere(strategy: str) -> list[str]:
     """Read what hooks have kept of every layer in the body of a loop, and return the notes on the error."""
     explained: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context, "before_report", explained.append)
+        patch.setattr(failure, "before_report", explained.append)
         model, inputs = network(), dict[str, Tensor]()
         for name in ("0", "2"):
             model.get_submodule(name).register_forward_pre_hook(

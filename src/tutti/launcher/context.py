@@ -84,7 +84,6 @@ _PACE = 0.25
 
 _world: World | None = None
 _before_shutdown: list[Callable[[], object]] = []
-_before_report: list[Callable[[BaseException], object]] = []
 
 
 def init(device: str = "auto", timeout: float | None = None) -> World:
@@ -220,15 +219,14 @@ def connect_limit(limit: timedelta, device: torch.device) -> timedelta:
 class _End:
     """An excepthook: shows an uncaught exception by the previous hook, then ends the process with its exit code.
 
-    The functions of ``before_report`` are called first.
+    The function of ``failure.before_report`` is called first.
     """
 
     def __init__(self, show: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self._show = show
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for function in _before_report:
-            function(error)
+        failure.add_notes(error)
         self._show(kind, error, trace)
         # An interactive session goes on.
         if not hasattr(sys, "ps1"):
@@ -273,17 +271,6 @@ def abandon_world() -> None:
     # Without a world, ``init`` may have failed half-way.
     if leaving is None or leaving.owned:
         forget_process_groups()
-
-
-def before_report(function: Callable[[BaseException], object]) -> None:
-    """Let ``function`` be called with an uncaught exception of the script before it is shown, to add a note to it.
-
-    Replaces the function of an earlier call.
-
-    Args:
-        function: takes the exception, and raises none.
-    """
-    _before_report[:] = [function]
 
 
 def before_shutdown(function: Callable[[], object]) -> None:

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,6 +107,30 @@ def flight_path(directory: Path, rank: int) -> Path:
     return directory / f"flight-rank{rank}.json"
 
 
+_before_report: list[Callable[[BaseException], object]] = []
+
+
+def before_report(function: Callable[[BaseException], object]) -> None:
+    """Let ``function`` be called with an uncaught exception of the script before it is shown, to add a note to it.
+
+    Replaces the function of an earlier call.
+
+    Args:
+        function: takes the exception, and raises none.
+    """
+    _before_report[:] = [function]
+
+
+def add_notes(error: BaseException) -> None:
+    """Call the function of ``before_report`` with an exception of the script that is about to be shown.
+
+    Args:
+        error: the exception, to which the function may add a note.
+    """
+    for function in _before_report:
+        function(error)
+
+
 def failure_exit_code(exception: BaseException) -> int:
     """Return the exit code (a member of ``tutti.errors.ExitCode``) with which a rank's process ends after an exception.
 
@@ -138,7 +162,7 @@ def record_failure(
     """Describe the exception that ends a rank, write the description as a JSON record for the launcher, and return it.
 
     The record, ``failure-rankN.json``, is written to the first directory where this succeeds. Never raises OSError: if
-    all directories fail, such as on a full disk, no record is written.
+    all directories fail, such as on a full disk, no record is written. Calls the function of ``before_report`` first.
 
     Args:
         directories: the run's log directory, then other directories to try.
@@ -150,6 +174,7 @@ def record_failure(
         The record: rank, time in seconds since the epoch, class name and text of the exception, exit code and
         traceback; also the training step and a remedy, if the exception has them.
     """
+    add_notes(exception)
     step = getattr(exception, "step", None)
     failure = Failure(
         rank=rank,

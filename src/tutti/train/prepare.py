@@ -37,7 +37,7 @@ from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
 from tutti.device import use_deterministic_kernels
 from tutti.errors import counted
-from tutti.launcher import context
+from tutti.launcher import context, failure
 from tutti.nn.ac_policy import UNCACHED, turn_off_caches
 from tutti.nn.float8 import describe_layers, layers_left_in_bf16
 from tutti.nn.script_mode import modes_entered
@@ -330,7 +330,7 @@ def prepare_run(
         run.context.comms.tolerate_loss()
     if log.isEnabledFor(logging.INFO):
         _log_decisions(run, checked, o)
-    context.before_report(partial(_explain, contract=contract, hooks=ref(hooks)))
+    failure.before_report(partial(_explain, contract=contract, hooks=ref(hooks)))
     end_graphs()
     run.begin_script(state_loads)
     return run
