@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import tutti
 from tests import worlds
 from tests.covering import in_turn
 from tests.scripts.oracle import global_batches
 from tutti.comm.random_keys import mix
+from tutti.errors import MismatchError
 
 WORKERS, BATCH, EPOCHS = 6, 12, 2
 
@@ -165,6 +166,44 @@ def test_ranks_draw_what_one_device_would(case: tuple[str, str, bool], place: tu
     for found, own in worlds.run(ranks, train, kind=kind, loss=loss, loop=loop, strategy=strategy):
         assert same(found, weights)
         assert own == drawn
+
+
+class Rows(Dataset[Any]):
+    """Samples in a list, and whose data set it is."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.rows = list(zip(inputs, targets, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return *self.rows[index], f"/of/rank/{tutti.rank()}"
+
+
+def shuffled(seeded: bool, kind: str) -> tuple[str, int]:
+    """Train on samples that the script has shuffled; return the error and the number of updates."""
+    order = list(range(48))
+    random.Random(0 if seeded else tutti.rank()).shuffle(order)
+    columns = [column[order] for column in dataset().tensors]
+    data = TensorDataset(*columns) if kind == "tensors" else Rows(*columns)
+    model = network("plain")
+    options = {"strategy": "mirrored", "workers": 6, "batch_size": BATCH}
+    run = tutti.prepare(model, "sgd:lr=0.1", data, plain, **options)  # type: ignore[arg-type]
+    try:
+        for batch in run.epoch(0):
+            run.step(batch)
+    except MismatchError as error:
+        return str(error), run.updates
+    return "", run.updates
+
+
+@pytest.mark.parametrize("kind", ["tensors", "items"])
+def test_data_that_each_rank_has_shuffled_otherwise_is_refused(kind: str) -> None:
+    for error, updates in worlds.run(3, shuffled, seeded=False, kind=kind):
+        assert "the samples of the data set" in error and "random.seed" in error and updates == 0
+    worlds.forget(3)
+    assert worlds.run(2, shuffled, seeded=True, kind=kind) == [("", 4)] * 2
 
 
 def test_recomputed_blocks_draw_again_what_they_drew() -> None:

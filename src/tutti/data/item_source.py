@@ -19,6 +19,7 @@ from tutti.data.kept_generators import KeptGenerators
 from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey
 from tutti.errors import DataError, UsageError
+from tutti.torch_compat import tree_leaves
 from tutti.types.micro_batch import Batch
 
 # Random draws of a collate_fn, such as masks, must not repeat those of its first sample.
@@ -103,6 +104,23 @@ class ItemSource:
         with own_generators(), self._kept.restored(), suppress(DataError):
             return digest(self._read_each(indices, key))
         # It is raised where the sample is read for training.
+        return ""
+
+    def digest_items(self, indices: NDArray[np.int64], augment: AugmentKey) -> str:
+        """Return a digest of items, to compare the data sets of ranks. Not collective.
+
+        Tensors, arrays and numbers count, and strings in items without these alone: paths may belong to a rank.
+
+        Args:
+            indices: int64 (samples,), indices for the data set's ``__getitem__``.
+            augment: seed and epoch of the random draws.
+
+        Returns:
+            The digest; an empty text if an item cannot be read.
+        """
+        with own_generators(), self._kept.restored(), suppress(DataError):
+            leaves = tree_leaves(self._seeded(lambda: self._read_each(indices, augment)))
+            return digest([each for each in leaves if not isinstance(each, str | bytes)] or leaves)
         return ""
 
     def _collate(self, samples: list[Any], indices: NDArray[np.int64], key: AugmentKey) -> Batch:

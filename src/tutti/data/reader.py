@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from tutti.comm.communicator import Communicator
 from tutti.config.variables import is_off
+from tutti.data.adapt import TensorSource
 from tutti.data.batches import CollatedBatch, slice_batch
 from tutti.data.contract import BatchContract
+from tutti.data.digest import digest
 from tutti.data.epochs import Epochs
 from tutti.data.item_source import CollatedSource, ItemSource
 from tutti.data.loader import IN_PROCESS, Loader, Prefetch, Task
@@ -168,9 +170,10 @@ class MapReader:
         """Yield this rank's part of each global batch of an epoch of a map-style data set, on the CPU.
 
         Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: the ranks all-gather
-        and compare digests of this order. Otherwise no collective is performed. In the first call on several ranks
-        without loader processes, an item of a data set that is no ``Source`` of the script's own is read twice, to
-        check that it does not depend on earlier reads (not with ``TUTTI_DIAGNOSTICS=off``).
+        and compare digests of this order. So they do in the first call on several ranks without loader processes with
+        two samples of a data set that is no ``Source`` of the script's own (not with ``TUTTI_DIAGNOSTICS=off``). An
+        item of such a data set is then also read twice, to check that it does not depend on earlier reads. Otherwise no
+        collective is performed.
 
         Args:
             epoch: from 0.
@@ -182,7 +185,8 @@ class MapReader:
             this rank has no samples, samples for a dummy micro-batch (``dummy``), whose gradient is ignored.
 
         Raises:
-            MismatchError: on every rank, if a sampler has drawn other samples on another rank.
+            MismatchError: on every rank, if a sampler has drawn other samples on another rank, or the data set has
+                other ones there.
             DataError: a sample cannot be read or collated, or the sampler yields invalid indices.
             UsageError: the item that is read twice differs, though its random draws are the same.
             LoaderError: a loader process ended, or gave no batch within the timeout.
@@ -200,7 +204,7 @@ class MapReader:
             for piece in cut
         ]
         if tasks and not self._checked and self._world is not None and self._world.size > 1:
-            self._check_repeats(epoch, int(tasks[0][0][0]))
+            self._check_samples(epoch, int(tasks[0][0][0]), [int(steps[start][0]), int(steps[-1][-1])])
         batches = self._fetch(tasks)
         for step, cut in zip(numbers, cuts, strict=True):
             parts, samples = [next(batches) for _ in cut], len(steps[step])
@@ -212,13 +216,31 @@ class MapReader:
                 whole = parts[0] if mine else slice_batch(parts[0], 0, 0)
             yield RankBatch(whole, samples, after, None if mine else parts[0])
 
-    def _check_repeats(self, epoch: int, index: int) -> None:
-        """Raise UsageError for a data set whose samples depend on the samples that this rank has read before."""
+    def _check_samples(self, epoch: int, own: int, common: list[int]) -> None:
+        """Raise an error for samples that depend on those read before, or on the rank. Collective over all ranks.
+
+        Args:
+            epoch: the epoch that is read.
+            own: index of a sample of this rank, which is read twice.
+            common: indices of samples that all ranks read, to compare them.
+        """
         self._checked = True
         # Loader processes open the data set's files themselves.
         off = bool(self._prefetch.workers) or is_off("DIAGNOSTICS", os.environ)
-        if isinstance(self.source, ItemSource) and not off:
-            self.source.check_repeats(index, AugmentKey(self._seed, epoch))
+        if off or self._world is None or not isinstance(self.source, ItemSource | TensorSource):
+            return
+        key = AugmentKey(self._seed, epoch)
+        if isinstance(self.source, ItemSource):
+            self.source.check_repeats(own, key)
+            found = self.source.digest_items(np.array(common), key)
+        else:
+            found = digest(self.source.fetch(np.array(common), key))
+        self._world.agree(
+            [f"samples {', '.join(map(str, common))} with the digest {found}"],
+            "the samples of the data set",
+            "give every rank the same data set: seed alike on all ranks what shuffles, splits or makes it"
+            " (random.seed, np.random.seed, torch.manual_seed), or read it in a sorted order",
+        )
 
     def follow(self, epochs: Epochs) -> None:
         """Replace the batch size of each epoch and its division over ranks, after a resume with other ones.
