@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tutti.errors import TuttiError
 
 STEPS = 5
 
@@ -166,3 +168,30 @@ def prepare(**options: Any) -> None:
     net = model(norm=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     tutti.prepare(net, optimizer, data(52), loss, workers=1, batch_size=24, **options)
+
+
+def with_own_generator(seeded: bool) -> tuple[str, list[float]]:
+    """Train with noise of a generator that the loss function keeps; return the error, or the losses."""
+    generator = np.random.default_rng(0)
+
+    def noisy(net: Any, batch: Tensor) -> Any:
+        nonlocal generator
+        if seeded:
+            generator = np.random.default_rng(int(1e6 * float(batch.sum().abs())))
+        return loss(net, batch + torch.from_numpy(generator.normal(size=tuple(batch.shape))))
+
+    run = tutti.prepare(model(False), "sgd:lr=0.1", data(24), noisy, workers=1, batch_size=24, micro_batch=6)
+    try:
+        return "", [run.step(batch) for batch in run.epoch(0)]
+    except TuttiError as error:
+        assert run.updates == 0
+        return str(error), []
+
+
+def test_draws_that_go_on_from_one_micro_batch_to_the_next_are_refused() -> None:
+    for error, _ in worlds.run(2, with_own_generator, seeded=False):
+        assert "depends on the generator generator" in error and "ranks share the micro-batches" in error
+    worlds.forget(2)
+    [want] = worlds.run(1, with_own_generator, seeded=True)
+    for error, losses in worlds.run(2, with_own_generator, seeded=True):
+        assert error == "" and losses == pytest.approx(want[1], rel=1e-12)

@@ -127,7 +127,10 @@ class WorkerTrials:
             depends = bool(names) and self._depends(loss, model, micro_batch, begun.restore)
             result = guarded(model, batch)
             if depends and not changed:
-                self._refuse_drawn(drawn[0])
+                why = (
+                    "this rank computes several logical workers in turn, and each would draw the same on its own device"
+                )
+                self._refuse_drawn(drawn[0], why)
             if depends:
                 what = f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}"
                 refuse_carried(run, what, "in the loss function or the model's forward")
@@ -135,11 +138,11 @@ class WorkerTrials:
 
         return watch
 
-    def _refuse_drawn(self, name: str) -> NoReturn:
+    def _refuse_drawn(self, name: str, why: str) -> NoReturn:
         raise UsageError(
             f"the loss of a micro-batch depends on the generator {name}, which another micro-batch has advanced",
             where=f"step {self._run.global_step + 1}, in the loss function or the model's forward",
-            why="this rank computes several logical workers in turn, and each would draw the same on its own device",
+            why=why,
             remedy="draw by PyTorch's default generator, or seed the generator by run.global_step in each step; or take"
             f" as many workers as data ranks ({self._run.context.mesh.data_ranks})",
         )
@@ -189,6 +192,7 @@ class WorkerTrials:
             begun, former = PythonState(run.replica.parts, loss), self._volatile()
             result = guarded(model, batch)
             run.trainability.check_buffers()
+            drawn = begun.drawn()
             names = begun.changed() or [n for n, tensor in self._volatile().items() if not _same(tensor, former.get(n))]
             draws = run.replica.draws
             moment, state = draws.moment, draws.state
@@ -201,6 +205,10 @@ class WorkerTrials:
                     " have left",
                     remedy="keep the values in a persistent buffer that the model has before tutti.prepare; or take as"
                     f" many workers as data ranks ({run.context.mesh.data_ranks}), and no micro_batch",
+                )
+            if drawn and self._depends(loss, model, micro_batch, begun.restore, former):
+                self._refuse_drawn(
+                    drawn[0], "ranks share the micro-batches of a logical worker, and each would draw the same"
                 )
             draws.moment, draws.state = moment, state
             return result
