@@ -239,7 +239,8 @@ class MapReader:
             [f"samples {', '.join(map(str, common))} with the digest {found}"],
             "the samples of the data set",
             "give every rank the same data set: seed alike on all ranks what shuffles, splits or makes it"
-            " (random.seed, np.random.seed, torch.manual_seed), or read it in a sorted order",
+            " (random.seed, np.random.seed, torch.manual_seed), or read it in a sorted order; where hosts only round"
+            " differently when they decode a sample, TUTTI_DIAGNOSTICS=off leaves this check out",
         )
 
     def follow(self, epochs: Epochs) -> None:
