@@ -168,9 +168,16 @@ class TargetProbe(TorchFunctionMode):
         Raises:
             UsageError: the loss takes samples by their places.
         """
-        calls = self._calls
-        if not calls or self._reads_rows or not isinstance(loss, Tensor) or loss.numel() != 1 or self._has_drawn():
-            return
+        # The mode, which is still active, is to record no calls of the check.
+        calls, self._calls = self._calls, None
+        try:
+            scalar = isinstance(loss, Tensor) and loss.numel() == 1
+            if calls and scalar and not self._reads_rows and not self._has_drawn():
+                self._check_places(calls, loss)
+        finally:
+            self._calls = calls
+
+    def _check_places(self, calls: list[_Call], loss: Tensor) -> None:
         if line := self._line_of_part(calls, loss):
             _refuse_places(line)
         parts = list(self._parts.values())
