@@ -59,7 +59,7 @@ def stepped(loss_fn: Loss, model: nn.Module, batch: Any, gathers: bool) -> Tenso
     return loss_fn(own, out, want, all_want)
 
 
-def train(how: str, strategy: str) -> list[Any]:
+def train(how: str, strategy: str, **options: Any) -> list[Any]:
     found: list[Any] = []
     for loss_fn in LOSSES.values():
         model = made()
@@ -68,7 +68,7 @@ def train(how: str, strategy: str) -> list[Any]:
         def loss(model: Any, batch: Any, loss_fn: Loss = loss_fn) -> Tensor:
             return stepped(loss_fn, model, batch, gathers=True)
 
-        run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, batch_size=BATCH)
+        run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, batch_size=BATCH, **options)
         try:
             for batch in run.epoch(0) if how == "step" else run.microbatches(0):
                 if how == "step":
@@ -111,3 +111,11 @@ def test_a_loss_of_all_ranks_outputs_is_that_of_one_device(ranks: int, how: str,
 def test_a_plain_backward_through_a_gather_is_refused() -> None:
     for found in worlds.run(2, train, how="loss.backward", strategy="mirrored"):
         assert all("Call run.backward(loss)" in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "options"), [(2, "run.backward", {"workers": 4}), (3, "step", {"micro_batch": 2})]
+)
+def test_a_gather_of_parts_of_the_batch_is_refused(ranks: int, how: str, options: dict[str, Any]) -> None:
+    for found in worlds.run(ranks, train, how=how, strategy="mirrored", **options):
+        assert all("what ranks have gathered, and a rank computes several" in str(each) for each in found), found

@@ -172,8 +172,9 @@ class LossWatch(EnteredMode):
             micro_batch: the micro-batch.
 
         Raises:
-            UsageError: the loss is such a sum or such a ratio, or a mean times the micro-batch's number of samples; or
-                ``compare_scales`` finds other constants than in another micro-batch.
+            UsageError: the loss is such a sum or such a ratio, or a mean times the micro-batch's number of samples;
+                ``compare_scales`` finds other constants than in another micro-batch; or the loss is computed from what
+                ranks have gathered, and a rank computes several micro-batches of a global batch.
         """
         batch, samples = self._run.feed.contract.batch, micro_batch.samples
         examined = self._active and samples and not micro_batch.whole and isinstance(loss, Tensor)
@@ -185,6 +186,8 @@ class LossWatch(EnteredMode):
     def _check_divisor(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         batch, samples = self._run.feed.contract.batch, micro_batch.samples
         if is_gathered(loss.grad_fn):
+            if self._run.feed.most_micro_batches(batch) > 1:
+                self._refuse_part_gathered()
             return
         scaled = list(scaled_reductions(loss.grad_fn, samples))
         for each in scaled:
@@ -229,6 +232,15 @@ class LossWatch(EnteredMode):
         Raises:
             UsageError: the loss of another micro-batch of the same logical worker has other constants.
         """
+
+    def _refuse_part_gathered(self) -> NoReturn:
+        raise UsageError(
+            "the loss is computed from what ranks have gathered, and a rank computes several micro-batches",
+            where=f"step {self._run.global_step + 1}, {script_line()}",
+            why="a gather brings one micro-batch of each rank together, which are not all samples of the global batch:"
+            " the loss would depend on the number of devices",
+            remedy="take as many workers as devices, without micro_batch",
+        )
 
     def _refuse_divisor(self, what: str, remedy: str) -> NoReturn:
         raise UsageError(
