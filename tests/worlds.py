@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,23 +56,19 @@ class Failure:
 
 
 class RankError(AssertionError):
-    """At least one rank raised. ``failures`` has None for ranks that did not; ``alive``: whether all processes live."""
+    """At least one rank raised. ``failures`` has None for ranks that did not."""
 
     def __init__(self, failures: list[Failure | None]) -> None:
         self.failures = failures
-        self.alive = not any(each.kind == _DIED for each in failures if each)
         super().__init__("\n".join(f"rank {r}: {f.trace}" for r, f in enumerate(failures) if f))
 
 
 class Pool:
-    """A world of ``size`` ranks that lives until ``close``, or until a run of it fails.
+    """A world of ``size`` ranks that lives until ``close``."""
 
-    ``kept``: whether it survives a run in which ranks raised; ``doubtful`` is then True until ``settle``.
-    """
-
-    def __init__(self, size: int, timeout: float = 30.0, device: str = DEVICE, *, kept: bool = False) -> None:
+    def __init__(self, size: int, timeout: float = 30.0, device: str = DEVICE) -> None:
         require_devices(device, size)
-        self.size, self.runs, self._kept, self.doubtful = size, 0, kept, False
+        self.size, self.runs = size, 0
         self._directory = tempfile.mkdtemp()
         self._pipes: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
@@ -90,21 +86,11 @@ class Pool:
         """Results in rank order. Raises RankError; TimeoutError after ``limit`` seconds."""
         try:
             return self._run(function, limit, arguments)
-        except BaseException as error:
+        except BaseException:
             self._show_errors()
-            self.doubtful = True
             # Whatever interrupted it, ranks that are still busy must not answer the next call.
-            if not (self._kept and isinstance(error, RankError) and error.alive):
-                self.close()
+            self.close()
             raise
-
-    def settle(self) -> None:
-        """Close the pool unless its ranks have begun the same collectives: else one may wait in what others left."""
-        with suppress(RankError, TimeoutError):
-            if _in_step(self.run(_begun, limit=_SETTLED_WITHIN)):
-                self.doubtful = False
-                return
-        self.close()
 
     def _run(self, function: Callable[..., Any], limit: float, arguments: dict[str, Any]) -> list[Any]:
         self.runs += 1
@@ -124,7 +110,7 @@ class Pool:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     how = self._death(rank)
-                    answers[rank] = ("error", Failure(_DIED, how, 1, how))
+                    answers[rank] = ("error", Failure("Died", how, 1, how))
         failures = [answers[r][1] if answers[r][0] == "error" else None for r in range(self.size)]
         if any(failures):
             raise RankError(failures)
@@ -184,9 +170,6 @@ def _errors_of(directory: str, rank: int) -> Path:
     return Path(directory, f"stderr-{rank}")
 
 
-_DIED = "Died"
-# Seconds for ranks that are idle to tell what they have begun.
-_SETTLED_WITHIN = 20.0
 # Seconds from the end of a rank's pipe to that of its process.
 _REAPED_WITHIN = 10.0
 # Characters of a rank's standard error.
@@ -242,14 +225,11 @@ def _run(key: tuple[int, float, str], function: Callable[..., Any], arguments: d
         if sum(size for size, *_ in idle) > _MOST_IDLE:
             _pools[other].close()
             idle.remove(other)
-    pool = _pools.get(key)
-    if pool is not None and not pool.closed:
-        pool.go_on()
-        if pool.doubtful:
-            pool.settle()
-    if pool is None or pool.closed:
-        pool = _pools[key] = Pool(*key, kept=True)
+    if key not in _pools or _pools[key].closed:
+        _pools[key] = Pool(*key)
     _last_call[key] = _calls
+    pool = _pools[key]
+    pool.go_on()
     answers = pool.run(function, **arguments)
     # Each rank wakes up a hundred times a second for its connections, which takes half a per cent of a core.
     pool.stop()
@@ -281,43 +261,10 @@ def devices_here(device: str) -> int:
 
 
 def forget(size: int) -> None:
-    """Let the next call begin with new processes where those of this size are in the middle of something."""
+    """Let the next call begin with new processes: those of this size may be in the middle of something."""
     for (own, *_), pool in _pools.items():
         if own == size:
-            pool.doubtful = True
-
-
-@dataclass
-class _Begun:
-    """What a rank has begun with others: numbers that are equal on all ranks that have them, unless one rank waits."""
-
-    groups: dict[str, int]
-    messages: dict[tuple[tuple[int, ...], str], int]
-
-
-def _begun() -> _Begun:
-    """Collectives of each process group of this rank, and messages of each channel between two ranks."""
-    from torch.distributed import distributed_c10d
-
-    from tutti.comm import process_groups
-    from tutti.launcher import context
-    from tutti.torch_compat import dispatch_mode_depth, function_mode_depth
-
-    state = distributed_c10d._world
-    groups = {state.pg_names[group]: group._get_sequence_number_for_group() for group in state.pg_map}
-    counts = {"groups": state.group_count, "errors": context.current().failure.count}
-    modes = {"function modes": function_mode_depth(), "dispatch modes": dispatch_mode_depth()}
-    if any(modes.values()):
-        raise RuntimeError(f"a run has left modes behind: {modes}")
-    return _Begun(groups | counts, {key[1:]: number for key, number in process_groups._messages.items()})
-
-
-def _in_step(ranks: Sequence[_Begun]) -> bool:
-    groups = {name for each in ranks for name in each.groups}
-    channels = {channel for each in ranks for channel in each.messages}
-    return all(len({each.groups[name] for each in ranks if name in each.groups}) == 1 for name in groups) and all(
-        len({ranks[rank].messages.get(channel, 0) for rank in channel[0]}) == 1 for channel in channels
-    )
+            pool.close()
 
 
 @atexit.register
