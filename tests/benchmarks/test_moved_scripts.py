@@ -15,7 +15,8 @@ from tests.forkserver import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "moved-scripts.md"
-RESULTS = [ROOT / "benchmarks" / "results" / f"2026-11-{day}-moved-scripts.json" for day in (25, 28)]
+NAMES = ("2026-11-25-moved-scripts", "2026-11-28-moved-scripts", "2026-11-28-moved-library-scripts")
+RESULTS = [ROOT / "benchmarks" / "results" / f"{name}.json" for name in NAMES]
 
 BEFORE = """
 import torch
