@@ -142,6 +142,7 @@ import torch
 import tutti
 
 tutti.init("cpu", timeout=60)
+torch.manual_seed(0)
 inputs = torch.randn(64, 4)
 model = torch.nn.Linear(4, 1)
 
@@ -191,7 +192,7 @@ import tutti
 tutti.init("cpu", timeout=60)
 model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run = tutti.prepare(model, optimizer, torch.randn(64, 4), batch_size=8, strategy="{strategy}")
+run = tutti.prepare(model, optimizer, torch.ones(64, 4), batch_size=8, strategy="{strategy}")
 for epoch in range(10):
     for batch in run.microbatches(epoch):
         if tutti.rank() == {rank} and epoch == 0 and run.updates == 4:

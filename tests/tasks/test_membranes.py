@@ -16,7 +16,7 @@ from torch.nn import functional
 import tutti
 from tests import worlds
 from tutti.config.task_config import UnetConfig
-from tutti.data.masks import MaskSource, find_masks, read_masks, turn
+from tutti.data.masks import MaskSource, find_masks, flip_pairs, read_masks
 from tutti.data.source import AugmentKey
 from tutti.errors import DataError, UsageError
 from tutti.tasks import task_registry
@@ -174,7 +174,7 @@ def test_augmentation_turns_image_and_mask_alike(shape: tuple[int, int], ways: i
 def test_the_eight_symmetries() -> None:
     square = np.arange(9, dtype=np.uint8).reshape(3, 3)
     pairs = np.repeat(np.stack([square, square])[None], 8, axis=0)
-    turn(pairs, np.arange(8, dtype=np.uint64) << np.uint64(61))
+    flip_pairs(pairs, np.arange(8, dtype=np.uint64) << np.uint64(61))
     rotations = [np.rot90(square, k) for k in range(4)]
     expected = {bytes(r.copy()) for r in rotations} | {bytes(r[:, ::-1].copy()) for r in rotations}
     assert {bytes(pair[0].copy()) for pair in pairs} == expected and (pairs[:, 0] == pairs[:, 1]).all()

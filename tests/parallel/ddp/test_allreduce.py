@@ -258,7 +258,7 @@ def many_metrics(count: int, strategy: str) -> str:
 
     try:
         _, said, _ = trained(
-            *(nn.Linear(2, 1), "sgd", torch.randn(6, 2), loss), steps=1, strategy=strategy, workers=3, batch_size=6
+            *(nn.Linear(2, 1), "sgd", torch.ones(6, 2), loss), steps=1, strategy=strategy, workers=3, batch_size=6
         )
     except tutti.errors.UsageError as error:
         return str(error)

@@ -132,10 +132,10 @@ def test_a_cut_by_memory_fits_where_that_by_time_does_not() -> None:
     took = {name: 1.0 if name == "embed" else 1e-3 for name in names}
     ahead, found = pipeline_memory.observe_stages("text", asked, took), memory_plan.model_facts("text", asked)
     most = max(plan.total for plan in pipeline_memory.plan_stage_memory(found, ahead, asked))
-    better = pipeline_memory.fitting(found, ahead, asked, 0.8 * most)
+    better = pipeline_memory.fitting_stage_plan(found, ahead, asked, 0.8 * most)
     assert better is not None and better.names != ahead.names
     assert max(plan.total for plan in pipeline_memory.plan_stage_memory(found, better, asked)) <= 0.8 * most
-    chosen = pipeline_memory.pinned(asked, better)
+    chosen = pipeline_memory.with_cuts(asked, better)
     again = pipeline_memory.observe_stages("text", chosen, {})
     assert again.names == better.names
     assert [p.parameters for p in pipeline_memory.plan_stage_memory(found, again, chosen)] == [

@@ -63,6 +63,11 @@ def test_equals_one_device(shape: str) -> None:
     assert max(here) < 0.75 * whole, "nothing was split"
 
 
+def test_split_keys_meet_their_part_of_whole_queries_and_values() -> None:
+    assert found(nn.Sequential(Separate(kv=2)), {"0.k": "colwise", "0.o": "rowwise"})["0.k"] == "column"
+    check("few keys", "tensor:plan=*.k:colwise+*.o:rowwise", 2)
+
+
 def by_dictionary(given: dict[str, str] | None) -> Any:
     strategy = "single" if given is None else tutti.strategy("tensor", plan=given)
     arguments = {"strategy": strategy, "workers": 1, "batch_size": 8, "precision": "fp64", "ema": 0.8}
@@ -109,9 +114,9 @@ def test_nonsense_is_refused_by_name(styles: dict[str, str], words: str) -> None
 
 
 def test_a_split_that_computes_another_result_is_refused() -> None:
-    # Keys alone, of which two heads of queries share each: their heads no longer belong to the heads of queries.
+    # Keys alone, whose products with the values no rowwise layer adds up.
     with pytest.raises(UsageError, match=r"0\.k cannot be colwise"):
-        found(nn.Sequential(Separate(kv=2)), {"0.k": "colwise", "0.o": "rowwise"})
+        found(nn.Sequential(Separate(kv=2)), {"0.k": "colwise"})
     mixed = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
     with pytest.raises(UsageError, match="no trial of a block"):
         found(mixed, {"0": "colwise", "2": "rowwise"})

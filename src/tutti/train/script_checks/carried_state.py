@@ -29,6 +29,7 @@ from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.loss_shape import Scaled
 from tutti.python_compat import calling_frame
 from tutti.torch_compat import (
+    FunctionModesDisabled,
     functorch_level,
     tensor_versions,
     tree_leaves,
@@ -191,8 +192,12 @@ def _storages(values: Any, computed: bool = False) -> list[StorageWeakRef]:
 
 def _is_computed(tensor: Tensor) -> bool:
     """Return whether calls that autograd records have computed a tensor, which is no parameter or view of one."""
-    base = view_base(tensor)
-    return tensor.grad_fn is not None and (base is None or base.grad_fn is not None)
+    if tensor.grad_fn is None:
+        return False
+    # A read that a mode of tensor parallelism sees would gather the tensor.
+    with FunctionModesDisabled():
+        base = view_base(tensor)
+        return base is None or base.grad_fn is not None
 
 
 class CarriedValues(LossWatch):

@@ -93,7 +93,8 @@ class TargetProbe(TorchFunctionMode):
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._within -= 1
         for leaf in tree_leaves(output) if self._calls is not None and not self._within else ():
-            if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+            # Not a loss that the model itself has computed, whose graph must stay unread.
+            if not (isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim()):
                 continue
             outputs = self._outputs if self._has_rows(leaf) else self._parts
             outputs[id(leaf)] = leaf
@@ -171,7 +172,7 @@ class TargetProbe(TorchFunctionMode):
         # The mode, which is still active, is to record no calls of the check.
         calls, self._calls = self._calls, None
         try:
-            scalar = isinstance(loss, Tensor) and loss.numel() == 1
+            scalar = isinstance(loss, Tensor) and loss.numel() == 1 and id(loss) in self._known
             if calls and scalar and not self._reads_rows and not self._has_drawn():
                 self._check_places(calls, loss)
         finally:
@@ -184,7 +185,7 @@ class TargetProbe(TorchFunctionMode):
         in_parts = sum(map(len, parts)) == self._micro_batch.samples and len({each.shape[1:] for each in parts}) == 1
         outputs = self._outputs or (self._parts if in_parts else {})
         size = sum(output.numel() for output in outputs.values())
-        if not outputs or id(loss) not in self._known or size > _MOST:
+        if not outputs or size > _MOST:
             return
         used = _leading_to(calls, [loss])
         line = next((call.line for call in used if call.line), "")
