@@ -118,4 +118,6 @@ def test_a_plain_backward_through_a_gather_is_refused() -> None:
 )
 def test_a_gather_of_parts_of_the_batch_is_refused(ranks: int, how: str, options: dict[str, Any]) -> None:
     for found in worlds.run(ranks, train, how=how, strategy="mirrored", **options):
-        assert all("what ranks have gathered, and a rank computes several" in str(each) for each in found), found
+        assert all("tensors that ranks have gathered, and a rank computes several" in str(each) for each in found), (
+            found
+        )

@@ -217,7 +217,7 @@ class MapReader:
             yield RankBatch(whole, samples, after, None if mine else parts[0])
 
     def _check_samples(self, epoch: int, own: int, common: list[int]) -> None:
-        """Raise an error for samples that depend on those read before, or on the rank. Collective over all ranks.
+        """Raise an error if samples depend on samples read before, or on the rank. Collective over all ranks.
 
         Args:
             epoch: the epoch that is read.
@@ -238,7 +238,7 @@ class MapReader:
         self._world.agree(
             [f"samples {', '.join(map(str, common))} with the digest {found}"],
             "the samples of the data set",
-            "give every rank the same data set: seed alike on all ranks what shuffles, splits or makes it"
+            "give every rank the same data set: seed the generators that shuffle, split or make it alike on all ranks"
             " (random.seed, np.random.seed, torch.manual_seed), or read it in a sorted order; where hosts only round"
             " differently when they decode a sample, TUTTI_DIAGNOSTICS=off leaves this check out",
         )

@@ -389,13 +389,13 @@ class CustomLoop:
                 call gives for it, which a loss of several elements has.
 
         Raises:
-            UsageError: a loss is computed from what several ranks have gathered.
+            UsageError: a loss is computed from tensors that several ranks have gathered.
         """
         if self._state.micro_batch is None or not self._state.in_body:
             return nullcontext()
         if self._run.context.comms.replica.size > 1 and any(is_gathered(loss.grad_fn) for loss, _ in roots):
             raise UsageError(
-                "loss.backward() for a loss of what ranks have gathered",
+                "loss.backward() for a loss of tensors that ranks have gathered",
                 where=script_line(),
                 why="outside of run.backward the gradient through tutti.allgather is the average over ranks, as"
                 " Horovod's, and would be too small by the number of ranks",

@@ -113,8 +113,8 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
     """Check by the autograd graph of a loss that it is linear in means or sums over the micro-batch's samples.
 
     Only then do the losses of the micro-batches add up to the loss of the global batch. The check looks at graph nodes
-    whose output has no dimension of the samples, at most 64; a loss in which it finds no violation passes, and so does
-    one that is computed from what ranks have gathered.
+    whose output has no dimension of the samples, at most 64. A loss in which it finds no violation passes, and so
+    does a loss of tensors that ranks have gathered.
 
     Args:
         root: ``grad_fn`` of the loss; None passes.
@@ -134,7 +134,7 @@ def check_adds_up(root: Any, micro_batch: MicroBatch) -> None:
 
 
 def is_gathered(root: Any) -> bool:
-    """Return whether a loss is computed from what a collective has brought from all ranks, as ``tutti.allgather``.
+    """Return whether a loss is computed from tensors that a collective has gathered, such as ``tutti.allgather``.
 
     The function searches the loss's autograd graph, at most 4,096 nodes.
 

@@ -173,8 +173,8 @@ class LossWatch(EnteredMode):
 
         Raises:
             UsageError: the loss is such a sum or such a ratio, or a mean times the micro-batch's number of samples;
-                ``compare_scales`` finds other constants than in another micro-batch; or the loss is computed from what
-                ranks have gathered, and a rank computes several micro-batches of a global batch.
+                ``compare_scales`` finds other constants than in another micro-batch; or the loss is computed from
+                tensors that ranks have gathered, and a rank computes several micro-batches of a global batch.
         """
         batch, samples = self._run.feed.contract.batch, micro_batch.samples
         examined = self._active and samples and not micro_batch.whole and isinstance(loss, Tensor)
@@ -235,7 +235,7 @@ class LossWatch(EnteredMode):
 
     def _refuse_part_gathered(self) -> NoReturn:
         raise UsageError(
-            "the loss is computed from what ranks have gathered, and a rank computes several micro-batches",
+            "the loss is computed from tensors that ranks have gathered, and a rank computes several micro-batches",
             where=f"step {self._run.global_step + 1}, {script_line()}",
             why="a gather brings one micro-batch of each rank together, which are not all samples of the global batch:"
             " the loss would depend on the number of devices",
