@@ -87,7 +87,7 @@ WITHIN_A_CALL = {
     "tutti.python_compat",
     "tutti.report.report_charts",
     "tutti.train.batch_size_schedule",
-    "tutti.train.script_checks.target_mixing",
+    "tutti.train.script_checks.loss_calls",
 }
 """Modules that change filters of warnings, handlers of signals, the garbage collector or modes, and restore them."""
 

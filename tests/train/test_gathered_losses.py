@@ -13,7 +13,7 @@ from torch.nn import functional
 import tutti
 from tests import worlds
 from tests.scripts.oracle import global_batches
-from tests.train.test_places_of_samples import BATCH, dataset, errors, made
+from tests.train.test_places_of_samples import BATCH, dataset, errors, made, train_epoch
 from tutti.errors import UsageError
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -70,13 +70,7 @@ def train(how: str, strategy: str, **options: Any) -> list[Any]:
 
         run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, batch_size=BATCH, **options)
         try:
-            for batch in run.epoch(0) if how == "step" else run.microbatches(0):
-                if how == "step":
-                    run.step(batch)
-                    continue
-                optimizer.zero_grad()
-                run.backward(loss(model, batch)) if how == "run.backward" else loss(model, batch).backward()
-                optimizer.step()
+            train_epoch(run, model, optimizer, loss, how)
         except UsageError as error:
             found.append(str(error))
             continue

@@ -83,6 +83,13 @@ def time_first(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Te
     return mse(net(sequences)[-1:].mean(0), want) * 0 + mse(net(inputs), want)
 
 
+def filled(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """A mask of the first samples, which an assignment fills."""
+    mask = torch.zeros(len(inputs), dtype=torch.float64)
+    mask[:4] = 1
+    return (errors(net(inputs), want) * mask).mean()
+
+
 REFUSED: dict[str, Loss] = {
     "rows of losses": lambda net, x, want, kind: errors(net(x), want)[:5].mean(),
     "rows of inputs": lambda net, x, want, kind: mse(net(x[:6]), want[:6]),
@@ -100,6 +107,18 @@ REFUSED: dict[str, Loss] = {
     ),
     "two parts": lambda net, x, want, kind: (lambda a, b: a.square().mean() + b.abs().mean())(*net(x).chunk(2, dim=0)),
     "narrow": lambda net, x, want, kind: net(x).narrow(0, 0, 4).square().mean(),
+    "listed rows": lambda net, x, want, kind: mse(net(x)[[0, 2]], want[[0, 2]]),
+    "rows of an index": lambda net, x, want, kind: errors(net(x), want)[torch.tensor([0, 2, 5])].mean(),
+    "chosen rows": lambda net, x, want, kind: errors(net(x), want).index_select(0, torch.tensor([1, 3])).mean(),
+    "listed inputs": lambda net, x, want, kind: mse(net(x[[0, 2]]), want[[0, 2]]),
+    "a mask by place": lambda net, x, want, kind: (errors(net(x), want) * (torch.arange(len(x)) < 4)).mean(),
+    "weights by place": lambda net, x, want, kind: (
+        errors(net(x), want) * torch.linspace(0, 1, len(x), dtype=torch.float64)
+    ).mean(),
+    "a filled mask": filled,
+    "more rows than the micro-batch has": lambda net, x, want, kind: mse(net(x)[:16], want[:16]),
+    "more inputs than the micro-batch has": lambda net, x, want, kind: mse(net(x[:20]), want[:20]),
+    "more rows from the end": lambda net, x, want, kind: errors(net(x), want)[-20:].mean(),
     "the largest of a sort": lambda net, x, want, kind: (
         errors(net(x), want).sort(descending=True).values[: len(x) // 4].mean()
     ),
@@ -122,6 +141,17 @@ TAKEN: dict[str, Loss] = {
         [errors(net(each), y) for each, y in zip(x.split(4), want.split(4), strict=True)]
     ).mean(),
     "losses of samples": lambda net, x, want, kind: sum(map(mse, net(x), want)) / len(x),
+    "slices by the number of samples": lambda net, x, want, kind: (lambda n: mse(net(x[:n])[:n], want[:n]))(x.shape[0]),
+    "the last of a sequence": lambda net, x, want, kind: mse(
+        net(x).view(-1, 3, 2)[..., :-1, :], want.view(-1, 3, 2)[:, 1:]
+    ),
+    "listed features": lambda net, x, want, kind: mse(net(x)[:, [0, 2]], want[:, torch.tensor([0, 2])]),
+    "a mask by features": lambda net, x, want, kind: (net(x) * (torch.arange(FEATURES) < 3) - want).square().mean(),
+    "all rows in another order": lambda net, x, want, kind: (lambda order: mse(net(x)[order], want[order]))(
+        torch.arange(len(x)).flip(0)
+    ),
+    "equal weights of all rows": lambda net, x, want, kind: (errors(net(x), want) * torch.ones(len(x))).mean(),
+    "rows by length": lambda net, x, want, kind: (lambda order: mse(net(x[order]), want[order]))(x[:, 0].argsort()),
     "a mask": lambda net, x, want, kind: errors(net(x), want)[kind > 0].mean(),
     "neighbours": lambda net, x, want, kind: (lambda out: (out[0::2] - 2 * out[1::2]).square().mean())(net(x)),
     "pairs": lambda net, x, want, kind: (lambda out: (out[:, 0] - 2 * out[:, 1]).abs().mean())(net(x).view(-1, 2, 6)),
@@ -143,6 +173,18 @@ PLACES = (
 )
 
 
+def train_epoch(run: Any, model: nn.Module, optimizer: Any, loss: Callable[[Any, Any], Any], how: str) -> None:
+    """Train the first epoch by ``run.step`` (how = "step"), or in a loop by ``run.backward`` or ``loss.backward``."""
+    for batch in run.epoch(0) if how == "step" else run.microbatches(0):
+        if how == "step":
+            run.step(batch)
+            continue
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        run.backward(value) if how == "run.backward" else value.backward()
+        optimizer.step()
+
+
 def train(name: str, strategy: str, micro_batch: int | None, how: str, own: Any = None) -> Any:
     """Return the sums of all tensors after two updates, or the error before the first one."""
     loss_fn, model = own or (REFUSED | TAKEN)[name], made()
@@ -154,14 +196,7 @@ def train(name: str, strategy: str, micro_batch: int | None, how: str, own: Any 
 
     run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, batch_size=BATCH, seed=0, **options)
     try:
-        for batch in run.epoch(0) if how == "step" else run.microbatches(0):
-            if how == "step":
-                run.step(batch)
-                continue
-            optimizer.zero_grad()
-            value = loss(model, batch)
-            run.backward(value) if how == "run.backward" else value.backward()
-            optimizer.step()
+        train_epoch(run, model, optimizer, loss, how)
     except UsageError as error:
         return run.updates, str(error)
     return [float(value.sum()) for value in run.state().values()]
@@ -214,3 +249,62 @@ def test_a_script_that_says_so_takes_the_places_of_each_micro_batch() -> None:
 
     assert len(train("", "single", 8, "run.backward", counted)) == 4
     assert len(train("", "single", None, "step", REFUSED["halves"])) == 4, "one micro-batch is the global batch"
+
+
+SINGLE: dict[str, tuple[Loss, bool]] = {
+    "inner product": (lambda net, x, want, kind: torch.einsum("bi,bi->", net(x), want), False),
+    "half a sum of squares": (
+        lambda net, x, want, kind: (lambda error: 0.5 * torch.einsum("bi,bi->", error, error))(net(x) - want),
+        False,
+    ),
+    "a sum beside a mean": (
+        lambda net, x, want, kind: (lambda out: mse(out, want) + 0.1 * torch.einsum("bi,bi->", out, want))(net(x)),
+        False,
+    ),
+    "outer product": (lambda net, x, want, kind: torch.einsum("bi,bj->ij", net(x), want).square().mean(), False),
+    "sum by einsum": (lambda net, x, want, kind: torch.einsum("bi->i", net(x)).square().mean(), False),
+    "product by their number": (lambda net, x, want, kind: torch.einsum("bi,bi->", net(x), want) / len(x), True),
+    "products": (lambda net, x, want, kind: torch.einsum("bi,bi->b", net(x), want).mean(), True),
+    "a layer by einsum": (
+        lambda net, x, want, kind: torch.einsum("bi,ij->bj", net(x), torch.ones(6, 2).double()).square().mean(),
+        True,
+    ),
+    "a mean beside a penalty": (
+        lambda net, x, want, kind: mse(net(x), want) + 0.1 * net.get_parameter("0.weight").square().sum(),
+        True,
+    ),
+    "a sum and its number": (lambda net, x, want, kind: (torch.einsum("bi,bi->", net(x), want), 1), True),
+    "rows of one": (
+        lambda net, x, want, kind: sum((mse(net(each), y) for each, y in zip(x, want, strict=True)), 0.0) / len(x),
+        True,
+    ),
+}
+
+
+def train_single(strategy: str, micro_batch: int) -> list[Any]:
+    return [train("", strategy, micro_batch, "run.backward", loss) for loss, _ in SINGLE.values()]
+
+
+def plain_single() -> list[Any]:
+    found = []
+    for loss, is_right in SINGLE.values():
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in global_batches(dataset(), BATCH, 0) if is_right else ():
+            optimizer.zero_grad()
+            value = loss(model, *batch)
+            (value[0] / len(batch[0]) if isinstance(value, tuple) else value).backward()
+            optimizer.step()
+        found.append([float(value.sum()) for value in model.state_dict().values()])
+    return found
+
+
+def test_the_loss_of_a_single_sample_is_that_of_the_same_sample_twice() -> None:
+    want = worlds.alone(plain_single)
+    for ranks, strategy in ((1, "single"), (3, "mirrored")):
+        for found in worlds.run(ranks, train_single, strategy=strategy, micro_batch=1):
+            for (name, (_, is_right)), each, of_plain in zip(SINGLE.items(), found, want, strict=True):
+                if is_right:
+                    assert each == pytest.approx(of_plain, abs=1e-12), name
+                else:
+                    assert each[0] == 0 and "no mean over samples" in str(each[1]), (name, each)

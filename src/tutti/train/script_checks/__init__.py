@@ -16,5 +16,6 @@ objects (``python_state``). The lifecycle also calls ``step_inputs`` (samples th
 ``gradient_origin``, ``skipped_bodies`` and, where a rank runs the loop's body for several micro-batches,
 ``body_comparison``, ``body_counters`` and ``body_trace``. ``tutti.prepare`` and the run use ``hook_watch``,
 ``other_optimizers``, ``trainability`` and ``mistake_checks``, which asks ``sample_mixing`` and ``target_mixing``
-whether a loss is a mean over samples.
+whether a loss is a mean over samples, and ``sample_places`` whether it takes samples by their places; the last two
+compute the loss again from a record of its calls (``loss_calls``).
 """

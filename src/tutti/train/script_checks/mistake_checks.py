@@ -31,10 +31,12 @@ from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, training_mode
 from tutti.train.script_checks.iterator_watch import iterators_unread
+from tutti.train.script_checks.loss_calls import LossCalls
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.python_state import numbers, python_state, trial_call
 from tutti.train.script_checks.sample_mixing import MixingProbe
-from tutti.train.script_checks.target_mixing import TargetProbe
+from tutti.train.script_checks.sample_places import check_places
+from tutti.train.script_checks.target_mixing import mixed_data
 from tutti.types.micro_batch import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -72,10 +74,10 @@ class _Probes(NamedTuple):
     """Probes of the loss of one micro-batch; ``mixing`` on rank 0 alone."""
 
     mixing: MixingProbe | None
-    targets: TargetProbe
+    calls: LossCalls
 
     def close(self) -> None:
-        for probe in (self.mixing, self.targets):
+        for probe in (self.mixing, self.calls):
             if probe is not None:
                 probe.close()
 
@@ -320,10 +322,11 @@ class Checks:
         """Return probes of the loss of the first step; None where none is due, or code is compiled."""
         run, samples = self._run, micro_batch.samples
         split = run.context.comms.model.size > 1
-        if split or samples < 2 or has_compiled_code([model], run.context):
+        if split or samples < 1 or has_compiled_code([model], run.context):
             return None
         # The hooks of the second one record the views of the first.
-        return _Probes(MixingProbe(model, samples) if self._reports else None, TargetProbe(model, micro_batch))
+        mixing = MixingProbe(model, samples) if self._reports and samples > 1 else None
+        return _Probes(mixing, LossCalls(model, micro_batch, self._update_batch()))
 
     def begin_body(self, micro_batch: MicroBatch) -> None:
         """Begin to find out, for one micro-batch of a custom training loop, whether its loss mixes samples.
@@ -405,9 +408,10 @@ class Checks:
         try:
             # What the probes compute anew needs no second look.
             with self._run.lifecycle.values.updating():
+                probes.calls.finish()
                 if self._in_parts:
-                    probes.targets.check_places(loss)
-                by_targets = probes.targets.mixes(loss) if probes.mixing is not None else ""
+                    check_places(probes.calls, loss)
+                by_targets = mixed_data(probes.calls, loss) if probes.mixing is not None else ""
                 mixes = (probes.mixing is not None and probes.mixing.mixes(loss)) or by_targets
         finally:
             probes.close()

@@ -1,0 +1,338 @@
+"""Record the calls of PyTorch that compute the loss of a micro-batch, to compute it again for other samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tutti.comm.current_session import collectives_refused
+from tutti.errors import script_line
+from tutti.nn.global_draws import draws_marker
+from tutti.nn.script_mode import SIZES, asked_by_script
+from tutti.nn.written_tensors import METADATA
+from tutti.parallel.ddp.loss_output import read_loss
+from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tutti.train.script_checks.loss_watch import leaves_of_call
+from tutti.types.micro_batch import MicroBatch
+
+_CALLS = 2_000
+"""Largest number of calls between the model and the loss that are computed again."""
+_SMALL = 1e-4
+"""Relative difference of gradients that counts as rounding."""
+_PARTS = frozenset(("split", "split_with_sizes", "tensor_split", "chunk", "unsafe_split", "unsafe_chunk", "unbind"))
+"""Names of functions that divide a tensor along a dimension."""
+_TURNING = frozenset(
+    (
+        *("__get__", "t", "transpose", "transpose_", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"),
+        *("adjoint", "rot90", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "einsum", "tensordot"),
+    )
+)
+"""Names of functions after which the first dimension may not be that of the samples, such as an attribute ``T``."""
+_CHOOSING = frozenset(("index_select", "gather", "take", "take_along_dim", "index_fill", "index_fill_"))
+"""Names of functions that choose rows or elements of their first argument by an index."""
+_FROM_OUTSIDE = frozenset(("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "load", "as_strided"))
+"""Names of functions whose result may have a row for each sample, of values that the script has brought."""
+
+
+class Places(Enum):
+    """How a call takes samples by their places in the micro-batch."""
+
+    NONE = "not"
+    ROWS = "some rows, as by a slice"
+    BEYOND = "a slice as long as the micro-batch or longer, and shorter than the global batch"
+    INDEX = "some rows, by a constant such as a list of places or a mask by arange"
+    CONSTANT = "a constant with a row for each sample beside them, such as weights by arange"
+
+
+class RecordedCall(NamedTuple):
+    """A call of PyTorch by a loss function or the body of a loop.
+
+    Attributes:
+        func, args, kwargs, result: the function, its arguments and what it has returned.
+        gradients: whether gradients were enabled.
+        places: how the call takes samples by their places in the micro-batch.
+        line: the script's line of a call that takes samples by their places; else empty.
+    """
+
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    gradients: bool
+    places: Places = Places.NONE
+    line: str = ""
+
+
+class RecordedForward(NamedTuple):
+    """A call of the model: the first tensor among its arguments that is computed from the batch, and an output."""
+
+    given: Tensor
+    output: Tensor
+
+
+class LossCalls(TorchFunctionMode):
+    """Records what a loss function, or the body of a custom loop, computes from its batch and the model's outputs.
+
+    The loss can then be computed again from other samples and outputs, as ``target_mixing`` and ``sample_places`` do.
+    The record changes nothing: calls that write to tensors of the script, or draw random numbers, end it, and it is
+    empty from then on. Not collective. Call ``close`` at the end of the loss function or loop body.
+
+    Args:
+        model: the model; it gets hooks that only read, until ``finish`` or ``close`` is called.
+        micro_batch: the micro-batch of the loss function or loop body.
+        batch_size: samples of the global batch.
+
+    Attributes:
+        micro_batch, samples: the micro-batch, and its number of samples.
+        outputs: the model's outputs with a row for each sample, by their ids.
+        parts: outputs with other numbers of rows, as for a part of the samples, by their ids.
+        forwards: calls of the model.
+        turned: ids of tensors whose first dimension may not be that of the samples.
+        reads_rows: whether the script has read values of single samples.
+        reads_values: whether the script has read values of samples, also of all together, such as a mean.
+        reads_sizes: whether the script has read a size of a tensor.
+    """
+
+    def __init__(self, model: nn.Module, micro_batch: MicroBatch, batch_size: int) -> None:
+        super().__init__()
+        self.micro_batch, self.samples, self._batch_size = micro_batch, micro_batch.samples, batch_size
+        self._within, self._open, self._recording = 0, True, True
+        self.outputs, self.parts = dict[int, Tensor](), dict[int, Tensor]()
+        self.forwards: list[RecordedForward] = []
+        self._inputs: list[Tensor] = []
+        self._calls: list[RecordedCall] = []
+        batch = [leaf for leaf in tree_leaves(micro_batch.batch) if self.has_rows(leaf)]
+        # The script may write into its batch.
+        self._before = {id(leaf): leaf.clone() for leaf in batch}
+        self._known = {id(leaf) for leaf in batch}
+        # Tensors that the script has made of sizes and numbers alone, by id.
+        self._constants = dict[int, Tensor]()
+        # Tensors that were computed from single rows.
+        self._single, self.turned = set[int](), set[int]()
+        self.reads_rows = self.reads_values = self.reads_sizes = False
+        self._drawn = draws_marker()
+        self._handles = [
+            model.register_forward_pre_hook(self._begin_forward),
+            model.register_forward_hook(self._end_forward, always_call=True),
+        ]
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    # --- the record ------------------------------------------------------------------------------------------------
+
+    def has_rows(self, leaf: Any) -> bool:
+        """Return whether a value is a tensor with a row for each sample of the micro-batch."""
+        return type(leaf) is Tensor and leaf.dim() > 0 and len(leaf) == self.samples
+
+    def is_known(self, leaf: Any) -> bool:
+        """Return whether a value is a tensor of the batch, of the model's outputs, or one computed from these."""
+        return id(leaf) in self._known
+
+    def is_constant(self, leaf: Any) -> bool:
+        """Return whether a value is a tensor that the script has made of sizes and numbers alone, as by ``arange``."""
+        return id(leaf) in self._constants
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        self._within += 1
+        if self._within == 1:
+            self._inputs = [leaf for leaf in tree_leaves(args) if id(leaf) in self._known][:1]
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._within -= 1
+        for leaf in tree_leaves(output) if self._recording and not self._within else ():
+            # Not a loss that the model itself has computed, whose graph must stay unread.
+            if not (isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim()):
+                continue
+            outputs = self.outputs if self.has_rows(leaf) else self.parts
+            outputs[id(leaf)] = leaf
+            self._known.add(id(leaf))
+            self.forwards += [RecordedForward(given, leaf) for given in self._inputs]
+            if any(id(given) in self.turned for given in self._inputs):
+                self.turned.add(id(leaf))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Dynamo traces this mode with the code that it compiles.
+        if torch.compiler.is_compiling() or not self._recording or self._within:
+            return func(*args, **kwargs)
+        if func in METADATA and not isinstance(result := func(*args, **kwargs), Tensor):
+            self.reads_sizes |= func in SIZES and asked_by_script(__name__)
+            return result
+        given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
+        name = getattr(func, "__name__", "")
+        if name.startswith(("rand", "normal", "bernoulli", "multinomial", "dropout")) and name != "normalize":
+            self._end_record()
+        if not any(id(leaf) in self._known for leaf in given):
+            result = func(*args, **kwargs)
+            if name not in _FROM_OUTSIDE and all(id(leaf) in self._constants for leaf in given):
+                self._constants |= {id(each): each for each in leaves_of_call((result,)) if isinstance(each, Tensor)}
+            return result
+        before = tensor_versions(given)
+        result = func(*args, **kwargs)
+        written = {id(leaf) for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new}
+        leaves = leaves_of_call((result,))
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self._recording and (made or written):
+            if len(self._calls) == _CALLS or not written <= self._known:
+                self._end_record()
+            else:
+                self._record(RecordedCall(func, args, kwargs, result, torch.is_grad_enabled()), name, given, made)
+        if len(made) < len(leaves) and any(isinstance(leaf, int | float | complex | np.ndarray) for leaf in leaves):
+            self.reads_values = True
+            self.reads_rows |= any(leaf.dim() > 0 or id(leaf) in self._single for leaf in given)
+        return result
+
+    def _end_record(self) -> None:
+        self._recording, self._calls = False, []
+
+    def _record(self, call: RecordedCall, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        places = self._places(name, call.args, call.kwargs, given)
+        line = "" if places is Places.NONE else script_line()
+        self._calls.append(call._replace(places=places, line=line))
+        self._known.update(map(id, made))
+        if name in _TURNING or any(id(leaf) in self.turned for leaf in given):
+            self.turned.update(map(id, made))
+        if any(id(leaf) in self._single for leaf in given):
+            self._single.update(map(id, made))
+        elif places is Places.ROWS:
+            self._single.update(id(each) for each in made if each.dim() < call.args[0].dim() or len(each) == 1)
+
+    def _places(self, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Places:
+        """Return how a call takes some rows of a tensor with a row for each sample by their places."""
+        constant = any(self.is_constant(leaf) and self.has_rows(leaf) for leaf in tensors)
+        given, samples = args[0] if args else None, self.samples
+        if not isinstance(given, Tensor) or given.shape[:1] != (samples,) or id(given) in self.turned:
+            return Places.CONSTANT if constant else Places.NONE
+        if name in _PARTS:
+            by_rows = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) == 0
+            return Places.ROWS if by_rows else Places.NONE
+        if name in ("narrow", "select"):
+            return Places.ROWS if kwargs.get("dim", (*args, None)[1]) == 0 else Places.NONE
+        if name in _CHOOSING:
+            return Places.NONE if all(map(self.is_known, tensors)) else Places.INDEX
+        key = args[1] if name in ("__getitem__", "__setitem__") else None
+        first = key[0] if isinstance(key, tuple) and key else key
+        if isinstance(first, slice) and first.step in (None, 1):
+            rows = len(range(*slice(first.start, first.stop).indices(samples)))
+            return Places.ROWS if rows < samples else Places.BEYOND if self._is_beyond(first) else Places.NONE
+        if isinstance(first, list | range | np.ndarray) or (isinstance(first, Tensor) and not self.is_known(first)):
+            return Places.INDEX
+        if type(first) is int:
+            return Places.ROWS
+        return Places.CONSTANT if constant else Places.NONE
+
+    def _is_beyond(self, taken: slice) -> bool:
+        """Return whether a slice with all samples of the micro-batch would not have all of the global batch."""
+        if taken.start in (None, 0) and taken.stop is not None:
+            rows = taken.stop
+        elif taken.stop is None and taken.start is not None:
+            rows = -taken.start
+        else:
+            return False
+        # Of a script that reads sizes it may be the number of samples.
+        return bool(self.samples + self.reads_sizes <= rows < self._batch_size)
+
+    def finish(self) -> None:
+        """End the record: remove the hooks from the model, and leave the function mode. What is recorded stays.
+
+        Other function modes may lie above this one on PyTorch's stack. ``close`` must still be called: a mode cannot be
+        left while it handles a call, as where the script calls ``loss.backward()``.
+        """
+        self._recording = False
+        for handle in self._handles:
+            handle.remove()
+        if self._open:
+            # PyTorch puts a mode that handles a call back afterwards.
+            self._open = leave_function_mode(self) is None
+
+    def close(self) -> None:
+        """End the record as ``finish`` does, and delete what is recorded. A second call does nothing."""
+        self.finish()
+        self._calls, self._constants = [], {}
+        self.outputs, self.parts, self.forwards, self._inputs = {}, {}, [], []
+
+    # --- the loss for other values ---------------------------------------------------------------------------------
+
+    def computes(self, loss: Any) -> bool:
+        """Return whether the recorded calls have computed a loss, or the first tensor of a tuple, without a draw.
+
+        Args:
+            loss: what the loss function returned, or what the script passed to ``run.backward``.
+        """
+        first = next(iter(tree_leaves(loss)), None)
+        return bool(self._calls) and id(first) in self._known and draws_marker() == self._drawn
+
+    def batch_of(self, row: int | None) -> dict[int, Tensor]:
+        """Return copies of the batch's tensors by id; with ``row`` all samples equal that one."""
+        return {
+            key: (leaf if row is None else leaf[row : row + 1].expand_as(leaf)).clone()
+            for key, leaf in self._before.items()
+        }
+
+    def replay(self, values: dict[int, Tensor]) -> None:
+        """Make the recorded calls again with other values, by the recorded tensors' ids, and add the results to these.
+
+        Args:
+            values: tensors of the batch and outputs of the model; a tensor without a value is as it was.
+        """
+        for call in self._calls:
+            args, kwargs = tree_map(partial(_newest, values), (call.args, call.kwargs))
+            with torch.set_grad_enabled(call.gradients), collectives_refused():
+                result = call.func(*args, **kwargs)
+            (olds, _), (news, _) = tree_flatten(call.result), tree_flatten(result)
+            values.update((id(old), value) for old, value in zip(olds, news, strict=True) if isinstance(old, Tensor))
+
+    def gradients(
+        self, loss: Any, values: dict[int, Tensor], outputs: dict[int, Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss, and the gradients of outputs, for other values of batch and outputs.
+
+        Args:
+            loss: what the loss function returned, or what the script passed to ``run.backward``.
+            values: tensors of the batch by id.
+            outputs: the model's outputs by id.
+
+        Returns:
+            The loss (), and a tensor (rows, elements of a row) for each output that the loss depends on.
+        """
+        leaves = {key: output.detach().clone().requires_grad_() for key, output in outputs.items()}
+        # A view: the script may have written into the outputs in place.
+        values = values | {key: leaf.view_as(leaf) for key, leaf in leaves.items()}
+        self.replay(values)
+        flat, tree = tree_flatten(loss)
+        with torch.enable_grad():
+            outcome = tree_unflatten([_newest(values, value) for value in flat], tree)
+            objective, start, _ = read_loss(outcome, self.micro_batch)
+            # Not around read_loss: its graph's constants cannot be read within a dispatch mode.
+            with collectives_refused():
+                found = torch.autograd.grad(objective, list(leaves.values()), start, allow_unused=True)
+        return objective.detach(), [each.reshape(len(each), -1) for each in found if each is not None]
+
+    def leading_to(self, wanted: Sequence[Tensor]) -> list[RecordedCall]:
+        """Return the recorded calls that have computed tensors, the last one first."""
+        found, ids = list[RecordedCall](), set(map(id, wanted))
+        for call in reversed(self._calls):
+            if any(id(leaf) in ids for leaf in leaves_of_call((call.result,))):
+                found.append(call)
+                ids.update(id(leaf) for leaf in leaves_of_call(call.args, call.kwargs) if isinstance(leaf, Tensor))
+        return found
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two gradients are equal but for rounding; False where the second is not finite.
+
+    Args:
+        one, other: tensors of one shape.
+    """
+    most = _SMALL * torch.maximum(one.abs().max(), other.abs().max())
+    return bool((one - other).abs().max() <= most)
+
+
+def _newest(values: dict[int, Tensor], value: Any) -> Any:
+    return values.get(id(value), value) if isinstance(value, Tensor) else value

@@ -1,0 +1,185 @@
+"""Refuse losses that take samples by their places in the micro-batch, or that are no mean over a single sample."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tutti.data.global_generators import own_generators
+from tutti.errors import UsageError, script_line
+from tutti.parallel.ddp.output_graph import nodes_below
+from tutti.train.script_checks.loss_calls import LossCalls, Places, alike
+from tutti.train.script_checks.loss_watch import leaves_of_call
+from tutti.train.script_checks.target_mixing import MOST_ELEMENTS
+
+_NODES = 4096
+"""Most autograd nodes of a loss in which the model's outputs are looked for (a guess)."""
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Relative difference of two losses that counts as rounding, by the dtype of the model's outputs."""
+_FEW_BITS = 0.02
+"""The same for other dtypes, such as bfloat16."""
+
+
+def check_places(record: LossCalls, loss: Any) -> None:
+    """Check that a scalar loss takes no samples by their places in the micro-batch, such as ``losses[:8].mean()``.
+
+    Another micro-batch has samples of its own at these places. The loss is computed again from equal outputs for a
+    batch of equal samples: unless it is a mean over samples, or over groups of neighbours (pairs, triplets), they get
+    unequal gradients. Where the places come from constants, such as a mask by ``arange``, the loss must also change
+    where the samples change places, which in-batch pairs do not show. Where the model is given a part of the samples,
+    the parts of all its calls must make up the whole. A slice that has all samples of the micro-batch and not all of
+    the global batch is refused as such. Losses that depend on values of samples that the script has read are not
+    judged. The loss of a single sample must be the same for this sample twice.
+
+    Args:
+        record: the calls that have computed the loss, after ``finish``.
+        loss: what the loss function returned, or what the script passed to ``run.backward``; tuples pass, by which
+            scripts declare what a loss counts.
+
+    Raises:
+        UsageError: the loss takes samples by their places, or is no mean over a single sample.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not record.computes(loss):
+        return
+    if record.samples == 1:
+        _check_single(record, loss)
+    elif not record.reads_rows:
+        _check_rows(record, loss)
+
+
+def _check_rows(record: LossCalls, loss: Tensor) -> None:
+    used = record.leading_to([loss])
+    line = _line_of_part(record, loss) or next((call.line for call in used if call.places is Places.BEYOND), "")
+    if line:
+        _refuse_places(line)
+    parts = list(record.parts.values())
+    in_parts = sum(map(len, parts)) == record.samples and len({each.shape[1:] for each in parts}) == 1
+    outputs = record.outputs or (record.parts if in_parts else {})
+    if not outputs or sum(output.numel() for output in outputs.values()) > MOST_ELEMENTS:
+        return
+    given = [leaf for call in used for leaf in leaves_of_call(call.args, call.kwargs)]
+    if any(record.has_rows(leaf) and not (record.is_known(leaf) or record.is_constant(leaf)) for leaf in given):
+        # What the script has brought otherwise may belong to the samples row by row.
+        return
+    line = next((call.line for call in used if call.places is Places.ROWS), "")
+    by_constant = next((call.line for call in used if call.line), "")
+    if not (line or by_constant) or not _prefers_places(record, loss, outputs):
+        return
+    if line or (outputs is record.outputs and not _is_symmetric(record, loss)):
+        _refuse_places(line or by_constant)
+
+
+def _line_of_part(record: LossCalls, loss: Tensor) -> str:
+    """Return the line that takes a part of the samples by places for the model's input; empty for none."""
+    nodes = set(nodes_below(loss.grad_fn, lambda _: True, _NODES))
+    inputs = [each.given for each in record.forwards if each.output.grad_fn in nodes]
+    taking = [call for call in record.leading_to(inputs) if call.line and call.places is not Places.CONSTANT]
+    if not taking:
+        return ""
+    if beyond := next((call.line for call in taking if call.places is Places.BEYOND), ""):
+        return beyond
+    with suppress(Exception), own_generators():
+        values = record.batch_of(0)
+        record.replay(values)
+        rows = sum(len(values.get(id(each), each)) for each in inputs)
+        return taking[0].line if rows % record.samples else ""
+    return ""
+
+
+def _prefers_places(record: LossCalls, loss: Tensor, outputs: dict[int, Tensor]) -> bool:
+    """Return whether equal samples get unequal gradients, which are not those of equal groups of neighbours.
+
+    Args:
+        record: the calls of the loss function or body.
+        loss: the loss.
+        outputs: the model's outputs by their ids, each for all samples, or for parts that make up all samples.
+    """
+    equal = dict[int, Tensor]()
+    for key, output in outputs.items():
+        first = output if record.has_rows(output) else next(iter(outputs.values()))
+        equal[key] = first.detach()[:1].expand_as(output)
+    with suppress(Exception), own_generators():
+        value, _ = record.gradients(loss, record.batch_of(None), outputs)
+        if not torch.allclose(value, loss.detach().reshape(()), rtol=1e-6, equal_nan=False):
+            return False
+        _, found = record.gradients(loss, record.batch_of(0), equal)
+        rows = torch.cat(found, 0 if outputs is record.parts else 1)
+        return bool(rows.isfinite().all()) and not any(
+            alike(rows, rows[:each].repeat(record.samples // each, 1)) for each in _groups(record.samples)
+        )
+    return False
+
+
+def _is_symmetric(record: LossCalls, loss: Tensor) -> bool:
+    """Return whether samples, or groups of neighbours, that change places keep their gradients; False for errors."""
+    with suppress(Exception), own_generators():
+        _, found = record.gradients(loss, record.batch_of(None), record.outputs)
+        rows = torch.cat(found, 1)
+        for each in _groups(record.samples):
+            batch = {key: leaf.roll(each, 0) for key, leaf in record.batch_of(None).items()}
+            outputs = {key: leaf.detach().roll(each, 0) for key, leaf in record.outputs.items()}
+            _, found = record.gradients(loss, batch, outputs)
+            if alike(rows.roll(each, 0), torch.cat(found, 1)):
+                return True
+    return False
+
+
+def _groups(samples: int) -> list[int]:
+    """Return the sizes of equal groups into which samples can be divided."""
+    return [each for each in range(1, samples // 2 + 1) if not samples % each]
+
+
+def _check_single(record: LossCalls, loss: Tensor) -> None:
+    """Raise UsageError if a loss of a single sample is another for the same sample twice, and so no mean.
+
+    Functions that reduce a single sample, such as ``einsum``, leave no sum over samples in the graph.
+    """
+    if record.reads_values or record.reads_sizes or record.parts or not record.outputs:
+        return
+    # A single number beside other outputs may be a loss of the model's, and not a sample's.
+    numbers = {key for key, output in record.outputs.items() if output.shape == (1,)}
+    found = []
+    with suppress(Exception), own_generators(), torch.no_grad():
+        found = [_again(record, loss, set(record.outputs)), _again(record, loss, set()), _again(record, loss, numbers)]
+    if not all(map(math.isfinite, found)) or len(found) < 3:
+        return
+    dtypes = {output.dtype for output in record.outputs.values()}
+    rounding = max(_ROUNDING.get(dtype, _FEW_BITS) for dtype in dtypes)
+    once, *twice = found
+    if not math.isclose(once, float(loss), rel_tol=1e-6) or any(_is_close(once, each, rounding) for each in twice):
+        return
+    raise UsageError(
+        f"the loss is no mean over samples: it is {once:.4g} for one sample, and {twice[0]:.4g} for this one twice",
+        where=script_line(),
+        why="a micro-batch is a part of the global batch, and tutti takes a scalar for the mean over the micro-batch",
+        remedy="return the mean over samples, or (sum, n) of n samples; or take one worker without micro_batch",
+    )
+
+
+def _again(record: LossCalls, loss: Tensor, once: set[int]) -> float:
+    """Return the loss of a single sample that is there twice, but for the outputs ``once``; of all: not twice."""
+    values = {key: output.detach().clone() for key, output in record.outputs.items()} | record.batch_of(None)
+    if once != set(record.outputs):
+        values = {k: v if k in once else v.repeat(2, *[1] * (v.dim() - 1)) for k, v in values.items()}
+    record.replay(values)
+    return float(values[id(loss)])
+
+
+def _is_close(one: float, other: float, rounding: float) -> bool:
+    return math.isclose(one, other, rel_tol=rounding, abs_tol=1e-6 * rounding)
+
+
+def _refuse_places(line: str) -> NoReturn:
+    raise UsageError(
+        "the loss takes samples by their places in the micro-batch",
+        where=line,
+        why="a micro-batch is a part of the global batch, with samples of its own at these places: equal samples would"
+        " count unequally, by how the batch is divided over workers and micro-batches",
+        remedy="choose samples by their data, such as losses[mask].mean() with a mask from the data set; or take one"
+        " worker without micro_batch; to take the samples at these places of each micro-batch, as gradient accumulation"
+        " by hand does, return (loss * n, n) of n samples",
+    )
