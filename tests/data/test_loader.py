@@ -91,9 +91,10 @@ def test_processes_take_turns() -> None:
     assert worlds.run(1, by_whom, workers=3) == [([False] * 12, [0, 1, 2] * 4)]
 
 
-def epochs(workers: int) -> list[Any]:
+def epochs(workers: int, persistent: bool = False) -> list[Any]:
     """Several epochs of a reader: one left early, one half read beside another, one from its middle."""
-    reader = MapReader(adapt(Everything()), Epochs(BatchContract(23, 5, 4, 2)), 1, 3, Prefetch(workers))
+    prefetch = Prefetch(workers, persistent=persistent)
+    reader = MapReader(adapt(Everything()), Epochs(BatchContract(23, 5, 4, 2)), 1, 3, prefetch)
     got = [plain(part.batch) for part in islice(reader.read(0, 0), 2)]
     first, second = reader.read(1, 0), reader.read(2, 0)
     for _ in range(3):
@@ -101,6 +102,7 @@ def epochs(workers: int) -> list[Any]:
     first.close(), second.close()
     got += [plain(part.batch) for start in (3, 0) for part in reader.read(4, start)]
     loader = reader._loader
+    assert (loader is not None) == persistent
     assert loader is None or (not loader._arrived and not loader._wanted)
     return got
 
@@ -108,8 +110,8 @@ def epochs(workers: int) -> list[Any]:
 def test_epochs_that_are_left_or_mixed_stay_apart() -> None:
     want = worlds.run(1, epochs, workers=0)
     assert len(want[0]) == 15 and len({str(batch) for batch in want[0]}) == 13
-    for workers in (1, 2):
-        assert worlds.run(1, epochs, workers=workers) == want
+    for workers, persistent in ((1, False), (2, True)):
+        assert worlds.run(1, epochs, workers=workers, persistent=persistent) == want
 
 
 class Odd(Exception):

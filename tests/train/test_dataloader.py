@@ -256,6 +256,40 @@ def test_a_resumed_run_refuses_another_order(tmp_path: Path) -> None:
     assert text.startswith("CheckpointError: the sampler draws another order in epoch 1"), text
 
 
+class Renewed(Dataset[Any]):
+    """Samples that the script changes before each epoch, as one that draws new negatives."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index + 100.0 * self.epoch])
+
+
+def renewed(processes: int, persistent: bool, prepared: bool) -> list[float]:
+    """Sums of the samples of three epochs, of which the second one is left early."""
+    data, sums = Renewed(), []
+    batches: Any = DataLoader(data, BATCH, num_workers=processes, persistent_workers=persistent)
+    if prepared:
+        run = tutti.prepare(nn.Linear(1, 1), "sgd", batches, lambda model, batch: model(batch).mean())
+    for data.epoch in range(3):
+        found = [float(batch.sum()) for batch in (run.epoch(data.epoch) if prepared else batches)]
+        sums.append(sum(found))
+    return sums
+
+
+@pytest.mark.parametrize(("processes", "persistent"), [(0, False), (1, False), (2, False), (1, True)])
+def test_processes_of_an_epoch_see_what_the_script_has_changed_before(processes: int, persistent: bool) -> None:
+    options = {"processes": processes, "persistent": persistent}
+    want = renewed(**options, prepared=False)
+    assert len(set(want)) == (1 if persistent else 3)
+    for ranks in (1, 3):
+        parts = worlds.run(ranks, renewed, **options, prepared=True)
+        assert [sum(epoch) for epoch in zip(*parts, strict=True)] == want
+
+
 def test_a_stream_that_every_process_reads_whole_is_refused() -> None:
     for text in worlds.run(2, said, kind="repeated"):
         assert text.startswith("DataError: two loader processes read the same samples (Repeated)"), text

@@ -5,11 +5,59 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from tutti.data.keyed_random import hash64
+
+_WIDTH = 256
+"""Most sums by which the floats of one tensor or array are compared."""
+_WITHIN = {2: 1e-2, 4: 1e-4, 8: 1e-10}
+"""Relative difference of floats up to which samples count as equal, by bytes of a float: a thousand roundings of 4
+bytes, and for 8 bytes the precision to which runs on any number of devices agree."""
+
+
+class SampleSketch(NamedTuple):
+    """What ranks compare of a sample: a digest, and sums of its floats, which may be rounded differently on each host.
+
+    Attributes:
+        digest: digest of the sample.
+        exact: digest of its structure, types and values, without the values of finite floats.
+        sums: float64 (sums,), sums over floats with fixed signs: up to 256 for each tensor or array.
+        slack: float64 (sums,), by how much rounding may change each sum.
+    """
+
+    digest: str
+    exact: str
+    sums: Tensor
+    slack: Tensor
+
+    def is_close(self, other: SampleSketch) -> bool:
+        """Return whether two samples are equal but for rounding of floats.
+
+        Args:
+            other: sketch of the other sample.
+        """
+        if self.digest == other.digest or self.exact != other.exact:
+            return self.digest == other.digest
+        return bool(((self.sums - other.sums).abs() <= self.slack + other.slack).all())
+
+    def as_json(self) -> Any:
+        """Return the sketch as a JSON value."""
+        return [self.digest, self.exact, self.sums.tolist(), self.slack.tolist()]
+
+    @classmethod
+    def of_json(cls, value: Any) -> SampleSketch:
+        """Return the sketch of which ``value`` is the JSON value.
+
+        Args:
+            value: a result of ``as_json``.
+        """
+        return cls(value[0], value[1], *(torch.tensor(each, dtype=torch.float64) for each in value[2:]))
 
 
 def digest(sample: Any) -> str:
@@ -33,22 +81,77 @@ def digest(sample: Any) -> str:
     return state.hexdigest()
 
 
-def _add(state: Any, value: Any) -> None:
+def sketch(sample: Any) -> SampleSketch:
+    """Return the sketch of a sample, by which two samples can be compared up to rounding of their floats.
+
+    Args:
+        sample: as of ``digest``.
+
+    >>> one, third = torch.ones(3), torch.full((3,), 1 / 3)
+    >>> sketch([1, third * 3 + 2]).is_close(sketch([1, one + 2]))
+    True
+    >>> sketch([1, one]).is_close(sketch([2, one])) or sketch([1, one]).is_close(sketch([1, 2 * one]))
+    False
+    """
+    state, found = hashlib.blake2b(digest_size=8), list[NDArray[np.float64]]()
+    _add(state, sample, found)
+    sums, slack = (torch.from_numpy(np.concatenate([np.empty(0), *each])) for each in (found[::2], found[1::2]))
+    return SampleSketch(digest(sample), state.hexdigest(), sums, slack)
+
+
+def _add(state: Any, value: Any, sums: list[NDArray[np.float64]] | None = None) -> None:
+    """Add a value to the state of a digest; with ``sums`` add sums of floats there, and their slack, in turn."""
     state.update(f"{type(value).__name__} ".encode())
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
         value = value.detach().cpu().contiguous()
         state.update(f"{value.dtype}{list(value.shape)}".encode())
-        state.update(memoryview(value.flatten().view(torch.uint8).numpy()))
+        if sums is not None and (value.is_floating_point() or value.is_complex()):
+            value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+            _add_floats(state, value.double().numpy(), value.itemsize, sums)
+        else:
+            state.update(memoryview(value.flatten().view(torch.uint8).numpy()))
     elif isinstance(value, np.ndarray) and value.dtype != object:
-        state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+        state.update(f"{value.dtype}{value.shape}".encode())
+        _add_array(state, value, sums)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _add(state, key)
-            _add(state, item)
+            _add(state, item, sums)
     elif isinstance(value, tuple | list):
         state.update(f"{len(value)} ".encode())
         for item in value:
-            _add(state, item)
+            _add(state, item, sums)
+    elif sums is not None and isinstance(value, float | complex | np.inexact):
+        _add_array(state, np.asarray(value), sums)
     elif isinstance(value, str | bytes | bool | int | float | complex | np.generic | NoneType):
         text = value if isinstance(value, bytes) else repr(value).encode()
         state.update(f"{len(text)} ".encode() + text)
+
+
+def _add_array(state: Any, value: NDArray[Any], sums: list[NDArray[np.float64]] | None) -> None:
+    if sums is None or value.dtype.kind not in "fc":
+        state.update(np.ascontiguousarray(value).tobytes())
+        return
+    if value.dtype.kind == "c":
+        value = np.stack((value.real, value.imag), axis=-1)
+    _add_floats(state, value.astype(np.float64), value.itemsize, sums)
+
+
+def _add_floats(state: Any, value: NDArray[np.float64], size: int, sums: list[NDArray[np.float64]]) -> None:
+    """Add signed sums of floats to ``sums``, and their slack; values that are not finite count as such in the digest.
+
+    Each sum is over every 256th float, so that no float is left out. A sum is rounded by a part of its floats' sizes;
+    a float near zero by a part of other floats' sizes, from which it was computed.
+    """
+    finite = np.isfinite(value)
+    if not finite.all():
+        state.update(finite.tobytes())
+        value = np.where(finite, value, 0)
+    signs = 1.0 - 2.0 * (hash64(np.arange(value.size)) & np.uint64(1)).astype(np.float64)
+    width = max(min(_WIDTH, value.size), 1)
+    rows = np.zeros((-(-value.size // width), width))
+    rows.flat[: value.size] = value.ravel() * signs
+    sizes = np.abs(rows).sum(axis=0)
+    some = np.sort(sizes[sizes > 0])
+    usual = some[(len(some) - 1) // 2] if len(some) else 0.0
+    sums += rows.sum(axis=0), _WITHIN.get(size, _WITHIN[2 if size < 4 else 8]) * (sizes + usual)

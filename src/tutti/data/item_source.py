@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tutti.data.collation import collate, unreadable_sample
-from tutti.data.digest import digest
+from tutti.data.digest import SampleSketch, digest, sketch
 from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.kept_generators import KeptGenerators
 from tutti.data.keyed_random import hash64
@@ -106,8 +106,8 @@ class ItemSource:
         # It is raised where the sample is read for training.
         return ""
 
-    def digest_items(self, indices: NDArray[np.int64], augment: AugmentKey) -> str:
-        """Return a digest of items, to compare the data sets of ranks. Not collective.
+    def sketch_items(self, indices: NDArray[np.int64], augment: AugmentKey) -> SampleSketch:
+        """Return a sketch of items, to compare the data sets of ranks. Not collective.
 
         Tensors, arrays and numbers count, and strings in items without these alone: paths may belong to a rank.
 
@@ -116,12 +116,13 @@ class ItemSource:
             augment: seed and epoch of the random draws.
 
         Returns:
-            The digest; an empty text if an item cannot be read.
+            The sketch; that of an empty list if an item cannot be read.
         """
         with own_generators(), self._kept.restored(), suppress(DataError):
             leaves = tree_leaves(self._seeded(lambda: self._read_each(indices, augment)))
-            return digest([each for each in leaves if not isinstance(each, str | bytes)] or leaves)
-        return ""
+            return sketch([each for each in leaves if not isinstance(each, str | bytes)] or leaves)
+        # The error is raised where the sample is read for training.
+        return sketch([])
 
     def _collate(self, samples: list[Any], indices: NDArray[np.int64], key: AugmentKey) -> Batch:
         return collate(samples, lambda place: f"sample {int(indices[place])}", self._name)

@@ -76,12 +76,15 @@ class Prefetch:
         timeout: seconds to wait for the next batch of a loader process, before a ``LoaderError``.
         begin: called once in each loader process as ``begin(number)``, with the index of the process from 0, like a
             DataLoader's ``worker_init_fn``; None for no call.
+        persistent: whether loader processes of training go on with the next epoch, and do not see what the script has
+            changed in the data set since they were started.
     """
 
     workers: int = 0
     rank: int = 0
     timeout: float = TIMEOUT
     begin: Callable[[int], None] | None = None
+    persistent: bool = False
 
     def batches(self, source: BatchMaker, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the batch ``source.fetch(*task)`` for each task, in order, made in this process or by loader processes.

@@ -15,7 +15,7 @@ from tutti.config.variables import is_off
 from tutti.data.adapt import TensorSource
 from tutti.data.batches import CollatedBatch, slice_batch
 from tutti.data.contract import BatchContract
-from tutti.data.digest import digest
+from tutti.data.digest import SampleSketch, sketch
 from tutti.data.epochs import Epochs
 from tutti.data.item_source import CollatedSource, ItemSource
 from tutti.data.loader import IN_PROCESS, Loader, Prefetch, Task
@@ -133,6 +133,26 @@ class BatchReader(Protocol):
         """
 
 
+class _ComparedSource:
+    """Makes batches of a map-style data set, and sketches of samples that ranks compare.
+
+    Args:
+        source: the data set.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.items = source, getattr(source, "items", source)
+
+    def fetch(self, indices: NDArray[np.int64], key: AugmentKey, repeated: int | None = None) -> Any:
+        """Return a batch of samples or, if an index of a sample to read twice is given, their ``SampleSketch``."""
+        if repeated is None:
+            return self._source.fetch(indices, key)
+        if not isinstance(self._source, ItemSource):
+            return sketch(self._source.fetch(indices, key))
+        self._source.check_repeats(repeated, key)
+        return self._source.sketch_items(indices, key)
+
+
 class MapReader:
     """Reads one data rank's samples of a map-style data set, in an order that is a function of (seed, epoch).
 
@@ -163,6 +183,7 @@ class MapReader:
         self.source, self._epochs, self._rank, self._seed = source, epochs, rank, seed
         self._prefetch, self._world = prefetch, world
         self._order = order or ShuffledOrder(seed, len(source), len(source))
+        self._compared = _ComparedSource(source)
         self._loader: Loader | None = None
         self._epoch, self._checked = -1, False
 
@@ -170,10 +191,10 @@ class MapReader:
         """Yield this rank's part of each global batch of an epoch of a map-style data set, on the CPU.
 
         Collective over all ranks, when the iteration starts, if a PyTorch sampler gives the order: the ranks all-gather
-        and compare digests of this order. So they do in the first call on several ranks without loader processes with
-        two samples of a data set that is no ``Source`` of the script's own (not with ``TUTTI_DIAGNOSTICS=off``). An
-        item of such a data set is then also read twice, to check that it does not depend on earlier reads. Otherwise no
-        collective is performed.
+        and compare digests of this order. In the first call on several ranks they also compare two samples of a data
+        set that is no ``Source`` of the script's own with those of rank 0, which are broadcast (not with
+        ``TUTTI_DIAGNOSTICS=off``). An item of such a data set is then also read twice, to check that it does not depend
+        on earlier reads. Otherwise no collective is performed.
 
         Args:
             epoch: from 0.
@@ -203,9 +224,11 @@ class MapReader:
             for step, cut in zip(numbers, cuts, strict=True)
             for piece in cut
         ]
-        if tasks and not self._checked and self._world is not None and self._world.size > 1:
-            self._check_samples(epoch, int(tasks[0][0][0]), [int(steps[start][0]), int(steps[-1][-1])])
-        batches = self._fetch(tasks)
+        common = [int(steps[start][0]), int(steps[-1][-1])] if tasks and self._is_compared() else []
+        looks = [(np.array(common), AugmentKey(self._seed, epoch), int(tasks[0][0][0]))] if common else []
+        batches = self._fetch([*looks, *tasks])
+        if common:
+            self._compare_samples(common, next(batches))
         for step, cut in zip(numbers, cuts, strict=True):
             parts, samples = [next(batches) for _ in cut], len(steps[step])
             after = Position(epoch + 1, 0) if step == len(steps) - 1 else Position(epoch, step + 1)
@@ -216,31 +239,30 @@ class MapReader:
                 whole = parts[0] if mine else slice_batch(parts[0], 0, 0)
             yield RankBatch(whole, samples, after, None if mine else parts[0])
 
-    def _check_samples(self, epoch: int, own: int, common: list[int]) -> None:
-        """Raise an error if samples depend on samples read before, or on the rank. Collective over all ranks.
+    def _is_compared(self) -> bool:
+        """Return whether samples are to be compared over ranks: in the first call on several ranks."""
+        checked, self._checked = self._checked, True
+        is_plain = isinstance(self.source, ItemSource | TensorSource)
+        several = self._world is not None and self._world.size > 1
+        return several and is_plain and not checked and not is_off("DIAGNOSTICS", os.environ)
+
+    def _compare_samples(self, indices: list[int], own: SampleSketch) -> None:
+        """Raise MismatchError if samples differ from those of rank 0 by more than rounding. Collective over all ranks.
 
         Args:
-            epoch: the epoch that is read.
-            own: index of a sample of this rank, which is read twice.
-            common: indices of samples that all ranks read, to compare them.
+            indices: of the samples.
+            own: their sketch on this rank.
         """
-        self._checked = True
-        # Loader processes open the data set's files themselves.
-        off = bool(self._prefetch.workers) or is_off("DIAGNOSTICS", os.environ)
-        if off or self._world is None or not isinstance(self.source, ItemSource | TensorSource):
+        if self._world is None:
             return
-        key = AugmentKey(self._seed, epoch)
-        if isinstance(self.source, ItemSource):
-            self.source.check_repeats(own, key)
-            found = self.source.digest_items(np.array(common), key)
-        else:
-            found = digest(self.source.fetch(np.array(common), key))
+        first = SampleSketch.of_json(self._world.broadcast_json(own.as_json(), 0, "the samples of the data set"))
+        found = first if own.is_close(first) else own
         self._world.agree(
-            [f"samples {', '.join(map(str, common))} with the digest {found}"],
+            [f"samples {', '.join(map(str, indices))} with the digest {found.digest}"],
             "the samples of the data set",
             "give every rank the same data set: seed the generators that shuffle, split or make it alike on all ranks"
             " (random.seed, np.random.seed, torch.manual_seed), or read it in a sorted order; where hosts only round"
-            " differently when they decode a sample, TUTTI_DIAGNOSTICS=off leaves this check out",
+            " integers differently when they decode a sample, TUTTI_DIAGNOSTICS=off leaves this check out",
         )
 
     def follow(self, epochs: Epochs) -> None:
@@ -278,11 +300,12 @@ class MapReader:
                 "let the sampler draw from a torch.Generator with a fixed seed, and not depend on the rank",
             )
 
-    def _fetch(self, tasks: Iterable[Task]) -> Iterator[Batch]:
-        if not self._prefetch.workers:
-            return (self.source.fetch(*task) for task in tasks)
+    def _fetch(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        if not self._prefetch.persistent:
+            # Processes of an epoch see what the script has changed in the data set before it.
+            return self._prefetch.batches(self._compared, tasks)
         if self._loader is None:
-            self._loader = self._prefetch.loader(self.source)
+            self._loader = self._prefetch.loader(self._compared)
         return self._loader.batches(tasks)
 
     def state(self) -> Any:

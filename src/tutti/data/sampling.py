@@ -44,6 +44,7 @@ class Sampling:
         begin: called in each loader process before it reads, with the number of the process from 0, as a
             ``DataLoader``'s ``worker_init_fn``; None for no call.
         timeout: seconds to wait for a batch of a loader process; None for the default.
+        persistent: whether loader processes go on with the next epoch.
     """
 
     dataset: Any
@@ -57,6 +58,7 @@ class Sampling:
     processes: int = 0
     begin: Callable[[int], None] | None = None
     timeout: float | None = None
+    persistent: bool = False
 
     def sized(self, seed: int) -> Sampling:
         """Return this data set with its batching options, with the batch size filled in from a batch sampler.
@@ -227,6 +229,7 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
         processes=loader.num_workers,
         begin=loader.worker_init_fn,
         timeout=loader.timeout or None,
+        persistent=loader.persistent_workers,
         generator=loader.generator,
     )
     if type(loader).__iter__ is not DataLoader.__iter__:

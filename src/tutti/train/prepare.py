@@ -465,7 +465,8 @@ def _feed(checked: CheckedRun, comms: Communicators, place: Callable[[Any], Any]
     """Return the feed of this data rank's part of every global batch, on the device."""
     sampling, data, epochs = checked.sampling, checked.data, checked.epochs
     world, rank = context.current(), checked.mesh.data_rank
-    prefetch = Prefetch(sampling.processes, world.identity.rank, sampling.timeout or world.timeout, sampling.begin)
+    timeout = sampling.timeout or world.timeout
+    prefetch = Prefetch(sampling.processes, world.identity.rank, timeout, sampling.begin, sampling.persistent)
     order = None if isinstance(data, Stream) else sampling.order(o.seed, len(data))
     reader = make_reader(data, epochs, rank, o.seed, comms, prefetch, order)
     transfer = make_transfer(world.device, data)
