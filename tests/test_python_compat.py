@@ -47,12 +47,15 @@ def test_the_calling_frame_is_its_callers() -> None:
 
 
 def test_the_words_of_the_global_generator_are_its_state() -> None:
-    for _ in range(2):
+    memory = python_compat.generator_memory
+    assert type(memory) is not python_compat.PublicGeneratorState
+    for each in (memory, python_compat.PublicGeneratorState()):
         _, state, _ = random.getstate()
-        position, *words = struct.unpack("625I", python_compat.generator_memory.raw)
+        position, *words = struct.unpack("625I", each.raw)
         assert (*words, position) == state
-        before, drawn = python_compat.generator_memory.raw, random.random()
-        python_compat.generator_memory.raw = before
+        before, drawn = each.raw, random.random()
+        assert each.raw != before
+        each.raw = before
         assert random.random() == drawn
 
 
@@ -195,6 +198,7 @@ def test_variables_that_a_script_has_asked_for_stay() -> None:
 def test_every_name_is_touched() -> None:
     assert set(python_compat.__all__) == {
         "LiveObjects",
+        "PublicGeneratorState",
         "calling_frame",
         "forget_exit_handlers",
         "generator_memory",

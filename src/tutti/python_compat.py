@@ -16,6 +16,7 @@ import random
 import sys
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby, starmap
@@ -41,6 +42,7 @@ from typing import Any, Generic, TypeVar
 
 __all__ = [
     "LiveObjects",
+    "PublicGeneratorState",
     "calling_frame",
     "forget_exit_handlers",
     "generator_memory",
@@ -77,13 +79,40 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-_GENERATOR: Any = random.random.__self__  # type: ignore[attr-defined]
+class PublicGeneratorState:
+    """Position and words of Python's global random generator, by ``random.getstate`` and ``random.setstate``.
 
-generator_memory = (ctypes.c_char * 2500).from_address(id(_GENERATOR) + object.__basicsize__)
-"""Position and words of Python's global random generator, 625 unsigned integers of 32 bits, for reading and writing.
+    For a Python in which they are not where ``generator_memory`` looks for them.
+    """
+
+    @property
+    def raw(self) -> bytes:
+        """Position and words, 625 unsigned integers of 32 bits; set it where no half of a pair of normals is left."""
+        *words, position = random.getstate()[1]
+        return array("I", (position, *words)).tobytes()
+
+    @raw.setter
+    def raw(self, state: bytes) -> None:
+        position, *words = array("I", state)
+        random.setstate((3, (*words, position), None))
+
+
+def _generator_memory() -> Any:
+    """Return the memory of Python's generator as a ctypes array, if its object has this layout."""
+    public, generator = PublicGeneratorState(), random.random.__self__  # type: ignore[attr-defined]
+    kind: Any = random.Random.__base__
+    if sys.implementation.name != "cpython" or kind.__basicsize__ - object.__basicsize__ not in (2500, 2504):
+        return public
+    memory = (ctypes.c_char * 2500).from_address(id(generator) + object.__basicsize__)
+    return memory if memory.raw == public.raw else public
+
+
+generator_memory = _generator_memory()
+"""Position and words of Python's global random generator (attribute ``raw``), for reading and writing.
 
 The state of a ``_random.Random`` follows the head of its object. The public ``random.getstate()`` makes an int of each
-word, which takes 50 times as long. What ``random.gauss`` keeps for its next call is an attribute of the object."""
+word, which takes 50 times as long; it is taken where the object has another layout, which is found out once. What
+``random.gauss`` keeps for its next call is an attribute of the object."""
 
 
 def forget_exit_handlers() -> None:

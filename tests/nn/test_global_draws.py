@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tutti.nn.global_draws import GlobalDraws, draws_marker
 from tutti.nn.rng_streams import RngStreams
+from tutti.python_compat import PublicGeneratorState
 
 CPU = torch.device("cpu")
 
@@ -22,8 +23,11 @@ def draw() -> tuple[float, ...]:
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()
 
 
-@pytest.fixture(autouse=True)
-def own_states() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["memory", "public"])
+def own_states(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """States of these tests, read from memory, and as in a Python that has them elsewhere."""
+    if request.param == "public":
+        monkeypatch.setattr("tutti.nn.global_draws.generator_memory", PublicGeneratorState())
     states = random.getstate(), np.random.get_state()
     random.seed(3), np.random.seed(3)
     yield
