@@ -37,11 +37,14 @@ _ORDERLY = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED})
 class OneHost(RendezvousHandler):
     """Rendezvous handler of torchelastic for a job on one node: it completes at once, with no connection to a peer.
 
-    Each call of ``next_rendezvous`` picks a free port, which PyTorch passes to the ranks as ``MASTER_PORT``.
+    Each call of ``next_rendezvous`` picks a free port, which PyTorch passes to the ranks as ``MASTER_PORT``, and
+    reserves it until the next call or ``shutdown``: tutti's ranks need no port, but a script that makes a process group
+    of its own (DDP, Accelerate) listens there, seconds later.
     """
 
     def __init__(self) -> None:
         self._run_id = uuid.uuid4().hex
+        self._reserved: socket.socket | None = None
 
     def get_backend(self) -> str:
         """Return ``tutti``, the name of this rendezvous backend; PyTorch's elastic agent calls this method."""
@@ -54,11 +57,15 @@ class OneHost(RendezvousHandler):
 
         Returns:
             An in-process ``HashStore``, node rank 0, number of nodes 1, and the master address and port for the ranks:
-            127.0.0.1 and a TCP port that was free during this call. Each call picks a port anew.
+            127.0.0.1 and a TCP port. The system gives that port to no other socket; a socket that asks for it by number
+            needs ``SO_REUSEADDR``, which PyTorch's store sets. Each call picks a port anew.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self.shutdown()
+        self._reserved = socket.socket()
+        # Bound and never listening: a listener may join it, and the system does not hand the port to anyone else.
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        port = self._reserved.getsockname()[1]
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
@@ -77,7 +84,10 @@ class OneHost(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True to PyTorch's elastic agent at its end: a rendezvous of one node has nothing to shut down."""
+        """Release the reserved port, and return True: the rendezvous is shut down."""
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
         return True
 
 
@@ -136,10 +146,11 @@ class Agent:
     """
 
     def __init__(self, job: child.Job, processes: int, budget: Budget, grace: float) -> None:
+        self._rendezvous = OneHost()
         spec = WorkerSpec(
             role="tutti",
             local_world_size=processes,
-            rdzv_handler=OneHost(),
+            rdzv_handler=self._rendezvous,
             entrypoint=child.child_main,
             args=(job,),
             max_restarts=budget.left,
@@ -172,7 +183,10 @@ class Agent:
             SignalException: this process got a signal that asks the run to stop. PyTorch's elastic agent has ended the
                 ranks before: it has passed the signal on, and killed the ranks that ran on after ``grace`` seconds.
         """
-        self._elastic.run()
+        try:
+            self._elastic.run()
+        finally:
+            self._rendezvous.shutdown()
 
     def failures(self) -> list[Failure]:
         """Return the failures of this node's ranks that had a non-zero exit code before the agent ended the others.
