@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from tutti.cli.app import main
 from tutti.config.train_config import TrainConfig
 from tutti.errors import DataError
+from tutti.metrics import records
 from tutti.metrics.records import RunDirectory, record_exit
 from tutti.report import html_report
 
@@ -159,6 +162,29 @@ def test_code_of_a_failed_run_joins_its_summary(install: Install) -> None:
     install(fail)
     assert main(["train", "digits", "--devices", "1", "--out", "here"]) == 6
     assert json.loads(Path("here/summary.json").read_text()) == {"steps": 3, "exit_code": 6}
+
+
+@pytest.mark.parametrize("words", [("--out", "here", "--overwrite"), ("--resume", "here")])
+def test_a_directory_of_a_run_that_goes_on_is_refused(
+    words: tuple[str, ...], install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks hold the directory, too, after the launcher was killed: for as long, the next run waits."""
+    install(succeed)
+    assert main(["train", "digits", "--devices", "1", "--out", "here"]) == 0
+    Path("here/checkpoints").mkdir()
+    monkeypatch.setattr(records, "_ENDING", 0.0)
+    with records.claim_run_directory(Path("here")):
+        assert main(["train", "digits", "--devices", "1", *words]) == 2
+    assert "another run writes into this run directory" in capsys.readouterr().err
+    assert Path("here/checkpoints").is_dir() and json.loads(Path("here/summary.json").read_text()) == SUMMARY
+    with records.claim_run_directory(Path("here")):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(0.5)
+            os._exit(0)
+    monkeypatch.setattr(records, "_ENDING", 60.0)
+    assert main(["train", "digits", "--devices", "1", *words]) == 0
+    os.waitpid(pid, 0)
 
 
 def test_joined_ranks_share_the_first_ones_directory(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

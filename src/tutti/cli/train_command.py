@@ -32,7 +32,14 @@ from tutti.launcher.failure import failure_exit_code
 from tutti.launcher.launch import launch
 from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 from tutti.metrics.progress import format_number
-from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
+from tutti.metrics.records import (
+    claim_run_directory,
+    config_toml,
+    find_run,
+    make_run_directory,
+    read_summary,
+    record_exit,
+)
 from tutti.metrics.throughput import MFU
 from tutti.process_context import LAUNCHED
 from tutti.report.html_report import report_at_the_end
@@ -123,14 +130,15 @@ def train(
     again = (
         slurm_engine.restarts(os.environ) if isinstance(engine, SlurmEngineConfig) else joined.attempt if joined else 0
     )
-    directory = run_directory(chosen, name, again > 0) if first else None
-    if joined is not None:
-        watchdog.start_watchdog(joined.rank, chosen.limits)
-    if engine is not None and directory is not None:
-        directory = directory.absolute()
-        code = _start_on(engine, name, chosen, directory, sizes)
-    else:
-        code = _start(name, chosen, directory, joined is not None)
+    with contextlib.ExitStack() as held:
+        directory = _claimed_directory(chosen, name, again > 0, held) if first else None
+        if joined is not None:
+            watchdog.start_watchdog(joined.rank, chosen.limits)
+        if engine is not None and directory is not None:
+            directory = directory.absolute()
+            code = _start_on(engine, name, chosen, directory, sizes)
+        else:
+            code = _start(name, chosen, directory, joined is not None)
     if directory is not None:
         # The ranks have ended without an error: a launcher must not restart a run that missed its target.
         code = code or _finished_code(directory)
@@ -138,6 +146,16 @@ def train(
         if code in FINISHED and (problem := report_at_the_end(directory, time.time() - begun)) is not None:
             print(f"tutti: {problem}", file=sys.stderr)
     return code
+
+
+def _claimed_directory(config: TrainConfig, task: str, restarted: bool, held: contextlib.ExitStack) -> Path:
+    """Return ``run_directory``, locked until ``held`` is closed, and before ``--overwrite`` deletes a run there."""
+    if config.resume is None and config.out is not None and Path(config.out).is_dir():
+        held.enter_context(claim_run_directory(Path(config.out)))
+        return run_directory(config, task, restarted)
+    directory = run_directory(config, task, restarted)
+    held.enter_context(claim_run_directory(directory))
+    return directory
 
 
 def _finished_code(directory: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -45,6 +46,8 @@ BESIDE_THE_RESULT = frozenset(
 )
 """Options that do not affect a run's result, such as output folders, number of devices, logging and timeouts."""
 
+# Seconds within which ranks end whose launcher was killed, and between two looks at a lock.
+_ENDING, _PACE = 10.0, 0.05
 _ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
@@ -82,6 +85,49 @@ def make_run_directory(config: TrainConfig, task: str) -> Path:
         if (path / "checkpoints").is_dir():
             shutil.rmtree(path / "checkpoints")
     return path
+
+
+@contextlib.contextmanager
+def claim_run_directory(path: Path) -> Iterator[None]:
+    """Hold the lock of a run directory within the block, so that no two runs write into it at the same time.
+
+    Processes that are forked within the block hold the lock, too, until they end: ranks that outlive their launcher for
+    a moment keep the directory. Without an effect where the file system has no locks of directories, as NFS.
+
+    Args:
+        path: the run directory.
+
+    Raises:
+        UsageError: another run holds the lock, for some seconds from now on.
+        DiskError: the directory cannot be opened.
+    """
+    with _writing(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        end = time.monotonic() + _ENDING
+        while not _locked(descriptor):
+            if time.monotonic() > end:
+                raise UsageError(
+                    "another run writes into this run directory",
+                    where=str(path),
+                    why="its launcher or a rank of it still runs, and each would delete the other's checkpoints",
+                    remedy="end that run first, or choose another --out",
+                )
+            time.sleep(_PACE)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Take the lock of a directory if it is free; True also where there are no such locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _never_began(path: Path) -> bool:
