@@ -40,13 +40,25 @@ def test_the_word_python_is_dropped(python: tuple[str, ...]) -> None:
 
 def test_flags_that_stand_for_variables() -> None:
     environ: dict[str, str] = {}
-    words = ["run", "--horovod", "--fusion-threshold-mb", "2", "--no-stall-check", "--timeline-filename=t.json"]
+    words = [
+        "run",
+        "--horovod",
+        "--fusion-threshold-mb",
+        "2",
+        "--no-stall-check",
+        "--timeline-filename=t.json",
+        "--tcp",
+    ]
+    words += ["--network-interface", "eth0", "--network-interface", "eth1"]
     assert translated([*words, "-H", "a:1,b:1", "x.py"], environ) == ["run", "--horovod", "-H", "a:1,b:1", "x.py"]
     assert passed_variables(environ) == environ
     assert environ == {
         "HOROVOD_FUSION_THRESHOLD": str(2 << 20),
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_TIMELINE": "t.json",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "eth0,eth1",
+        "GLOO_SOCKET_IFNAME": "eth0,eth1",
     }
 
 
@@ -54,7 +66,9 @@ def test_flags_that_stand_for_variables() -> None:
     ("words", "text"),
     [
         (["--ssh-port", "22"], "ssh/config"),
-        (["--fusion-threshold-mb", "x"], "whole number"),
+        (["--fusion-threshold-mb", "x"], "--fusion-threshold-mb is .x.* whole number"),
+        (["--stall-check-warning-time-seconds", "-1"], "-time-seconds is .-1.* whole number"),
+        (["--autotune=no"], "--autotune takes no value"),
         (["--timeline-filename"], "needs a value"),
         (["python", "-c", "print()"], "Write code in a file"),
         (["-np", "2", "python3", "-u", "-W", "error", "x.py"], "Write python -W … -m tutti run"),
@@ -65,7 +79,8 @@ def test_what_would_matter_is_refused(words: list[str], text: str) -> None:
         translated(["run", "--horovod", *words], {})
 
 
-CONFIG = """# as in Horovod's documentation
+CONFIG = """---
+# as in Horovod's documentation
 controller: gloo
 
 params:
@@ -73,13 +88,14 @@ params:
   cycle_time_ms: 10        # of the background thread
   hierarchical_allreduce: true
 autotune:
-  enabled: true
+  enabled: Yes
   log_file: 'autotune #1.csv'
 timeline:
   filename: "t.json"
-  mark_cycles: false
+  mark_cycles: off
 stall_check:
-  enabled: false
+  enabled: No
+  shutdown_time_seconds:
   warning_time_seconds: 120
 logging:
   hide_timestamp: true
@@ -108,7 +124,14 @@ def test_a_configuration_file_gives_what_no_flag_gives(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(
-    "text", ["params\n", "params:\n  - cache_capacity: 3\n", "params: {cache_capacity: 3}\n", None]
+    "text",
+    [
+        "params\n",
+        "autotune:\n  enabled: maybe\n",
+        "params:\n  - cache_capacity: 3\n",
+        "params: {cache_capacity: 3}\n",
+        None,
+    ],
 )
 def test_a_configuration_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from tutti.device import COLLECTIVE_VARIABLES
 from tutti.errors import UsageError
 
 _RENAMED = {
@@ -27,13 +28,14 @@ _VARIABLES = {
     "--timeline-filename": "HOROVOD_TIMELINE",
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "--network-interface": "GLOO_SOCKET_IFNAME",
-    "--network-interfaces": "GLOO_SOCKET_IFNAME",
     "--fusion-threshold-mb": "HOROVOD_FUSION_THRESHOLD",
     "--autotune-log-file": "HOROVOD_AUTOTUNE_LOG",
     "--autotune-warmup-samples": "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
     "--autotune-steps-per-sample": "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
 }
+_TEXTS = frozenset(("--timeline-filename", "--autotune-log-file"))
+# Variables of Gloo, and of the library of collectives between accelerators.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", f"{COLLECTIVE_VARIABLES[0]}SOCKET_IFNAME")
 _SWITCHES = {
     "--timeline-mark-cycles": ("HOROVOD_TIMELINE_MARK_CYCLES", "1"),
     "--no-timeline-mark-cycles": ("HOROVOD_TIMELINE_MARK_CYCLES", "0"),
@@ -41,10 +43,11 @@ _SWITCHES = {
     "--stall-check": ("HOROVOD_STALL_CHECK_DISABLE", "0"),
     "--autotune": ("HOROVOD_AUTOTUNE", "1"),
     "--no-autotune": ("HOROVOD_AUTOTUNE", "0"),
+    "--tcp": (f"{COLLECTIVE_VARIABLES[0]}IB_DISABLE", "1"),
 }
 _IDLE = frozenset(
     (
-        *("--gloo", "--mpi", "--jsrun", "--tcp", "--verbose", "--disable-cache", "--prefix-output-with-timestamp"),
+        *("--gloo", "--mpi", "--jsrun", "--verbose", "--disable-cache", "--prefix-output-with-timestamp"),
         *("--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather"),
         *("--no-hierarchical-allgather", "--log-hide-timestamp", "--no-log-hide-timestamp"),
         *("-prefix-timestamp", "--log-with-timestamp", "--log-without-timestamp"),
@@ -80,6 +83,9 @@ _CONFIG_LINE = re.compile(
     r"""(?P<indent>\s*)(?P<key>[\w-]+)\s*:(\s+(?P<value>'[^']*'|"[^"]*"|[^\s'"#\[{|>&*].*?))?\s*(\s\#.*)?"""
 )
 
+_BOOLEANS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
+_NULL = ("", "~", "null")
+
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
 
@@ -103,8 +109,8 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
 
     Raises:
         UsageError: a flag that would matter, such as ``--ssh-port``, or an option of ``python``, such as ``-O``, is not
-            served; a flag lacks its value; that of ``--fusion-threshold-mb`` is not a whole number; or the file of
-            ``--config-file`` cannot be read.
+            served; a flag lacks its value or takes none, or a value is not a whole number; or the file of
+            ``--config-file`` cannot be read or has other YAML than lines ``key: value`` in sections.
 
     >>> words = ["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"]
     >>> translate_flags(words, {}, {"-np": 1, "--timeout": 1})
@@ -125,8 +131,6 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str], options
     elastic = not {*_OF_ELASTIC_JOBS, "--blacklist-cooldown-range"}.isdisjoint(made)
     if (seconds := environ.get("HOROVOD_ELASTIC_TIMEOUT")) and elastic and "--elastic-timeout" not in made:
         made += ["--elastic-timeout", seconds]
-    if "HOROVOD_FUSION_THRESHOLD" in variables:
-        variables["HOROVOD_FUSION_THRESHOLD"] = _bytes(variables["HOROVOD_FUSION_THRESHOLD"])
     environ.update(variables)
     if line.idle:
         print(f"tutti: without effect: {', '.join(dict.fromkeys(line.idle))}", file=sys.stderr)
@@ -171,7 +175,14 @@ class _Translation:
             self.made += [flag, self._value(flag, given), *self.rest[: count - 1]]
             del self.rest[: count - 1]
         elif flag in _VARIABLES:
-            self.variables[_VARIABLES[flag]] = self._value(flag, given)
+            value = self._value(flag, given)
+            self.variables[_VARIABLES[flag]] = value if flag in _TEXTS else _whole_number(flag, value)
+        elif flag in ("--network-interface", "--network-interfaces"):
+            value = self._value(flag, given)
+            for variable in _INTERFACES:
+                self.variables[variable] = ",".join(filter(None, (self.variables.get(variable), value)))
+        elif equals and flag in {*_SWITCHES, *_IDLE}:
+            raise UsageError(f"{flag} takes no value, and was given '{value}'")
         elif flag in _SWITCHES:
             self.variables.update([_SWITCHES[flag]])
         elif flag == "--config-file":
@@ -190,7 +201,11 @@ class _Translation:
         for key, flag in _read_config(path):
             if flag.partition("=")[0] in {*_VARIABLES, *_SWITCHES, *_IDLE, *_IDLE_WITH_VALUE}:
                 file.rest = [flag]
-                file.translate_flag()
+                try:
+                    file.translate_flag()
+                except UsageError as error:
+                    where = f"{key} of {path}"
+                    raise UsageError(error.what, where=where, why=error.why, remedy=error.remedy) from error
             else:
                 file.idle.append(f"{key} of {path}")
         self.variables = file.variables | self.variables
@@ -208,6 +223,8 @@ class _Translation:
 def _read_config(path: Path) -> list[tuple[str, str]]:
     """Read a configuration file of ``horovodrun``: YAML of sections with a line ``key: value`` for each option.
 
+    Other YAML, such as lists, mappings in braces and texts of several lines, is refused.
+
     Returns:
         Pairs of a key with its section, such as ``timeline.filename``, and its flag, ``--timeline-filename=FILE``.
     """
@@ -217,7 +234,7 @@ def _read_config(path: Path) -> list[tuple[str, str]]:
         raise UsageError(f"--config-file {path} cannot be read", why=str(error)) from error
     found, section = [], ""
     for number, line in enumerate(lines, 1):
-        if not line.partition("#")[0].strip():
+        if line.partition("#")[0].strip() in ("", "---", "..."):
             continue
         if (match := _CONFIG_LINE.fullmatch(line)) is None:
             raise UsageError(
@@ -226,9 +243,12 @@ def _read_config(path: Path) -> list[tuple[str, str]]:
         key, value = match["key"], (match["value"] or "").strip("'\"")
         if match["indent"]:
             flag = (_SECTIONS.get(section, "--") + key.replace("_", "-")).removesuffix("-enabled")
-            if value.lower() not in ("true", "false"):
+            if value.lower() in _NULL:
+                continue
+            switch = _BOOLEANS.get(value.lower())
+            if switch is None:
                 flag += f"={value}"
-            elif value.lower() == "false":
+            elif not switch:
                 flag = f"--no-{flag[2:]}"
             found.append((f"{section}.{key}", flag))
         elif value:
@@ -256,7 +276,8 @@ def _behind_python(words: list[str]) -> list[str]:
     return words
 
 
-def _bytes(megabytes: str) -> str:
-    if not megabytes.isdecimal():
-        raise UsageError(f"--fusion-threshold-mb is '{megabytes}'", remedy="give a whole number of MB")
-    return str(int(megabytes) << 20)
+def _whole_number(flag: str, text: str) -> str:
+    """Return the value of a variable for that of a flag. Raises UsageError for another text than a whole number."""
+    if not text.isdecimal():
+        raise UsageError(f"{flag} is '{text}'", remedy="give a whole number, at least 0")
+    return str(int(text) << 20) if flag == "--fusion-threshold-mb" else text
