@@ -168,13 +168,13 @@ def test_a_rank_joins_in_a_new_slot(tmp_path: Path, faults: list[Any]) -> None:
 
 
 def test_ranks_that_start_together_join_in_one_reset(tmp_path: Path) -> None:
-    """The second of two new ranks needs longer to start, and the first waits for it."""
+    """The second of two new ranks starts slowly, and the first waits for it; without a maximum all slots count."""
     (tmp_path / "slots").write_text("1")
     (tmp_path / "slow").write_text("2")
     script = tmp_path / "discover.sh"
     script.write_text(f"#!/bin/sh\necho localhost:1\n[ $(cat {tmp_path}/slots) = 1 ] || echo 127.0.0.1:2\n")
     script.chmod(0o755)
-    limits = ("--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script), "--reset-limit", "1")
+    limits = ("--min-np", "1", "--host-discovery-script", str(script), "--reset-limit", "1")
     ranks = told(tmp_path, 1, *limits, until=3)
     assert ranks[0]["sizes"] == [1, 1, 3]
     assert [rank["host"] for rank in ranks] == ["localhost", "127.0.0.1", "127.0.0.1"]

@@ -92,8 +92,20 @@ def test_ranks_of_a_function_are_replaced(tmp_path: Path) -> None:
         ({"min_np": 3}, "--min-np 3, -np 2"),
         ({"hosts": "localhost:1,far:1"}, "-H localhost:1,far:1"),
         ({"hosts": "localhost:1"}, "hosts='localhost:2'"),
+        ({"hostfile": "hosts"}, "hosts=.localhost:2."),
     ],
 )
-def test_a_call_that_cannot_start_the_ranks_names_the_command(given: dict[str, object], text: str) -> None:
+def test_a_call_that_cannot_start_the_ranks_names_the_command(
+    given: dict[str, object], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("localhost slots=1\n")
     with pytest.raises(UsageError, match=text):
         tutti.horovod.run(print, np=2, **given)  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_horovod_does_not_have_is_refused() -> None:
+    with pytest.raises(TypeError, match="'num_procs'"):
+        tutti.horovod.run(print, num_procs=2)
+    with pytest.raises(TypeError, match="positional"):
+        tutti.horovod.run(print, (), None, 2, 1)  # type: ignore[misc]

@@ -89,7 +89,8 @@ class ElasticFlags:
     min_np:
         with --horovod: fewest ranks of an elastic job
     max_np:
-        with --horovod: most ranks of an elastic job
+        with --horovod: most ranks of an elastic job;
+        default: -np, with a discovery script all slots
     host_discovery_script:
         prints the slots of this machine, localhost:SLOTS; run again and again
     slots_per_host:
@@ -148,7 +149,7 @@ class ElasticFlags:
         return ElasticOptions(
             np=np,
             min_np=np if self.min_np is None else self.min_np,
-            max_np=np if self.max_np is None else self.max_np,
+            max_np=self.max_np if self.max_np is not None else np if script is None else sys.maxsize,
             script=None if script is None else script.absolute(),
             slots_per_host=self.slots_per_host,
             reset_limit=self.reset_limit,
