@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ VALUES: list[Any] = [
     OrderedDict(b=1, a=2),
     torch.Size([2, 3]),
     torch.float16,
+    Path("a/b"),
+    Namespace(epochs=3, data=Path("c"), sizes=[1, (2,)]),
 ]
 
 

@@ -1,15 +1,18 @@
 """Typed codec for Python values on the wire: no pickle, so that decoding runs no code.
 
 Values are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict with any of these as keys,
-``torch.Size``, dtypes, tensors on any device and NumPy arrays and scalars. Another type is refused by name.
+``torch.Size``, dtypes, tensors on any device, NumPy arrays and scalars, paths and ``argparse.Namespace``. Another type
+is refused by name.
 """
 
 from __future__ import annotations
 
 import copy
 import struct
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +34,7 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
     """Serialise a Python value to bytes without pickle, for ``decode_object``.
 
     Types: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, ``torch.Size``, dtypes,
-    tensors, NumPy arrays and scalars, and nestings of them.
+    tensors, NumPy arrays and scalars, ``pathlib.Path``, ``argparse.Namespace``, and nestings of them.
 
     Args:
         value: the value to encode.
@@ -153,6 +156,12 @@ def _encode(value: Any, out: list[bytes], tensors: list[Tensor] | None, place: s
     elif kind is torch.dtype:
         out.append(b"y")
         _text(out, str(value).removeprefix("torch.").encode())
+    elif isinstance(value, Path):
+        out.append(b"p")
+        _encode(str(value), out, None, place)
+    elif kind is Namespace:
+        out.append(b"n")
+        _encode(vars(value), out, tensors, place)
     elif isinstance(value, int | float) and value.__reduce_ex__(2)[0] in (int, float):
         # Numbers of a loop's body that remember their samples are plain ones in copies and pickles.
         _encode(copy.copy(value), out, tensors, place)
@@ -223,6 +232,10 @@ class _Decoder:
             return bytes(self._text())
         if tag == b"y":
             return getattr(torch, bytes(self._text()).decode())
+        if tag == b"p":
+            return Path(self.value())
+        if tag == b"n":
+            return Namespace(**self.value())
         if tag in (b"x", b"r"):
             return self._tensor(tag)
         if tag in (b"a", b"g"):
