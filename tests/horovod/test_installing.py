@@ -24,18 +24,24 @@ from horovod.torch.mpi_ops import synchronize
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.elastic import ObjectState
 from horovod.common.util import env, extension_available, gloo_built, mpi_built, nccl_built
+from horovod.common.util import num_rank_is_power_2, split_list
 from horovod.runner import run as run_function
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic import TorchState, run
+from horovod.torch.optimizer import _DistributedOptimizer
 import torch
 assert hvd.elastic.run is run and hvd.elastic.ElasticSampler is ElasticSampler and issubclass(TorchState, ObjectState)
 assert horovod.run is run_function and (gloo_built(), mpi_built()) == (True, False)
+assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]] and split_list([1], 2) == [[1], []]
+assert num_rank_is_power_2(4) and not num_rank_is_power_2(6)
 with env(HOROVOD_TIMELINE="", HOROVOD_OTHER="1", HOROVOD_NONE=None):
     assert os.environ["HOROVOD_OTHER"] == "1" and "HOROVOD_NONE" not in os.environ
 assert "HOROVOD_OTHER" not in os.environ
 assert nccl_built() == hvd.nccl_built() and extension_available("torch") and not extension_available("tensorflow")
 hvd.init()
 assert int(rank) == hvd.rank()
+assert hvd.mpi_ops._basics.size() == hvd.size() and not hasattr(hvd.mpi_ops._basics, "missing")
+assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: list(range(hvd.size()))}
 for field in ("size", "local_rank", "local_size", "cross_rank", "cross_size") if hvd.size() > 1 else ():
     assert int(os.environ[f"HOROVOD_{field.upper()}"]) == getattr(hvd, field)()
 assert hvd.size() == 1 or os.environ["HOROVOD_HOSTNAME"] == socket.gethostname()

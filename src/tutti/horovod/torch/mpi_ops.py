@@ -12,6 +12,7 @@ from torch import Tensor
 from tutti.comm import async_collectives, collectives
 from tutti.comm import process_set as process_sets
 from tutti.comm.collective_call import ReduceOperation
+from tutti.comm.current_session import current_session
 from tutti.comm.process_set import ProcessSet
 from tutti.comm.process_set import all_ranks as global_process_set
 from tutti.horovod.common.exceptions import HorovodInternalError, translated
@@ -48,6 +49,23 @@ T = TypeVar("T", bound=Callable[..., Any])
 Average, Sum, Adasum = ReduceOperation.AVERAGE, ReduceOperation.SUM, ReduceOperation.ADASUM
 
 Min, Max, Product = ReduceOperation.MIN, ReduceOperation.MAX, ReduceOperation.PRODUCT
+
+
+class _Basics:
+    """Horovod's object of the functions that a job has without tensors, such as ``init`` and ``rank``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        """Return the ranks of each registered process set, by its number."""
+        return {number: [*ranks] for number, ranks in current_session().sets.items()}
+
+
+_basics = _Basics()
 
 
 def _collective(function: T) -> T:

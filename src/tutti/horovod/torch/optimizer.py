@@ -22,6 +22,7 @@ from tutti.comm.collective_session import CollectiveHandle
 from tutti.comm.process_set import ProcessSet
 from tutti.comm.process_set import all_ranks as global_process_set
 from tutti.horovod.common.exceptions import translated
+from tutti.horovod.common.util import split_list
 from tutti.horovod.torch import job, mpi_ops
 from tutti.horovod.torch.bucket_autotune import BUCKET_BYTES, make_autotune
 from tutti.horovod.torch.compression import Compression
@@ -91,8 +92,8 @@ class _Backward:
         self.bucket, self.delay = bucket, delay
 
 
-class _Distributed:
-    """What ``DistributedOptimizer`` adds to the class of the user's optimizer."""
+class _DistributedOptimizer:
+    """What ``DistributedOptimizer`` adds to the class of the user's optimizer; it has the name of Horovod's class."""
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
@@ -469,11 +470,11 @@ def check_between_steps(optimizer: torch.optim.Optimizer) -> None:
     Args:
         optimizer: any optimizer; nothing is raised for one that ``DistributedOptimizer`` has not wrapped.
     """
-    if isinstance(optimizer, _Distributed) and not optimizer.between_steps:
+    if isinstance(optimizer, _DistributedOptimizer) and not optimizer.between_steps:
         raise ValueError("commit() and check_host_updates() must stand after optimizer.step(), not before it")
 
 
-class _DistributedDelta(_Distributed):
+class _DistributedAdasumOptimizer(_DistributedOptimizer):
     """Adasum: every rank steps on its own, and the ranks' changes of the parameters are combined."""
 
     def step(self, closure: Any = None) -> Any:
@@ -490,7 +491,7 @@ class _DistributedDelta(_Distributed):
         """
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
-        result = super(_Distributed, self).step(closure)  # type: ignore[misc]
+        result = super(_DistributedOptimizer, self).step(closure)  # type: ignore[misc]
         if self._buckets:
             changes = [p.detach() - start for p, start in zip(parameters, before, strict=True)]
             compressed = [self._compression.compress(change) for change in changes]
@@ -579,7 +580,7 @@ def DistributedOptimizer(
         HorovodInternalError: from backward, ``step`` or ``synchronize``: the ranks' calls differ, or a rank is lost.
     """
     job.check_initialized()
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError("optimizer is wrapped by DistributedOptimizer already; give it the optimizer of PyTorch")
     if not hasattr(compression, "compress"):
         raise ValueError(f"compression must be hvd.Compression.none or hvd.Compression.fp16, not {compression!r}")
@@ -599,7 +600,7 @@ def DistributedOptimizer(
     if backward_passes_per_step <= 0 or backward_passes_per_step % 1:
         raise ValueError("backward_passes_per_step must be > 0, and a whole number")
     named = _checked_names(optimizer, named_parameters)
-    base = _DistributedDelta if op == Adasum and process_set.size() > 1 else _Distributed
+    base = _DistributedAdasumOptimizer if op == Adasum and process_set.size() > 1 else _DistributedOptimizer
     kind: Any = type(type(optimizer).__name__, (base, type(optimizer)), {})
     made = kind.__new__(kind)
     # Shared, not copied: schedulers and checkpoints that hold the given optimizer stay valid. A scheduler replaces the
@@ -659,9 +660,7 @@ def _checked_groups(
         if groups <= 0:
             raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
         count = min(groups, len(parameters))
-        sizes = [len(parameters) // count + (i < len(parameters) % count) for i in range(count)]
-        at = iter(parameters)
-        return [[next(at) for _ in range(size)] for size in sizes]
+        return [[*part] for part in split_list(parameters, count)] if count else []
     seen: set[Tensor] = set()
     for group in groups:
         for parameter in group:
