@@ -197,3 +197,55 @@ def test_two_models_need_different_names(size: int) -> None:
         for mine, expected in zip(found, nets.parameters(), strict=True):
             torch.testing.assert_close(mine, expected.detach())
     run(size, with_horovod, inside=two_models, named=False)
+
+
+def first_step(how: str) -> Any:
+    """The error of a first step, or None; the last rank's weights differ in one way or another."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    last = hvd.rank() == hvd.size() - 1
+    part = hvd.add_process_set(range(hvd.size() - 1)) if how == "process set" else hvd.global_process_set
+    if how == "frozen":
+        net[0].requires_grad_(False)
+    differing = {
+        "frozen": net[0].weight,
+        "buffers": net[1].running_mean,
+        "equal": torch.ones(1),
+        "joined": torch.ones(1),
+    }
+    with torch.no_grad():
+        differing.get(how, net[2].bias)[0] += 1e-6 * last
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        net.named_parameters(),
+        op=hvd.Adasum if how == "adasum" else hvd.Average,
+        process_set=part,
+    )
+    if how == "zeros first":
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    before = [p.tolist() for p in net.parameters()]
+    found = None
+    if not (how == "joined" and last):
+        optimizer.zero_grad()
+        net(torch.randn(5, 4)).square().mean().backward()
+        try:
+            if how == "clipped":
+                optimizer.synchronize()
+            optimizer.step()
+        except ValueError as error:
+            assert [p.tolist() for p in net.parameters()] == before, "an update was made"
+            found = str(error)
+    hvd.join()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parameters_that_differ_before_the_first_step_are_refused(size: int) -> None:
+    for how in ("never broadcast", "clipped", *(["adasum"] if size == 2 else [])):
+        for rank, text in enumerate(run(size, with_horovod, inside=first_step, how=how)):
+            assert f"(rank {rank}, 1 of 6 parameters: '2.bias')" in text and "hvd.broadcast_parameters(model" in text
+    for how in ("equal", "frozen", "buffers", "zeros first", "process set", "joined"):
+        assert run(size, with_horovod, inside=first_step, how=how) == [None] * size, how

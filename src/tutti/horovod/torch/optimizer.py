@@ -6,6 +6,7 @@ of its last gradient, or by ``synchronize``, where gradients that are missing co
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections import defaultdict
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm import async_collectives
+from tutti.comm import async_collectives, collectives
 from tutti.comm.collective_session import CollectiveHandle
 from tutti.comm.process_set import ProcessSet
 from tutti.comm.process_set import all_ranks as global_process_set
@@ -54,6 +55,11 @@ _GRAPH = (
     "Gradients were computed by backward(create_graph=True). Their graph leads to this rank's loss alone, so that "
     "second derivatives would differ between ranks. Use torch.autograd.grad for these, and loss.backward() alone."
 )
+_DIFFER = (
+    "Parameters differ between ranks before the first step, so that the average of their gradients is that of no "
+    "model. Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training"
+)
+_MARK = 1 << 24
 
 
 @dataclass(slots=True)
@@ -117,6 +123,8 @@ class _DistributedOptimizer:
         self._synchronized, self._should_synchronize = False, True
         self._backward: dict[Tensor, _Backward] = {}
         self._sparse: dict[Tensor, Any] = {}
+        # Where ranks join and leave, a later rank has its first step alone.
+        self._compares = os.environ.get("HOROVOD_ELASTIC") != "1"
         # Parameters that have had sparse gradients: one that a rank misses counts as a gradient without rows.
         self._had_sparse: set[Tensor] = set()
         self._frozen: list[Tensor] = []
@@ -249,6 +257,24 @@ class _DistributedOptimizer:
             in_place=True,
         )
 
+    def _compare(self) -> None:
+        """Raise ValueError on all ranks if parameters differ between ranks. Collective: an all-reduce; blocks."""
+        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        names = [self._parameter_names[parameter] for parameter in parameters]
+        marks = torch.stack([_mark(parameter) for parameter in parameters])
+        moving = torch.tensor([1, any(_is_nonzero(parameter.grad) for parameter in parameters)])
+        numbers = torch.cat([moving, marks, marks * marks])
+        name = group_name("values", names)
+        sums = translated(collectives.allreduce)(numbers, Sum, name, process_set=self.process_set)
+        # Steps with zeros may stand before the broadcast, to make the optimizer's state.
+        self._compares = not sums[1]
+        # n numbers x are equal if and only if n · Σ x² = (Σ x)²; ranks that have joined add zeros to n, too.
+        first, second = sums[2:].chunk(2)
+        unequal = [*itertools.compress(names, (sums[0] * second != first * first).tolist())]
+        if unequal and not self._compares:
+            shown = ", ".join(f"'{name}'" for name in unequal[:3])
+            raise ValueError(f"{_DIFFER} (rank {job.rank()}, {len(unequal)} of {len(names)} parameters: {shown})")
+
     # --- what scripts call -----------------------------------------------------------------------------------------
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -283,6 +309,8 @@ class _DistributedOptimizer:
                 parameter.grad = wait()
         finally:
             self._forget_reductions()
+        if self._buckets and self._compares:
+            self._compare()
         self._synchronized = True
 
     def _finish(self, bucket: _Bucket) -> None:
@@ -462,6 +490,29 @@ class _DistributedOptimizer:
         return not self._synchronized and not self._computed()
 
 
+def _mark(parameter: Tensor) -> Tensor:
+    """Return a number from 0 to 2²⁴ - 1 that depends on all bits of a parameter, on the CPU."""
+    values = parameter.detach().contiguous().view(-1)
+    bits = values.view(torch.int32 if values.element_size() % 4 == 0 else torch.uint8)
+    return bits.sum(dtype=torch.int64).remainder(_MARK).cpu()
+
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+
+
+def trust_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Leave out the comparison of the ranks' parameters at the first step, for a state of which all ranks get rank 0's.
+
+    Args:
+        optimizer: any optimizer; nothing is done for one that ``DistributedOptimizer`` has not wrapped.
+    """
+    if isinstance(optimizer, _DistributedOptimizer):
+        optimizer._compares = False
+
+
 def check_between_steps(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if a backward or ``optimizer.synchronize`` has made gradients that no ``step`` has used yet.
 
@@ -490,6 +541,8 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
             What the ``step`` of the user's optimizer returns.
         """
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if self._buckets and self._compares:
+            self._compare()
         before = [parameter.detach().clone() for parameter in parameters]
         result = super(_DistributedOptimizer, self).step(closure)  # type: ignore[misc]
         if self._buckets:
@@ -573,7 +626,9 @@ def DistributedOptimizer(
             ``hvd.Compression``; ``op`` is another operation; ``backward_passes_per_step`` is not positive or not whole;
             ``gradient_predivide_factor`` is 0, or given with another ``op`` than ``Average``; ``groups`` is not
             positive, has a parameter twice, or holds something other than tensors; or a number in
-            ``HOROVOD_AUTOTUNE_…`` variables is not whole. From ``step``: ``optimizer`` calls its closure several times.
+            ``HOROVOD_AUTOTUNE_…`` variables is not whole. From ``step`` and
+            ``synchronize``: ``optimizer`` calls its closure several times, or parameters differ between ranks before
+            the first step.
         AssertionError: from backward, ``step``, ``synchronize`` or ``zero_grad`` of the new optimizer: there were more
             backward passes than ``backward_passes_per_step``, gradients were changed or set to zero while they are
             reduced, or backward had ``create_graph=True``.

@@ -18,7 +18,7 @@ from tutti.horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from tutti.horovod.torch.optimizer import check_between_steps
+from tutti.horovod.torch.optimizer import check_between_steps, trust_parameters
 
 
 @runtime_checkable
@@ -100,6 +100,15 @@ class OptimizerStateHandler(StateHandler):
 
     Gradients are no part of the state: ``restore`` clears them.
     """
+
+    def set_value(self, value: Any) -> None:
+        """Replace the optimizer whose state this handler saves, restores and synchronises; save the new one's state.
+
+        Args:
+            value: the new optimizer, wrapped by ``DistributedOptimizer`` or not.
+        """
+        trust_parameters(value)
+        super().set_value(value)
 
     def restore(self) -> None:
         """Load the copy of the last ``save`` into this handler's optimizer, and clear the gradients of the failed step.
