@@ -578,7 +578,73 @@ def test_two_updates_in_a_body_need_one_micro_batch_a_rank() -> None:
     for devices in (1, 2):
         for kind, said in worlds.run(devices, two_players, strategy="mirrored", workers=4):
             assert kind == "UsageError" and "two updates in one body" in said and "test_custom_loop.py" in said
-            assert "all gradients of the body before the first optimizer.step(), where no loss needs its update" in said
+            assert (
+                "all outputs and losses of the body before the first optimizer.step(), where none needs its update"
+                in said
+            )
+
+
+def learn_mutually(
+    networks: Any, optimizers: Any, batch: Any, backward: Callable[[Tensor], None], run: Any, late: str = ""
+) -> None:
+    """Deep mutual learning (arXiv 1706.00384): each network learns from the other's outputs, and is updated in turn."""
+    outputs = [each(batch[0]) for each in networks]
+    for k, (optimizer, network) in enumerate(zip(optimizers, networks, strict=True)):
+        other = outputs[1 - k].detach()
+        if k and late == "forward":
+            other = networks[0](batch[0]).detach()
+        error = nn.functional.mse_loss(outputs[k], batch[1]) + nn.functional.mse_loss(outputs[k], other)
+        if k and late == "penalty":
+            error = error + networks[0][0].weight.detach().square().sum() * network[0].bias.square().sum()
+        if k and late == "second epoch" and run.global_step > 3:
+            error = error + networks[0](batch[0]).detach().mean() * outputs[k].mean()
+        optimizer.zero_grad()
+        backward(error)
+        optimizer.step()
+
+
+def two_learners(strategy: str | None, workers: int, late: str = "") -> Any:
+    networks = [made(), made()]
+    with torch.no_grad():
+        networks[1][0].weight.mul_(0.5)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in networks]
+    if strategy is None:
+        for batch in [*batches(0), *batches(1)]:
+            learn_mutually(networks, optimizers, batch, lambda loss: loss.backward(), None)
+        return {f"{k}.{key}": value for k, each in enumerate(networks) for key, value in numbers(each).items()}
+    try:
+        run = tutti.prepare(networks, optimizers, DATA, strategy=strategy, workers=workers, batch_size=BATCH)
+        for epoch in range(2):
+            for batch in run.microbatches(epoch):
+                learn_mutually(networks, optimizers, batch, run.backward, run, late)
+        return {key: tensor.numpy().copy() for key, tensor in run.state().items()}
+    except tutti.errors.UsageError as error:
+        return run.updates, str(error)
+
+
+LEARNERS = [
+    *(("single", 1, 3), ("mirrored", 2, 4), ("mirrored", 3, 6), ("central_storage", 2, 4), ("sharded:stage=1", 2, 4)),
+    *(("sharded", 2, 3), ("sharded", 3, 6), ("mirrored", 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "devices", "workers"), LEARNERS)
+def test_updates_of_networks_that_have_read_no_update_are_right(strategy: str, devices: int, workers: int) -> None:
+    want = two_learners(None, 1)
+    for got in worlds.run(devices, two_learners, strategy=strategy, workers=workers):
+        assert isinstance(got, dict), got
+        assert largest_difference(got, want) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "late"),
+    [*(("mirrored", late) for late in ("forward", "penalty", "second epoch")), ("sharded", "forward")],
+)
+def test_a_loss_that_reads_an_update_of_the_same_body_is_refused(strategy: str, late: str) -> None:
+    for updates, said in worlds.run(2, two_learners, strategy=strategy, workers=4, late=late):
+        assert "two updates in one body" in said and "test_custom_loop.py" in said
+        assert "reads 0.0.weight" in said, said
+        assert bool(updates) == (late == "second epoch")
 
 
 def two_passes(strategy: str) -> str:

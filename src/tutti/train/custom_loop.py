@@ -56,6 +56,7 @@ class CustomLoop:
         gradients: computes the gradients of the bodies, and reduces those of a global batch.
         update: makes the update where the script calls ``optimizer.step()``.
         closures: makes the update where the script calls ``optimizer.step(closure)``.
+        second_updates: what a body reads after it has updated parameters.
     """
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: Choice) -> None:
@@ -64,6 +65,7 @@ class CustomLoop:
         self._state = state = CustomLoopState(run, optimizers)
         self.optimizers = state.optimizers
         self._origin, self._bodies, self._local = state.origin, state.bodies, state.local
+        self.second_updates = state.bodies.second_updates
         self._carried, self._skipped = CarriedState(run), SkippedBodies(run)
         self.gradients = CustomLoopGradients(run, state)
         self.update = CustomLoopUpdate(run, state, self.gradients)

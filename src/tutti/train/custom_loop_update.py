@@ -93,6 +93,8 @@ class CustomLoopUpdate:
             self._gradients.exchange_local(self._state.micro_batch_of_body(_CALL))
         if in_body:
             self._bodies.note("step", -1 if index is None else index)
+            if self._bodies.several:
+                self._bodies.second_updates.note_step(members)
         is_last = self.stepped = self._state.is_last_body
         edited = self._origin.edited(members) if is_last or self._bodies.several else []
         if self._bodies.several and in_body:

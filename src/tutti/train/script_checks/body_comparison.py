@@ -21,6 +21,7 @@ from tutti.nn.swap import parameters
 from tutti.python_compat import LiveObjects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version, tree_leaves
 from tutti.train.script_checks.body_counters import counted_loss, edit_condition
+from tutti.train.script_checks.second_updates import SecondUpdates
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -42,6 +43,7 @@ class BodyComparison:
         run: the training run, whose model, gradient synchronisation and step number are read.
 
     Attributes:
+        second_updates: what the body reads after it has updated parameters.
         several: whether some data rank has several micro-batches in the current global batch; set by the caller. If
             not, no check is made.
     """
@@ -50,6 +52,7 @@ class BodyComparison:
         self._run, self._sync = run, run.gradient_sync
         self.several = self._final = False
         self._batches = 0
+        self.second_updates = SecondUpdates(run)
         self._events: list[tuple[str, int]] = []
         self._first: list[tuple[str, int]] | None = None
         self._settings: dict[int, str] = {}
@@ -90,6 +93,7 @@ class BodyComparison:
         if self.several:
             self._written, self._states = self._values(), self._versions_of_states()
             self._watch_forward()
+            self.second_updates.begin_body()
             if self._first is None:
                 if self._compares_values() and (line := counted_loss()):
                     raise UsageError(
@@ -137,6 +141,7 @@ class BodyComparison:
         values, too; later only their version counters.
         """
         self._batches += 1
+        self.second_updates.end_batch()
 
     def note(self, kind: str, index: int) -> None:
         """Record that the body of a custom training loop has computed gradients or made an optimizer step.
@@ -151,9 +156,10 @@ class BodyComparison:
 
         Raises:
             UsageError: this rank has several micro-batches, and the loop body steps through an enabled
-                ``torch.amp.GradScaler``, computes gradients after an optimizer step, writes parameters or the state of
-                an optimizer before the last micro-batch, or differs in this call, or at an optimizer step in a setting
-                such as ``lr``, from the first micro-batch of the global batch.
+                ``torch.amp.GradScaler``, computes gradients after it has read parameters that an optimizer step of it
+                has updated, writes parameters or the state of an optimizer before the last micro-batch, or differs in
+                this call, or at an optimizer step in a setting such as ``lr``, from the first micro-batch of the
+                global batch.
         """
         if self.several:
             if kind == "step" and _is_called_by_scaler():
@@ -162,16 +168,8 @@ class BodyComparison:
             # The optimizer's rows have no gradient yet, without which a scaler ends in an error of its own.
             if rows and any(map(has_scaled, _SCALERS.all())):
                 self._refuse_scaler()
-            if kind != "step" and any(event == "step" for event, _ in self._events):
-                raise UsageError(
-                    "two updates in one body of the loop cannot be combined with several micro-batches a rank",
-                    where=f"step {self._run.global_step + 1}, {script_line()}",
-                    why="what follows the first update depends on the gradients of micro-batches whose bodies have"
-                    " not run yet",
-                    remedy="compute all gradients of the body before the first optimizer.step(), where no loss needs"
-                    f" its update; or take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no"
-                    " micro_batch; or more devices",
-                )
+            if kind != "step":
+                self.second_updates.check()
             if self._first is not None:
                 place = len(self._events)
                 if place >= len(self._first) or self._first[place] != (kind, index):

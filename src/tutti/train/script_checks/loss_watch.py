@@ -125,6 +125,7 @@ class LossWatch(EnteredMode):
             func: the function of PyTorch that is called.
             args: its positional arguments; for a read of a size the first is the tensor.
         """
+        self._run.custom.second_updates.note_call(func, args)
         models = (self._run.model, *self._run.replica.parts)
         if func not in SIZES:
             batch = self._run.feed.contract.batch
