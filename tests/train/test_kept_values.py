@@ -19,7 +19,7 @@ from tests.covering import table
 from tests.scripts.oracle import global_batches
 from tutti.errors import TuttiError
 from tutti.torch_compat import traced_function_modes
-from tutti.train.script_checks.kept_values import KeptValues
+from tutti.train.script_checks.kept_values import CrossStepWatch
 
 Arrays = dict[str, Any]
 BATCH = 12
@@ -551,7 +551,7 @@ def modes_of_code() -> list[list[bool]]:
     seen: list[list[bool]] = []
 
     def look(*_: Any) -> None:
-        seen[-1].append(any(isinstance(mode, KeptValues) for mode in traced_function_modes()))
+        seen[-1].append(any(isinstance(mode, CrossStepWatch) for mode in traced_function_modes()))
 
     optimizer.register_step_pre_hook(look)
     for x, y in run.microbatches(0):

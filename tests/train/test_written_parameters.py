@@ -18,7 +18,7 @@ from tests import worlds
 from tests.contract.table import largest_difference
 from tutti.errors import TuttiError, UsageError
 from tutti.train.script_checks import written_parameters
-from tutti.train.script_checks.carried_state import CarriedValues
+from tutti.train.script_checks.carried_state import CrossWorkerWatch
 
 DATA = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 
@@ -180,14 +180,14 @@ def followed_in_hashes() -> tuple[int, int]:
         finally:
             hashing = False
 
-    def follow(mode: Any, *given: Any, real: Any = CarriedValues.__torch_function__) -> Any:
+    def follow(mode: Any, *given: Any, real: Any = CrossWorkerWatch.__torch_function__) -> Any:
         nonlocal calls
         calls += hashing
         return real(mode, *given)
 
     with (
         patch.object(written_parameters, "tensor_digests", digests),
-        patch.object(CarriedValues, "__torch_function__", follow),
+        patch.object(CrossWorkerWatch, "__torch_function__", follow),
     ):
         assert written_within("clamp", loop=False, workers=2) == 4
     return hashes, calls

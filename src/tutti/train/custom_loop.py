@@ -27,7 +27,7 @@ from tutti.train.custom_loop_gradients import CustomLoopGradients
 from tutti.train.custom_loop_state import CustomLoopState, GlobalBatchState, Gradients
 from tutti.train.custom_loop_update import CustomLoopUpdate
 from tutti.train.script_checks.body_counters import break_out_of_loop
-from tutti.train.script_checks.carried_state import CarriedState
+from tutti.train.script_checks.carried_state import RecurrentStateCheck
 from tutti.train.script_checks.skipped_bodies import SkippedBodies
 from tutti.train.script_checks.watched_calls import Root
 from tutti.train.void_body import VoidBody
@@ -66,7 +66,7 @@ class CustomLoop:
         self.optimizers = state.optimizers
         self._origin, self._bodies, self._local = state.origin, state.bodies, state.local
         self.second_updates = state.bodies.second_updates
-        self._carried, self._skipped = CarriedState(run), SkippedBodies(run)
+        self._carried, self._skipped = RecurrentStateCheck(run), SkippedBodies(run)
         self.gradients = CustomLoopGradients(run, state)
         self.update = CustomLoopUpdate(run, state, self.gradients)
         self.closures = ClosureUpdate(run, state, self.gradients, self.update, choice)

@@ -54,7 +54,7 @@ class GlobalBatchState:
         is_counted: whether the run's step number and data position count the batch as consumed.
         busy: indices of this rank's workers with samples in the batch, in increasing order.
         idle: indices of this rank's workers without samples in it.
-        is_watched: whether ``CarriedValues`` or ``KeptValues`` checks the losses of its bodies.
+        is_watched: whether ``CrossWorkerWatch`` or ``CrossStepWatch`` checks the losses of its bodies.
         bank: gradients of the rank's earlier bodies, by index of the reduction in the body and index of the worker; -1
             in place of the worker where the strategy sums all workers together.
         settings: text of the optimizers' settings, such as ``lr``, at each reduction of the first body, which ranks

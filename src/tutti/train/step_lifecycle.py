@@ -20,9 +20,9 @@ from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates, set_learning_rates
 from tutti.train.script_checks.both_watches import BothWatches
-from tutti.train.script_checks.carried_state import CarriedValues
+from tutti.train.script_checks.carried_state import CrossWorkerWatch
 from tutti.train.script_checks.iterator_watch import IteratorWatch
-from tutti.train.script_checks.kept_values import KeptValues
+from tutti.train.script_checks.kept_values import CrossStepWatch
 from tutti.train.script_checks.loader_watch import LoaderWatch
 from tutti.train.script_checks.loss_watch import LossWatch
 from tutti.train.script_checks.step_inputs import StepInputs
@@ -76,7 +76,7 @@ class StepLifecycle:
     def __init__(self, run: Run, max_nonfinite: int) -> None:
         self._run = run
         self._written = WrittenParameters(run)
-        self._carried, self._kept = CarriedValues(run), KeptValues(run)
+        self._carried, self._kept = CrossWorkerWatch(run), CrossStepWatch(run)
         self.values: LossWatch | BothWatches = self._carried
         self.inputs = StepInputs(run)
         self.windows = WatchWindows()
@@ -212,10 +212,10 @@ class StepLifecycle:
     def watch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Choose the check to which this step's losses are subject, store it in ``values``, and return whether it acts.
 
-        There are two checks. ``CarriedValues`` finds losses that depend on samples of another logical worker; it acts
-        in the first two steps of a rank with several micro-batches, and at the turn of an epoch (``windows``). In other
-        steps ``KeptValues`` may act, which finds losses that depend on values that this rank alone has kept from its
-        earlier samples. To be called once in each step, before the micro-batches. Not collective.
+        There are two checks. ``CrossWorkerWatch`` finds losses that depend on samples of another logical worker; it
+        acts in the first two steps of a rank with several micro-batches, and at the turn of an epoch (``windows``). In
+        other steps ``CrossStepWatch`` may act, which finds losses that depend on values that this rank alone has kept
+        from its earlier samples. To be called once in each step, before the micro-batches. Not collective.
 
         Args:
             work: pairs (index of a logical worker, its micro-batches), one for each worker of this rank. A logical

@@ -56,7 +56,7 @@ class BodyTrace:
     the autograd graph of its loss, are compared with those of the first body of this global batch whose micro-batch has
     equal shapes. If neither body has read a value of a tensor, they can differ for one reason alone: a Python object
     that every body changes, such as a counter; with another number of devices a body would find another value in it.
-    Bodies that draw from the global generators of Python and NumPy are not compared. ``CarriedValues``, a
+    Bodies that draw from the global generators of Python and NumPy are not compared. ``CrossWorkerWatch``, a
     torch-function mode, calls ``begin_batch``, ``begin``, ``note`` and ``other_graph``. Not collective.
     """
 

@@ -15,12 +15,12 @@ from tutti.types.micro_batch import LossFn, MicroBatch
 class BothWatches:
     """Combines two ``LossWatch`` modes, which check values that losses depend on, into one with the same methods.
 
-    At the turn of an epoch a rank with several micro-batches has both: ``CarriedValues``, for values that pass from one
-    micro-batch to another, and ``KeptValues``, for values that the rank has kept of its own samples.
+    At the turn of an epoch a rank with several micro-batches has both: ``CrossWorkerWatch``, for values that pass from
+    one micro-batch to another, and ``CrossStepWatch``, for values that the rank has kept of its own samples.
 
     Args:
-        outer: the mode that is entered first, ``KeptValues``.
-        inner: the mode that is entered within, ``CarriedValues``; the only one to check divisors and edited gradients.
+        outer: the mode that is entered first, ``CrossStepWatch``.
+        inner: the mode that is entered within, ``CrossWorkerWatch``; it alone checks divisors and edited gradients.
     """
 
     def __init__(self, outer: LossWatch, inner: LossWatch) -> None:

@@ -1,8 +1,8 @@
 """Refuse a recurrent state, and other values, that pass between logical workers on a rank that plays several.
 
-``CarriedState`` looks for outputs of the model among its inputs. ``CarriedValues`` follows values from batches to
-losses: tensors, also those that the code for a micro-batch changes in place (``MovedValues``), and Python numbers
-(``FollowedNumbers``). For other Python objects ``WorkerTrials`` computes losses twice.
+``RecurrentStateCheck`` looks for outputs of the model among its inputs. ``CrossWorkerWatch`` follows values from
+batches to losses: tensors, also those that the code for a micro-batch changes in place (``MovedValues``), and Python
+numbers (``FollowedNumbers``). For other Python objects ``WorkerTrials`` computes losses twice.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
     return Place(micro_batch.worker, micro_batch.micro if run.feed.contract.shared else 0)
 
 
-def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
+def refuse_cross_worker(run: Run, what: str, where: str) -> NoReturn:
     """Raise UsageError for a loss that depends on values kept from another logical worker's samples.
 
     A logical worker is a fixed share of the global batch. Never returns.
@@ -108,7 +108,7 @@ def refuse_carried(run: Run, what: str, where: str) -> NoReturn:
     )
 
 
-class CarriedState:
+class RecurrentStateCheck:
     """Raises UsageError where an output of the model for one micro-batch becomes an input for another one.
 
     That can happen in a custom training loop where a rank runs the loop's body for several micro-batches of a batch. A
@@ -200,7 +200,7 @@ def _is_computed(tensor: Tensor) -> bool:
         return base is None or base.grad_fn is not None
 
 
-class CarriedValues(LossWatch):
+class CrossWorkerWatch(LossWatch):
     """Torch-function mode that raises UsageError if a micro-batch's loss depends on another logical worker's samples.
 
     A memory bank of embeddings in a variable, a centre in a loss module that ``tutti.prepare`` was not given, or a
@@ -235,7 +235,8 @@ class CarriedValues(LossWatch):
         self._counted: dict[str, float] = {}  # the model's numbers before the micro-batch
         # Constants that scale the loss of the worker's first micro-batch, by worker; generators' states since.
         self._scaled: tuple[int, Sequence[float], list[Any]] | None = None
-        self._trials = ModuleTrials(run, self.updating, partial(refuse_carried, run, where="in the module's forward"))
+        refuse = partial(refuse_cross_worker, run, where="in the module's forward")
+        self._trials = ModuleTrials(run, self.updating, refuse)
         # Of custom loops, and of sharded models: ``WorkerTrials`` computes other loss functions again.
         self._trace: BodyTrace | None = None
 
@@ -433,7 +434,7 @@ class CarriedValues(LossWatch):
             what = "the loss of a micro-batch depends on values that the code for another one has moved"
             self._refuse_moved(what, line)
         what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
-        refuse_carried(self._run, what, line)
+        refuse_cross_worker(self._run, what, line)
 
     def compare_scales(self, loss: Tensor, micro_batch: MicroBatch, scaled: Sequence[Scaled]) -> None:
         """Check that the losses of a worker's micro-batches are scaled by the same constants. Not collective.

@@ -29,8 +29,8 @@ class FollowedNumber:
     its ``group`` returns True. ``float()``, ``int()``, copies and pickles are plain numbers.
 
     Attributes:
-        origins: a line of the script, or an empty text, for each origin of the number: in ``CarriedValues`` a
-            micro-batch (``Place``); in ``KeptValues`` a kept value, or the number of a step.
+        origins: a line of the script, or an empty text, for each origin of the number: in ``CrossWorkerWatch`` a
+            micro-batch (``Place``); in ``CrossStepWatch`` a kept value, or the number of a step.
         group: the ``FollowedNumbers`` that made the number.
         plain_type: type of the number without origins.
     """

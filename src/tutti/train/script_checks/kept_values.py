@@ -92,7 +92,7 @@ class _Origin(NamedTuple):
 _NOTHING, _SAMPLES = _Origin(), _Origin(samples=True)
 
 
-class KeptValues(LossWatch):
+class CrossStepWatch(LossWatch):
     """Function mode that finds values of earlier steps' samples on which a loss depends, to compare them over ranks.
 
     A memory of losses, a queue of embeddings, a running mean or a tensor that the script trains by itself holds, on
@@ -153,8 +153,8 @@ class KeptValues(LossWatch):
         its code has left: a loss of this batch may read them.
 
         Args:
-            watched: whether ``CarriedValues`` checks this batch, too; if so, this mode checks it only at the turn of an
-                epoch.
+            watched: whether ``CrossWorkerWatch`` checks this batch, too; if so, this mode checks it only at the turn of
+                an epoch.
 
         Returns:
             True if all of this holds: the step is at the turn of an epoch (``WatchWindows``), or ``watched`` is False

@@ -52,7 +52,7 @@ class MovedValues:
     The code moves such a tensor: it writes new values that depend on the former ones, or after it has read these, as
     for an average of weights, a factor that decays, or parameters with an optimizer of their own. Values that are
     replaced before a read (a copy of the weights) do not count, nor do clamps: to repeat them changes nothing.
-    ``CarriedValues``, a torch-function mode, calls ``begin_batch`` for each global batch, ``begin`` for each of its
+    ``CrossWorkerWatch``, a torch-function mode, calls ``begin_batch`` for each global batch, ``begin`` for each of its
     micro-batches, and ``former`` and ``note`` before and after each call of a PyTorch function in the code for the
     micro-batch. Not collective.
 

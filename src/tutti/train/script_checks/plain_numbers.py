@@ -56,7 +56,7 @@ class PlainNumbers:
     tensor; and numbers that the script had in variables before the micro-batch. A number counts as kept if its line had
     other numbers in earlier steps, if it had this one after a read of a tensor's value, or if the line is new at the
     turn of an epoch. Nothing is compared if a generator of Python or NumPy has drawn since the watched step before.
-    ``KeptValues``, a torch-function mode, makes the calls. Not collective.
+    ``CrossStepWatch``, a torch-function mode, makes the calls. Not collective.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ def is_number_key(key: int) -> bool:
 
     Args:
         key: the row's first element, an int that is at least 2³³ for numbers and objects, and smaller for the tensors
-            of ``KeptValues``.
+            of ``CrossStepWatch``.
     """
     return key >= _KEYS
 

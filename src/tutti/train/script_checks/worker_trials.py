@@ -17,9 +17,9 @@ from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import ParameterWriteError
-from tutti.train.script_checks.carried_state import refuse_carried, worker_place
+from tutti.train.script_checks.carried_state import refuse_cross_worker, worker_place
 from tutti.train.script_checks.iterator_watch import iterators_unread
-from tutti.train.script_checks.kept_values import KeptValues
+from tutti.train.script_checks.kept_values import CrossStepWatch
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.plain_numbers import plain_digest
 from tutti.train.script_checks.python_state import PythonState, trial_call
@@ -56,8 +56,8 @@ class WorkerTrials:
       is refused here: ``kept`` compares the numbers over the data ranks.
 
     No loss is tried if forwards are collective, as of a model that is split or sharded over ranks, nor with
-    ``TUTTI_DIAGNOSTICS=off``. ``CarriedValues`` finds such values by the script's calls of PyTorch and arithmetic, and
-    names the line; the trials find values that pass through ``float()``, ``math``, NumPy or a condition.
+    ``TUTTI_DIAGNOSTICS=off``. ``CrossWorkerWatch`` finds such values by the script's calls of PyTorch and arithmetic,
+    and names the line; the trials find values that pass through ``float()``, ``math``, NumPy or a condition.
 
     Args:
         run: the run.
@@ -65,7 +65,7 @@ class WorkerTrials:
             the data ranks.
     """
 
-    def __init__(self, run: Run, kept: KeptValues) -> None:
+    def __init__(self, run: Run, kept: CrossStepWatch) -> None:
         self._run, self._kept, self._steps = run, kept, 0
         # The objects as they were in the first step, on a rank with one worker.
         self._begun: PythonState | None = None
@@ -133,7 +133,7 @@ class WorkerTrials:
                 self._refuse_drawn(drawn[0], why)
             if depends:
                 what = f"the loss of a micro-batch depends on what another one has left in {', '.join(names[:3])}"
-                refuse_carried(run, what, "in the loss function or the model's forward")
+                refuse_cross_worker(run, what, "in the loss function or the model's forward")
             return result
 
         return watch
@@ -150,7 +150,7 @@ class WorkerTrials:
     def _watched_over_steps(self, loss: LossFn, guarded: LossFn, left: list[MicroBatch]) -> LossFn:
         """Return the check of a rank with one worker: of which numbers that have changed since step 1 a loss depends.
 
-        Ranks compare them, as each may have kept other ones of its samples (``KeptValues.note_state``).
+        Ranks compare them, as each may have kept other ones of its samples (``CrossStepWatch.note_state``).
         """
         run, own = self._run, self._run.gradient_sync.loss_normalisation == "worker"
         turn = run.lifecycle.windows.is_open
