@@ -17,7 +17,7 @@ from tutti.nn.script_mode import tutti_caller
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
 from tutti.train.script_checks.loss_watch import leaves_of_call, reads_values
-from tutti.train.script_checks.moved_values import Place
+from tutti.train.script_checks.moved_values import MicroBatchKey
 from tutti.train.script_checks.plain_numbers import plain_digest
 from tutti.train.script_checks.storage_records import memories_of, memory_of
 
@@ -44,7 +44,7 @@ class _Call(NamedTuple):
 class _Body(NamedTuple):
     """Calls of PyTorch that the body for a micro-batch has made, and the autograd graph of each of its losses."""
 
-    place: Place
+    key: MicroBatchKey
     calls: list[_Call]
     graphs: list[_Graph | None]
 
@@ -62,7 +62,7 @@ class BodyTrace:
 
     def __init__(self) -> None:
         self._first: dict[Any, _Body] = {}
-        self._own = _Body(Place(0, 0), [], [])
+        self._own = _Body(MicroBatchKey(0, 0), [], [])
         self._other: _Body | None = None
         self._comparable = self._aligned = False
         self._generators = 0
@@ -73,22 +73,24 @@ class BodyTrace:
         """Begin a global batch: delete the records of the batch before, as only bodies of one batch are compared."""
         self._first.clear()
 
-    def begin(self, place: Place, batch: Any, own: set[StorageWeakRef]) -> None:
+    def begin(self, key: MicroBatchKey, batch: Any, own: set[StorageWeakRef]) -> None:
         """Begin to record the body of a custom loop for a micro-batch, to compare it with the first of equal shapes.
 
         Args:
-            place: the micro-batch, as ``worker_place`` returns it.
+            key: the micro-batch, as ``micro_batch_key`` returns it.
             batch: its samples. If a leaf of the batch is no tensor, the body is not compared.
             own: storages of the model's parameters and buffers.
         """
         leaves = tree_leaves(batch)
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
-        self._own, self._generators = _Body(place, [], []), draws_marker()
+        self._own, self._generators = _Body(key, [], []), draws_marker()
         found = self._first.setdefault(tuple(_shapes(leaves)), self._own) if self._comparable else self._own
-        self._other = found if found.place != place else None
+        self._other = found if found.key != key else None
         self._known = memories_of(each for each in leaves if isinstance(each, Tensor)) | own
 
-    def note(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Place | None:
+    def note(
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> MicroBatchKey | None:
         """Record a PyTorch call of the running loop body, after the call, and compare it with that of the first body.
 
         The first body is that of the global batch's first micro-batch with the same shapes as this one. A call is
@@ -101,8 +103,8 @@ class BodyTrace:
             result: what it has returned.
 
         Returns:
-            The ``Place`` of the first body's micro-batch, if its call has the same name and result shapes, but other
-            Python numbers among its arguments; else None.
+            The ``MicroBatchKey`` of the first body's micro-batch, if its call has the same name and result shapes, but
+            other Python numbers among its arguments; else None.
         """
         if not self._comparable or func in METADATA or name in _CLEARS or tutti_caller(__name__) is not None:
             return None
@@ -120,9 +122,9 @@ class BodyTrace:
             return None
         before = self._other.calls[index]
         self._aligned = call[:2] == before[:2]
-        return self._other.place if self._aligned and self._moves(call.numbers != before.numbers) else None
+        return self._other.key if self._aligned and self._moves(call.numbers != before.numbers) else None
 
-    def other_graph(self, loss: Tensor) -> Place | None:
+    def other_graph(self, loss: Tensor) -> MicroBatchKey | None:
         """Compare the autograd graph of a loss with that of the same loss of the first body.
 
         The first body is that of the global batch's first micro-batch with the same shapes as this one; the same loss
@@ -132,8 +134,8 @@ class BodyTrace:
             loss: the loss of the present body, before its backward.
 
         Returns:
-            The ``Place`` of the first body's micro-batch, if that body has computed its loss by other functions or from
-            other parameters; else None, also for bodies that have read values or drawn random numbers.
+            The ``MicroBatchKey`` of the first body's micro-batch, if that body has computed its loss by other functions
+            or from other parameters; else None, also for bodies that have read values or drawn random numbers.
         """
         graph = _graph(loss) if self._comparable else None
         index = len(self._own.graphs)
@@ -141,7 +143,7 @@ class BodyTrace:
         if self._other is None or graph is None or index >= len(self._other.graphs):
             return None
         before = self._other.graphs[index]
-        return self._other.place if before is not None and self._moves(graph != before) else None
+        return self._other.key if before is not None and self._moves(graph != before) else None
 
     def _number(self, value: Any) -> Any:
         """Return a number among a call's arguments, or a hash of numbers; None for another argument."""

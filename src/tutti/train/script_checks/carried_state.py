@@ -48,7 +48,7 @@ from tutti.train.script_checks.loss_watch import (
     tensor_of_loss,
 )
 from tutti.train.script_checks.module_trials import ModuleTrials
-from tutti.train.script_checks.moved_values import MovedValues, Place
+from tutti.train.script_checks.moved_values import MicroBatchKey, MovedValues
 from tutti.train.script_checks.plain_numbers import generator_states
 from tutti.train.script_checks.python_state import numbers, numbers_of
 from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
@@ -64,11 +64,11 @@ _WATCHED = 2
 """Global batches in which values that pass between workers are looked for."""
 _OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
 """Functions of a tensor that take nothing but shape, dtype and device of another one."""
-_Origins: TypeAlias = dict[Place, str]
+_Origins: TypeAlias = dict[MicroBatchKey, str]
 """Micro-batches on which a tensor depends, each with the line where its values met those of another one."""
 
 
-def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
+def micro_batch_key(micro_batch: MicroBatch, run: Run) -> MicroBatchKey:
     """Return the key of a micro-batch; a script may keep values only between micro-batches with equal keys.
 
     A logical worker (fixed share of the global batch) computes its micro-batches in order, so that a value may pass
@@ -80,10 +80,10 @@ def worker_place(micro_batch: MicroBatch, run: Run) -> Place:
         run: the run, whose division of the batch over ranks is read.
 
     Returns:
-        A ``Place``: ``worker``, the index of the logical worker, and ``micro``, the micro-batch's index in the worker
-        if ranks share workers, else 0.
+        A ``MicroBatchKey``: ``worker``, the index of the logical worker, and ``micro``, the micro-batch's index in the
+        worker if ranks share workers, else 0.
     """
-    return Place(micro_batch.worker, micro_batch.micro if run.feed.contract.shared else 0)
+    return MicroBatchKey(micro_batch.worker, micro_batch.micro if run.feed.contract.shared else 0)
 
 
 def refuse_cross_worker(run: Run, what: str, where: str) -> NoReturn:
@@ -221,14 +221,14 @@ class CrossWorkerWatch(LossWatch):
         super().__init__(run)
         self._batches = self._left = 0
         self._due = False
-        # The present micro-batch: its place, equal for all of a worker, and its own, by which it may move a value.
-        self._here = self._body = Place(-1, 0)
-        self._leaves: dict[int, tuple[ref[Tensor], Place]] = {}
+        # The present micro-batch: its key, equal for all of a worker, and its own, by which it may move a value.
+        self._here = self._body = MicroBatchKey(-1, 0)
+        self._leaves: dict[int, tuple[ref[Tensor], MicroBatchKey]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found = MemoryRecords[_Origins]()
         self._moved = MovedValues(memory_of)
         # Generators of the script that have drawn in this global batch: for which micro-batch, and the state left.
-        self._drawn = dict[int, tuple[torch.Generator, Place, Tensor]]()
+        self._drawn = dict[int, tuple[torch.Generator, MicroBatchKey, Tensor]]()
         # Memory of parameters and buffers.
         self._own = set[StorageWeakRef]()
         self._eager, self._uncompiled, self._in_backward = False, ExitStack(), False
@@ -295,8 +295,9 @@ class CrossWorkerWatch(LossWatch):
             micro_batch: the micro-batch, whose logical worker is read.
             batch: its samples, as the code gets them.
         """
-        self._here, self._body = worker_place(micro_batch, self._run), Place(micro_batch.worker, micro_batch.micro)
-        self._leaves = {key: (leaf, place) for key, (leaf, place) in self._leaves.items() if leaf() is not None}
+        self._here = micro_batch_key(micro_batch, self._run)
+        self._body = MicroBatchKey(micro_batch.worker, micro_batch.micro)
+        self._leaves = {id_: (leaf, key) for id_, (leaf, key) in self._leaves.items() if leaf() is not None}
         self._found.drop_freed()
         given = list(batch_tensors(batch))
         self._leaves.update((id(each), (ref(each), self._here)) for each in given)
@@ -426,11 +427,11 @@ class CrossWorkerWatch(LossWatch):
         whole = self._run.context.comms.model.size == 1 and not self._run.replica.sharded
         if whole and self._trace is not None and (first := self._trace.other_graph(total)) is not None:
             origins[first._replace(moved=True)] = script_line()
-        others = [(place, line) for place, line in origins.items() if place.moved or place != self._here]
+        others = [(key, line) for key, line in origins.items() if key.moved or key != self._here]
         if not others:
             return
-        place, line = min(others, key=lambda other: other[0].moved)
-        if place.moved:
+        key, line = min(others, key=lambda other: other[0].moved)
+        if key.moved:
             what = "the loss of a micro-batch depends on values that the code for another one has moved"
             self._refuse_moved(what, line)
         what = "the loss of a micro-batch depends on samples of another one, from which the script has kept values"
@@ -623,7 +624,7 @@ class CrossWorkerWatch(LossWatch):
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         again = self._moved.note(self._body, func, name, (*args, *kwargs.values()), made, former)
-        if again and self._trace is not None and all(place.moved for place in origins):
+        if again and self._trace is not None and all(key.moved for key in origins):
             what = "the code for a micro-batch moves an average of the weights that the code for another one has moved"
             self._refuse_moved(what, script_line())
         if self._moved.follows and self._trace is not None and (line := counting_condition()):
@@ -641,10 +642,10 @@ class CrossWorkerWatch(LossWatch):
 
         A generator that the script has seeded since does not count.
         """
-        _, place, state = self._drawn.get(id(generator), (None, self._here, None))
-        if state is None or place == self._here or not torch.equal(state, generator.get_state()):
+        _, key, state = self._drawn.get(id(generator), (None, self._here, None))
+        if state is None or key == self._here or not torch.equal(state, generator.get_state()):
             return {}
-        return {place._replace(moved=True): script_line()}
+        return {key._replace(moved=True): script_line()}
 
     def _note_in_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch, and note what a hook of the script has computed with it in a backward."""
@@ -671,9 +672,9 @@ class CrossWorkerWatch(LossWatch):
         """Return the micro-batches from which tensors were computed, each with the line where another's met them."""
         found: _Origins = {}
         for tensor in tensors:
-            leaf, place = self._leaves.get(id(tensor), (None, None))
-            if leaf is not None and place is not None and leaf() is tensor:
-                found.setdefault(place, "")
+            leaf, key = self._leaves.get(id(tensor), (None, None))
+            if leaf is not None and key is not None and leaf() is tensor:
+                found.setdefault(key, "")
             elif (memory := memory_of(tensor)) is not None:
                 own: _Origins = {self._here: ""} if _is_computed(tensor) else {}
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
@@ -682,12 +683,12 @@ class CrossWorkerWatch(LossWatch):
                     found[mover[0]._replace(moved=True)] = mover[1]
         return self._with_line(found)
 
-    def _with_line(self, found: Mapping[Place, str]) -> _Origins:
+    def _with_line(self, found: Mapping[MicroBatchKey, str]) -> _Origins:
         """Return origins in which each other micro-batch has a line of the script: the present one if it had none."""
-        if all(place == self._here or line for place, line in found.items()):
+        if all(key == self._here or line for key, line in found.items()):
             return dict(found)
         line = script_line()
-        return {place: each or ("" if place == self._here else line) for place, each in found.items()}
+        return {key: each or ("" if key == self._here else line) for key, each in found.items()}
 
     def _note(self, tensor: Tensor, origins: _Origins) -> None:
         memory = memory_of(tensor)

@@ -30,7 +30,7 @@ class FollowedNumber:
 
     Attributes:
         origins: a line of the script, or an empty text, for each origin of the number: in ``CrossWorkerWatch`` a
-            micro-batch (``Place``); in ``CrossStepWatch`` a kept value, or the number of a step.
+            micro-batch (``MicroBatchKey``); in ``CrossStepWatch`` a kept value, or the number of a step.
         group: the ``FollowedNumbers`` that made the number.
         plain_type: type of the number without origins.
     """

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tutti.torch_compat import functorch_level, in_backward, tree_leaves, tree_map_only
 from tutti.train.script_checks.loss_watch import WatchHook
-from tutti.train.script_checks.moved_values import Place
+from tutti.train.script_checks.moved_values import MicroBatchKey
 from tutti.train.script_checks.python_state import PythonState, is_of_script, trial_call
 from tutti.types.replica_runner import ReplicaRunner
 
@@ -51,8 +51,8 @@ class ModuleTrials:
         self._begun: _Values = {}
         self._left: _Values = {}
         # The values that each worker would have on a device of its own.
-        self._own: dict[Place, _Values] = {}
-        self._place: Place | None = None
+        self._own: dict[MicroBatchKey, _Values] = {}
+        self._key: MicroBatchKey | None = None
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         self._trying = False
 
@@ -71,7 +71,7 @@ class ModuleTrials:
                 written = {name: value for name, value in now.items() if left.get(name) != value}
                 own[module] = {**own.get(module, now), **written}
 
-    def begin(self, place: Place) -> None:
+    def begin(self, key: MicroBatchKey) -> None:
         """Begin a micro-batch: let each module with other values than its worker's own be tried in its next forward.
 
         A logical worker's own values are those that its micro-batches and the script have left in the module. The trial
@@ -79,11 +79,11 @@ class ModuleTrials:
         values differs from that with the worker's own.
 
         Args:
-            place: the micro-batch's logical worker (fixed share of the global batch); where several ranks share a
+            key: the micro-batch's logical worker (fixed share of the global batch); where several ranks share a
                 worker, also the micro-batch's index in it.
         """
-        self._place = place
-        for module, own in self._own.setdefault(place, dict(self._begun)).items():
+        self._key = key
+        for module, own in self._own.setdefault(key, dict(self._begun)).items():
             if _differing(own, _values(module)):
                 self._hooks[module] = module.register_forward_pre_hook(WatchHook(self._try), with_kwargs=True)
 
@@ -101,11 +101,11 @@ class ModuleTrials:
         Modules that had such a hook in this micro-batch are left out: their trial has recorded the values that the
         logical worker (fixed share of the global batch) would have left on a device of its own.
         """
-        if self._place is not None:
-            self._own[self._place] |= {m: values for m, values in self._left.items() if m not in self._hooks}
+        if self._key is not None:
+            self._own[self._key] |= {m: values for m, values in self._left.items() if m not in self._hooks}
         for hook in self._hooks.values():
             hook.remove()
-        self._place, self._hooks = None, {}
+        self._key, self._hooks = None, {}
 
     def forget(self) -> None:
         """Drop all recorded values, once the run checks no further micro-batches."""
@@ -115,20 +115,20 @@ class ModuleTrials:
         run = self._run
         collective = run.context.comms.model.size > 1 or bool(run.replica.sharded) or run.feed.together
         outside = not torch.is_grad_enabled() or functorch_level() is not None or in_backward()
-        if self._place is None or self._trying or outside:
+        if self._key is None or self._trying or outside:
             return
         if collective and next(module.children(), None) is not None:
             return
-        own, now = self._own[self._place][module], _values(module)
+        own, now = self._own[self._key][module], _values(module)
         self._trying, depends = True, False
         try:
             value = partial(_output, run.replica, module, args, kwargs)
             with self._aside():
-                first, self._own[self._place][module] = value(own)
+                first, self._own[self._key][module] = value(own)
                 depends = not _equal(first, value(now)[0]) and _equal(first, value(own)[0])
         except Exception:
             # The forward may need gradients, or write parameters.
-            self._own[self._place][module] = now
+            self._own[self._key][module] = now
         finally:
             self._trying = False
         if depends:

@@ -23,12 +23,12 @@ _REPEATABLE = frozenset(("clamp_", "clamp_min_", "clamp_max_", "clip_", "hardtan
 _Memory: TypeAlias = StorageWeakRef | None
 
 
-class Place(NamedTuple):
+class MicroBatchKey(NamedTuple):
     """Identity of the micro-batch on which a value depends.
 
     Attributes:
         worker: index of its logical worker, a fixed share of the global batch.
-        micro: index of the micro-batch in its worker; in keys of ``worker_place`` 0, unless ranks share workers.
+        micro: index of the micro-batch in its worker; in keys of ``micro_batch_key`` 0, unless ranks share workers.
         moved: True if the code for the micro-batch has changed an earlier value in place, False if it has computed the
             value from the samples.
     """
@@ -67,7 +67,7 @@ class MovedValues:
 
     def __init__(self, memory_of: Callable[[Tensor], _Memory]) -> None:
         self._memory_of = memory_of
-        self._moved: dict[StorageWeakRef, tuple[Place, str]] = {}
+        self._moved: dict[StorageWeakRef, tuple[MicroBatchKey, str]] = {}
         # Memory of tensors that the present micro-batch's code has made, and the older memory they are computed from.
         self._sources = MemoryRecords[frozenset[StorageWeakRef]]()
         self._own: set[StorageWeakRef] = set()
@@ -107,7 +107,7 @@ class MovedValues:
             if (memory := self._memory_of(tensor)) is not None:
                 self._moved.pop(memory, None)
 
-    def mover(self, tensor: Tensor) -> tuple[Place, str] | None:
+    def mover(self, tensor: Tensor) -> tuple[MicroBatchKey, str] | None:
         """Return the latest micro-batch of this global batch whose code has moved a tensor's storage; None if none has.
 
         To move is to change as a function of the former values, or after a read.
@@ -147,7 +147,7 @@ class MovedValues:
 
     def note(
         self,
-        place: Place,
+        key: MicroBatchKey,
         func: Any,
         name: str,
         args: Sequence[Any],
@@ -161,7 +161,7 @@ class MovedValues:
         otherwise, all of them, is no longer recorded as moved.
 
         Args:
-            place: the micro-batch whose code makes the call.
+            key: the micro-batch whose code makes the call.
             func, name: the function of PyTorch, and its name.
             args: values of all arguments, positional and named; tensors in nested lists and tuples count.
             made: the tensors among the results of the call.
@@ -190,8 +190,8 @@ class MovedValues:
                 continue
             depends = each.memory in sources or each.memory in self._read
             if depends and not _is_close(each.values, each.tensor.detach()):
-                again |= of_weights and self._moved.get(each.memory, (place, ""))[0] != place
-                self._moved[now] = place, script_line()
+                again |= of_weights and self._moved.get(each.memory, (key, ""))[0] != key
+                self._moved[now] = key, script_line()
             elif (
                 not depends
                 and fills_tensor(name, args)

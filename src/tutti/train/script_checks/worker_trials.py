@@ -17,7 +17,7 @@ from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import ParameterWriteError
-from tutti.train.script_checks.carried_state import refuse_cross_worker, worker_place
+from tutti.train.script_checks.carried_state import micro_batch_key, refuse_cross_worker
 from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.kept_values import CrossStepWatch
 from tutti.train.script_checks.metric_objects import metric_objects
@@ -105,25 +105,25 @@ class WorkerTrials:
             self._begun = None
             return guarded
         left = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
-        places = [worker_place(each, run) for each in left]
+        keys = [micro_batch_key(each, run) for each in left]
         collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.together
         if collective or metric_objects(loss):
             return guarded
         if run.feed.contract.shared:
             return self._watched_alone(loss, guarded, left)
-        if len(set(places)) < 2:
+        if len(set(keys)) < 2:
             return self._watched_over_steps(loss, guarded, left)
         begun = PythonState(run.replica.parts, loss)
-        tried = {places[0]}
+        tried = {keys[0]}
 
         def watch(model: Any, batch: Any) -> Any:
             if not left:
                 return guarded(model, batch)
-            micro_batch, place = left.pop(0), places.pop(0)
-            is_due = place not in tried and micro_batch.samples
+            micro_batch, key = left.pop(0), keys.pop(0)
+            is_due = key not in tried and micro_batch.samples
             changed, drawn = (begun.changed(), begun.drawn()) if is_due else ([], [])
             names = changed + drawn
-            tried.add(place)
+            tried.add(key)
             depends = bool(names) and self._depends(loss, model, micro_batch, begun.restore)
             result = guarded(model, batch)
             if depends and not changed:
