@@ -205,7 +205,7 @@ class CustomLoop:
         """Iterate over this rank's micro-batches of a global batch; the script's loop body runs on each."""
         busy = self._begin_batch(batch)
         several, served = self._bodies.several, self._sync.gradient_at == "servers"
-        pushed = self._origin.carried() if several and served else []
+        pushed = self._origin.uncleared_parameters() if several and served else []
         # Complete gradients that the script accumulates over global batches.
         if several:
             self.gradients.check_pending()

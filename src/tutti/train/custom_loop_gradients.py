@@ -530,7 +530,7 @@ class CustomLoopGradients:
 
     def _check_cleared(self) -> None:
         """Raise UsageError for gradients that a script adds to those of an update, which parameter servers hold."""
-        if self._sync.gradient_at == "servers" and not self.is_pushed and self._origin.carried():
+        if self._sync.gradient_at == "servers" and not self.is_pushed and self._origin.uncleared_parameters():
             raise UsageError(
                 "gradients that are not cleared after an update cannot be combined with parameter servers",
                 where=f"step {self._run.global_step + 1}",

@@ -49,7 +49,7 @@ class _Body(NamedTuple):
     graphs: list[_Graph | None]
 
 
-class BodyTrace:
+class BodyLossComparison:
     """Finds a custom loop whose body computes its loss in another way for a later micro-batch, and not by its samples.
 
     A rank with several micro-batches runs the body once for each. The Python numbers that a body passes to PyTorch, and

@@ -1,7 +1,7 @@
 """Refuse a recurrent state, and other values, that pass between logical workers on a rank that plays several.
 
 ``RecurrentStateCheck`` looks for outputs of the model among its inputs. ``CrossWorkerWatch`` follows values from
-batches to losses: tensors, also those that the code for a micro-batch changes in place (``MovedValues``), and Python
+batches to losses: tensors, also those that the code for a micro-batch changes in place (``InPlaceUpdates``), and Python
 numbers (``FollowedNumbers``). For other Python objects ``WorkerTrials`` computes losses twice.
 """
 
@@ -37,7 +37,7 @@ from tutti.torch_compat import (
     view_base,
 )
 from tutti.train.script_checks.body_counters import counting_condition
-from tutti.train.script_checks.body_trace import BodyTrace
+from tutti.train.script_checks.body_trace import BodyLossComparison
 from tutti.train.script_checks.followed_numbers import FollowedFloat, FollowedInt
 from tutti.train.script_checks.loss_watch import (
     WITH_INTS,
@@ -48,7 +48,7 @@ from tutti.train.script_checks.loss_watch import (
     tensor_of_loss,
 )
 from tutti.train.script_checks.module_trials import ModuleTrials
-from tutti.train.script_checks.moved_values import MicroBatchKey, MovedValues
+from tutti.train.script_checks.moved_values import InPlaceUpdates, MicroBatchKey
 from tutti.train.script_checks.plain_numbers import generator_states
 from tutti.train.script_checks.python_state import numbers, numbers_of
 from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
@@ -226,7 +226,7 @@ class CrossWorkerWatch(LossWatch):
         self._leaves: dict[int, tuple[ref[Tensor], MicroBatchKey]] = {}
         self._given = set[StorageWeakRef]()  # memory of batches, of which workers have rows
         self._found = MemoryRecords[_Origins]()
-        self._moved = MovedValues(memory_of)
+        self._moved = InPlaceUpdates(memory_of)
         # Generators of the script that have drawn in this global batch: for which micro-batch, and the state left.
         self._drawn = dict[int, tuple[torch.Generator, MicroBatchKey, Tensor]]()
         # Memory of parameters and buffers.
@@ -238,7 +238,7 @@ class CrossWorkerWatch(LossWatch):
         refuse = partial(refuse_cross_worker, run, where="in the module's forward")
         self._trials = ModuleTrials(run, self.updating, refuse)
         # Of custom loops, and of sharded models: ``WorkerTrials`` computes other loss functions again.
-        self._trace: BodyTrace | None = None
+        self._trace: BodyLossComparison | None = None
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether the losses of its micro-batches are to be checked.
@@ -333,9 +333,9 @@ class CrossWorkerWatch(LossWatch):
         """Enter this function mode for the body of a custom loop, as ``begin`` does; ``end`` leaves it.
 
         Within the mode compiled code runs uncompiled. The body is also compared with an earlier one of this global
-        batch (``BodyTrace``), that of the first micro-batch with equal shapes. If it gives other numbers to PyTorch, or
-        computes its loss by other functions, although neither body has read values of its samples, the loss counts as
-        dependent on the earlier micro-batch, and ``check`` raises UsageError.
+        batch (``BodyLossComparison``), that of the first micro-batch with equal shapes. If it gives other numbers to
+        PyTorch, or computes its loss by other functions, although neither body has read values of its samples, the loss
+        counts as dependent on the earlier micro-batch, and ``check`` raises UsageError.
 
         Args:
             micro_batch: the micro-batch whose body follows.
@@ -347,7 +347,7 @@ class CrossWorkerWatch(LossWatch):
 
     def _begin_trace(self, micro_batch: MicroBatch) -> None:
         if self._trace is None:
-            self._trace = BodyTrace()
+            self._trace = BodyLossComparison()
         self._trace.begin(self._here, micro_batch.batch, self._own)
 
     def _is_traced(self) -> bool:
@@ -679,8 +679,8 @@ class CrossWorkerWatch(LossWatch):
                 own: _Origins = {self._here: ""} if _is_computed(tensor) else {}
                 # A custom function of autograd, which the mode does not see, may have made it from the batch.
                 found |= self._found.get(memory, own)
-                if (mover := self._moved.mover(tensor)) is not None and mover[0] != self._body:
-                    found[mover[0]._replace(moved=True)] = mover[1]
+                if (writer := self._moved.last_writer(tensor)) is not None and writer[0] != self._body:
+                    found[writer[0]._replace(moved=True)] = writer[1]
         return self._with_line(found)
 
     def _with_line(self, found: Mapping[MicroBatchKey, str]) -> _Origins:

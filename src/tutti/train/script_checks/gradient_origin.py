@@ -91,7 +91,7 @@ class GradientOrigin:
             return list(self.script_parameters())
         return self._sync.script_parameters_of(self._optimizers[index])
 
-    def carried(self) -> list[nn.Parameter]:
+    def uncleared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters with a gradient of an earlier backward pass that the next one would add to.
 
         Their ``.grad`` is an ``IncompleteGradient``: a placeholder, which the script has not cleared, for a gradient

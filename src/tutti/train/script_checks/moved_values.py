@@ -46,7 +46,7 @@ class _Former(NamedTuple):
     values: Tensor
 
 
-class MovedValues:
+class InPlaceUpdates:
     """Finds tensors whose values after a step depend on the number of micro-batches for which a script's code has run.
 
     The code moves such a tensor: it writes new values that depend on the former ones, or after it has read these, as
@@ -107,7 +107,7 @@ class MovedValues:
             if (memory := self._memory_of(tensor)) is not None:
                 self._moved.pop(memory, None)
 
-    def mover(self, tensor: Tensor) -> tuple[MicroBatchKey, str] | None:
+    def last_writer(self, tensor: Tensor) -> tuple[MicroBatchKey, str] | None:
         """Return the latest micro-batch of this global batch whose code has moved a tensor's storage; None if none has.
 
         To move is to change as a function of the former values, or after a read.
