@@ -771,8 +771,9 @@ def test_tensor_ranks_are_compared_with_the_whole_model_on_one_device() -> None:
     """The baseline of the efficiency updates whole parameters, and not the slices of one tensor rank."""
     split = gather_sizes("text", run("tensor", 2, model="gpt:layers=2")).step
     whole = gather_sizes("text", run("mirrored", 1, model="gpt:layers=2")).step
-    assert split.alone().tensors == whole.tensors != split.tensors
-    assert split.alone().alone() is split.alone() and whole.alone() is whole
+    unsplit = split.without_tensor_parallelism()
+    assert unsplit.tensors == whole.tensors != split.tensors
+    assert unsplit.without_tensor_parallelism() is unsplit and whole.without_tensor_parallelism() is whole
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ class StepFacts:
     messages: Mapping[str, tuple[GroupMessage, ...]] = field(default_factory=dict)
     whole: StepFacts | None = None
 
-    def alone(self) -> StepFacts:
+    def without_tensor_parallelism(self) -> StepFacts:
         """Return FLOP, parameters and collectives of a training step of the same model without tensor parallelism.
 
         Returns:

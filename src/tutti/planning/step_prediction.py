@@ -455,7 +455,7 @@ def predict_step(
     low, high = (float(value) for value in np.quantile(times.seconds, [0.05, 0.95]))
     band, text = step_band(times.seconds, costs, devices, residuals)
     baseline = alone_config(config)
-    alone, _ = build_step(sizes.step.alone(), baseline, costs)
+    alone, _ = build_step(sizes.step.without_tensor_parallelism(), baseline, costs)
     single = float(np.median(evaluate_program(alone, DRAWS).seconds))
     note_partition(choice, costs)
     if sizes.step.workload.not_affine:
