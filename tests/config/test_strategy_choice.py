@@ -9,14 +9,14 @@ import pytest
 from torch import nn
 
 from tutti.config import train_config
-from tutti.config.strategy_choice import Choice, parse_strategy
+from tutti.config.strategy_choice import StrategyChoice, parse_strategy
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.train import strategy_spec
 from tutti.train.strategy_spec import choose_strategy, strategy_text
 
 
-def fail(text: str) -> Choice:
+def fail(text: str) -> StrategyChoice:
     raise AssertionError(f"'{text}' is parsed again")
 
 

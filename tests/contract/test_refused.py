@@ -24,7 +24,7 @@ from tests.contract.table import (
 )
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig
-from tutti.config.strategy_choice import Choice, parse_strategy
+from tutti.config.strategy_choice import StrategyChoice, parse_strategy
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
 from tutti.nn import ghost
@@ -128,7 +128,7 @@ def test_a_refusal_that_is_not_listed_is_found(monkeypatch: pytest.MonkeyPatch) 
     )
     original = parallel.check_strategy
 
-    def check(choice: Choice, devices: int, **options: object) -> None:
+    def check(choice: StrategyChoice, devices: int, **options: object) -> None:
         if choice.text == "diloco:period=2" and devices == 3:
             raise UsageError("diloco does not like three")
         original(choice, devices, **options)  # type: ignore[arg-type]

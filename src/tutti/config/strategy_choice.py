@@ -18,7 +18,7 @@ _AXES = {"replicas": "replica", "shards": "shard", "stages": "stage", "tensor": 
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """A strategy with its options filled in, as ``--strategy`` names it: a model layout and a gradient synchronisation.
 
     Attributes:
@@ -145,7 +145,7 @@ class Choice:
             )
         return math.ceil(math.ceil(batch / workers) / number)
 
-    def counted(self, steps: Callable[[Duration], int]) -> Choice:
+    def counted(self, steps: Callable[[Duration], int]) -> StrategyChoice:
         """Return a copy of this strategy with its duration options (``3ep``, ``20000sa``) converted to steps.
 
         Durations are in epochs (``ep``), samples (``sa``) or steps.
@@ -157,7 +157,7 @@ class Choice:
 
 
 @lru_cache(maxsize=256)
-def parse_strategy(text: str) -> Choice:
+def parse_strategy(text: str) -> StrategyChoice:
     """Parse the text of ``--strategy`` into a strategy with its options, defaults filled in.
 
     A run parses its text once: ``TrainConfig.strategy_choice`` for a command, ``chosen_strategy`` for a script. Results
@@ -167,7 +167,7 @@ def parse_strategy(text: str) -> Choice:
         text: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``.
 
     Returns:
-        A ``Choice``: the strategy's ``name`` (in place of an alias), its row of the table with its capabilities
+        A ``StrategyChoice``: the strategy's ``name`` (in place of an alias), its row of the table with its capabilities
         (``row``), and the options of its model layout (``layout``) and of its gradient synchronisation (``sync``).
 
     Raises:
@@ -191,7 +191,7 @@ def parse_strategy(text: str) -> Choice:
     )
     # Options may change capabilities of the strategy.
     row = dataclasses.replace(row, **layout.capabilities(), **sync.capabilities())
-    return Choice(spec.name, row, layout, sync, text)
+    return StrategyChoice(spec.name, row, layout, sync, text)
 
 
 def _divisor(devices: int, stages: int) -> int:

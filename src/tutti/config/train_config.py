@@ -38,7 +38,7 @@ from tutti.config.named_changes import NamedChanges
 from tutti.config.optimizer_config import ConstantSchedule, ImportedOptimizerConfig, OptimizerChoice, check_schedule
 from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
-from tutti.config.strategy_choice import Choice, parse_strategy
+from tutti.config.strategy_choice import StrategyChoice, parse_strategy
 from tutti.config.training_target import TrainingTarget, split_target
 from tutti.config.watchdog_limits import TIMEOUT, WatchdogLimits, check_timeout
 from tutti.errors import UsageError, counted
@@ -274,12 +274,12 @@ class TrainConfig:
             )
 
     @cached_property
-    def strategy_choice(self) -> Choice:
+    def strategy_choice(self) -> StrategyChoice:
         """The strategy with its options, from ``--strategy``.
 
-        A ``Choice``: ``name`` of the strategy, ``row`` (its capabilities), ``layout`` and ``sync`` (options of the
-        model layout and of gradient synchronisation). A configuration that is sent to another process takes the object
-        with it. Raises UsageError for an unknown strategy, option or value.
+        A ``StrategyChoice``: ``name`` of the strategy, ``row`` (its capabilities), ``layout`` and ``sync`` (options of
+        the model layout and of gradient synchronisation). A configuration that is sent to another process takes the
+        object with it. Raises UsageError for an unknown strategy, option or value.
         """
         return parse_strategy(self.strategy)
 

@@ -6,7 +6,7 @@ import importlib.util
 from typing import Literal, TypeAlias
 
 from tutti.config.layout_config import HybridConfig
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.config.strategy_table import TABLE
 from tutti.config.sync_config import AllReduceConfig, LocalSGDConfig, ParameterServerConfig, SplitConfig
 from tutti.data.contract import BatchContract
@@ -18,7 +18,7 @@ NoiseBasis: TypeAlias = Literal["batch", "worker", "average"]
 
 
 def check_strategy(
-    choice: Choice,
+    choice: StrategyChoice,
     devices: int,
     *,
     workers: int | None = None,
@@ -93,7 +93,7 @@ def check_strategy(
         check_custom_loop(choice, workers or ranks, ranks)
 
 
-def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: bool) -> None:
+def _check_shared_workers(choice: StrategyChoice, workers: int, devices: int, adaptive: bool) -> None:
     """Raise UsageError where data ranks cannot share the micro-batches of a worker."""
     if choice.row.shares_workers and not adaptive:
         return
@@ -108,7 +108,7 @@ def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: 
     )
 
 
-def check_custom_loop(choice: Choice, workers: int, ranks: int) -> None:
+def check_custom_loop(choice: StrategyChoice, workers: int, ranks: int) -> None:
     """Check that the strategy supports a training loop of the script's own, which calls ``run.backward``.
 
     Args:
@@ -147,7 +147,7 @@ def check_custom_loop(choice: Choice, workers: int, ranks: int) -> None:
         )
 
 
-def _check_package(choice: Choice) -> None:
+def _check_package(choice: StrategyChoice) -> None:
     """Raise UsageError where the strategy needs a package that is not installed."""
     if choice.row.needs is None:
         return
@@ -159,7 +159,7 @@ def _check_package(choice: Choice) -> None:
         )
 
 
-def _check_adaptive(choice: Choice, workers: int) -> None:
+def _check_adaptive(choice: StrategyChoice, workers: int) -> None:
     """Raise UsageError where AdaScale cannot compute its gain from the gradients of all workers."""
     alone = "its workers make updates of their own, and the gain belongs to one of all workers"
     summed = "the gain compares workers' gradients, which are never whole on one device"
@@ -177,7 +177,7 @@ def _check_adaptive(choice: Choice, workers: int) -> None:
         )
 
 
-def exchanges_sparse(choice: Choice, devices: int, accelerated: bool) -> bool:
+def exchanges_sparse(choice: StrategyChoice, devices: int, accelerated: bool) -> bool:
     """Return whether the strategy exchanges sparse gradients on this number of devices.
 
     Args:
@@ -190,7 +190,7 @@ def exchanges_sparse(choice: Choice, devices: int, accelerated: bool) -> bool:
     return (row.sparse_devices is None or devices <= row.sparse_devices) and not on_host
 
 
-def _check_sparse(choice: Choice, devices: int, accelerated: bool) -> None:
+def _check_sparse(choice: StrategyChoice, devices: int, accelerated: bool) -> None:
     """Raise UsageError where the strategy supports only dense gradients on these devices."""
     if not exchanges_sparse(choice, devices, accelerated):
         able = ", ".join(name for name, row in TABLE.items() if row.sparse_devices is None and row.most_devices is None)
@@ -204,7 +204,7 @@ def _check_sparse(choice: Choice, devices: int, accelerated: bool) -> None:
         )
 
 
-def _check_tree(choice: Choice, option: str) -> None:
+def _check_tree(choice: StrategyChoice, option: str) -> None:
     """Raise UsageError where the options of all-reduce exclude the fixed summation tree that ``option`` needs."""
     if not isinstance(choice.sync, AllReduceConfig):
         return
@@ -229,7 +229,7 @@ def _check_tree(choice: Choice, option: str) -> None:
         )
 
 
-def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noisy: bool) -> None:
+def check_noise_scale(choice: StrategyChoice, devices: int, contract: BatchContract, noisy: bool) -> None:
     """Check that ``--noise-every`` can measure the gradient noise scale with these options.
 
     The noise scale is estimated from the squared norms of the gradients of parts of a batch and of the gradient of the
@@ -285,7 +285,7 @@ def check_noise_scale(choice: Choice, devices: int, contract: BatchContract, noi
     _check_parts(choice, contract)
 
 
-def _check_parts(choice: Choice, contract: BatchContract) -> None:
+def _check_parts(choice: StrategyChoice, contract: BatchContract) -> None:
     """Raise UsageError unless gradients of several parts of a batch are computed at the same parameters."""
     parts = _parts_of_worker(contract) if choice.row.own_backward else 1
     if noise_basis(choice, contract) == "average" and not isinstance(choice.sync, LocalSGDConfig):
@@ -306,7 +306,7 @@ def _check_parts(choice: Choice, contract: BatchContract) -> None:
         )
 
 
-def noise_basis(choice: Choice, contract: BatchContract) -> NoiseBasis:
+def noise_basis(choice: StrategyChoice, contract: BatchContract) -> NoiseBasis:
     """Return which gradients the gradient noise scale compares, all of which are computed at the same parameters.
 
     Args:
@@ -329,7 +329,7 @@ def _parts_of_worker(contract: BatchContract) -> int:
     return len(contract.micro_batches(len(contract.worker(contract.batch, 0))))
 
 
-def check_sync(choice: Choice, devices: int, reproducible: bool, per_worker_option: str | None = None) -> None:
+def check_sync(choice: StrategyChoice, devices: int, reproducible: bool, per_worker_option: str | None = None) -> None:
     """Check that ``--batch-norm sync`` (statistics of the global batch) can be combined with the strategy.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
 from tutti.config.spec import StrategyOptions
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.config.sync_config import (
     AllReduceConfig,
     CentralConfig,
@@ -49,7 +49,7 @@ The key is the type of the options with their ``variant``, which chooses between
 """
 
 
-def make_strategy(choice: Choice, run_context: RunContext) -> tuple[ModelLayout, CustomLoopSync]:
+def make_strategy(choice: StrategyChoice, run_context: RunContext) -> tuple[ModelLayout, CustomLoopSync]:
     """Construct the model layout and the gradient synchronisation of a strategy.
 
     With sharded parameters (ZeRO, FSDP) the first call is collective over all ranks and blocks: the synchronisation

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tutti.config.strategy_choice import Choice, parse_strategy
+from tutti.config.strategy_choice import StrategyChoice, parse_strategy
 from tutti.errors import UsageError, counted
 from tutti.planning.conformal_band import Residuals, band_factor, band_unit, distance_class
 from tutti.planning.law_fit import fit_target
@@ -246,12 +246,12 @@ class PlannedStep:
     memory: Mapping[str, float] | None = None
 
     @cached_property
-    def choice(self) -> Choice:
+    def choice(self) -> StrategyChoice:
         """Parallel strategy of the planned training step, with its options, parsed from the text ``strategy``.
 
-        A ``Choice``: ``name`` of the strategy, ``layout`` and ``sync`` (options of the model layout and of gradient
-        synchronisation), and the method ``shape(devices)``, ranks by axis of the device mesh. The property raises
-        UsageError for an unknown strategy or option.
+        A ``StrategyChoice``: ``name`` of the strategy, ``layout`` and ``sync`` (options of the model layout and of
+        gradient synchronisation), and the method ``shape(devices)``, ranks by axis of the device mesh. The property
+        raises UsageError for an unknown strategy or option.
         """
         return parse_strategy(self.strategy)
 

@@ -95,7 +95,7 @@ _PARSED = ("strategy_choice", "optimizer_choice", "device_count", "shape", "data
 
 
 def mesh_extents(strategy: str, devices: int) -> dict[str, int]:
-    """Return the number of ranks along each axis of a strategy's device mesh, as ``Choice.shape`` does, from a cache.
+    """Return the number of ranks along each axis of a device mesh, as ``StrategyChoice.shape`` does, from a cache.
 
     Args:
         strategy: text of ``--strategy``.

@@ -15,7 +15,7 @@ from tutti.comm.partition import even_share
 from tutti.comm.shared_memory import SMALL_BYTES
 from tutti.comm.tree_sum import tree_sum_traffic
 from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfig
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.config.sync_config import RowsConfig, ShardedConfig
 from tutti.parallel.ddp.buckets import Tail, plan_buckets
 from tutti.parallel.local_sgd.local_sgd import STEP_SUMS
@@ -174,7 +174,7 @@ def whole_gradient_bytes(facts: StepFacts, places: Sequence[int] | None = None, 
     return [*rank_row_bytes([tensor for tensor in here if shapes[tensor.name] == tensor.shape], shards).values()]
 
 
-def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig | LayersConfig | None:
+def pipeline_layout(choice: StrategyChoice, shape: Mapping[str, int]) -> PipelineConfig | LayersConfig | None:
     """Return the stage options of a parallel strategy that cuts each replica of the model into stages; else None.
 
     Args:
@@ -192,7 +192,7 @@ def pipeline_layout(choice: Choice, shape: Mapping[str, int]) -> PipelineConfig 
     return layout if not isinstance(layout, HybridConfig) or shape["stage"] > 1 else None
 
 
-def zero_stage(choice: Choice, shape: Mapping[str, int]) -> int:
+def zero_stage(choice: StrategyChoice, shape: Mapping[str, int]) -> int:
     """Return the ZeRO stage by which a strategy runs on a device mesh; 0 for a strategy that does not shard by rows.
 
     Stage 1 for ``sharded`` where there is a single shard, whatever its option ``stage``: ranks then hold whole tensors.

@@ -14,7 +14,7 @@ from torch import nn
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig, TensorConfig
 from tutti.config.spec import StrategyOptions
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.data.adapt import adapt_training
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
@@ -559,13 +559,13 @@ def alone_config(config: PlannedRun) -> PlannedRun:
     return replace(config, strategy="single", devices="1", workers=None, micro_batch=most, slow=None)
 
 
-def note_partition(choice: Choice, costs: StepCosts) -> None:
+def note_partition(choice: StrategyChoice, costs: StepCosts) -> None:
     """Append the simulation's assumptions about pipeline stages and split layers to the guesses of ``costs``.
 
     Nothing is appended for a strategy that neither cuts nor splits the model.
 
     Args:
-        choice: the parsed strategy, a ``Choice``, of which ``layout``, the options of the model layout, is read.
+        choice: the parsed strategy, of which ``layout``, the options of the model layout, is read.
         costs: durations on the machine, whose list ``guesses`` receives the lines.
     """
     if isinstance(choice.layout, TensorConfig) and choice.layout.tensor != 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.comm.graph_breaks import left_out_of_graphs
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.errors import UsageError
 from tutti.optim.absent_state import AbsentState
 from tutti.optim.optimizer_copy import inner_optimizers
@@ -32,7 +32,7 @@ _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "__getstate__"
 """Methods that are wrapped."""
 
 
-def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int = 0) -> None:
+def accumulate_steps(optimizer: Optimizer, run: Run, choice: StrategyChoice, index: int = 0) -> None:
     """Wrap methods of a script's optimizer, so that its ``step`` makes one update for each global batch.
 
     In a custom training loop a rank may run the loop's body for several micro-batches of a global batch, one after
@@ -109,7 +109,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         _guard_state(optimizer, run, choice)
 
 
-def _state_methods(call: Callable[..., Any], run: Run, choice: Choice) -> list[Callable[..., Any]]:
+def _state_methods(call: Callable[..., Any], run: Run, choice: StrategyChoice) -> list[Callable[..., Any]]:
     """Return the wrappers of methods that read or load the optimizer's state, all of which this rank must hold.
 
     ``call(optimizer, name, *arguments)`` calls the method that is wrapped.
@@ -134,7 +134,7 @@ def _state_methods(call: Callable[..., Any], run: Run, choice: Choice) -> list[C
     return [state_dict, load_state_dict, __getstate__]
 
 
-def _check_own_step(kind: type[Optimizer], run: Run, choice: Choice) -> None:
+def _check_own_step(kind: type[Optimizer], run: Run, choice: StrategyChoice) -> None:
     """Raise UsageError for a function that the script has set as ``step`` where each rank updates a part."""
     if not keeps_state(choice, run.context):
         raise UsageError(
@@ -144,7 +144,7 @@ def _check_own_step(kind: type[Optimizer], run: Run, choice: Choice) -> None:
         )
 
 
-def _guard_state(optimizer: Optimizer, run: Run, choice: Choice) -> None:
+def _guard_state(optimizer: Optimizer, run: Run, choice: StrategyChoice) -> None:
     """Guard ``state`` and step hooks of the script's optimizer, and of optimizers in it, against reads of a part."""
     steps_here = any(optimizer is each for own in run.gradient_sync.optimizers for each in members_of(own))
     here = steps_here and choice.row.optimizer_here
@@ -176,7 +176,7 @@ def _stepping_by(optimizer: Any, wrapper: Callable[..., Any]) -> Iterator[None]:
         optimizer.step = present
 
 
-def _refuse_state(optimizer: Optimizer, run: Run, choice: Choice) -> StateGuard:
+def _refuse_state(optimizer: Optimizer, run: Run, choice: StrategyChoice) -> StateGuard:
     """Guard the state of an optimizer whose updates another object makes, from which nothing can be read."""
 
     def refuse(given: Mapping[Tensor, Any] | None = None) -> None:
@@ -206,7 +206,7 @@ def _parts(run: Run) -> Callable[[Tensor], StatePart | None]:
     return part_of
 
 
-def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice, outer: Optimizer) -> StateGuard:
+def _guard_parts(optimizer: Optimizer, run: Run, choice: StrategyChoice, outer: Optimizer) -> StateGuard:
     """Guard the state of an optimizer that steps here, on this rank's part or for the first of its workers.
 
     ``outer``: the script's optimizer that steps it, or itself.
@@ -233,7 +233,7 @@ def _guard_parts(optimizer: Optimizer, run: Run, choice: Choice, outer: Optimize
     )
 
 
-def _check_state(run: Run, choice: Choice, call: str) -> None:
+def _check_state(run: Run, choice: StrategyChoice, call: str) -> None:
     """Raise UsageError if the script's optimizer does not hold all optimizer state of this rank's model."""
     if not keeps_state(choice, run.context):
         raise UsageError(

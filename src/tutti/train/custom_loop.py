@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.optim import Optimizer
 
 from tutti.comm.stall import TellFailures
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.errors import TuttiError, UsageError, script_line, script_line_of
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import conceal
@@ -59,7 +59,7 @@ class CustomLoop:
         second_updates: what a body reads after it has updated parameters.
     """
 
-    def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: Choice) -> None:
+    def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: StrategyChoice) -> None:
         self._run, self._lifecycle, self._choice = run, run.lifecycle, choice
         self._sync, self._replica = run.gradient_sync, run.replica
         self._state = state = CustomLoopState(run, optimizers)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.stall import TellFailures
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.errors import NonFiniteError, UsageError, script_line
 from tutti.optim.mixing import calls_closure_once, unlike_one_closure
 from tutti.parallel.normalisation import finite_by_norm, is_finite
@@ -55,7 +55,7 @@ class ClosureUpdate:
         state: CustomLoopState,
         gradients: CustomLoopGradients,
         update: CustomLoopUpdate,
-        choice: Choice,
+        choice: StrategyChoice,
     ) -> None:
         self._run, self._lifecycle, self._choice = run, run.lifecycle, choice
         self._state, self._gradients, self._update = state, gradients, update

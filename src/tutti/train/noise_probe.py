@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.optim.noise_scale import NoiseAverage, NoiseEstimate
 from tutti.parallel import NoiseBasis
 from tutti.train.noise_parts import MeasuredParts, MeasuredRound, MeasuredWorkers, gathered_roots
@@ -49,7 +49,7 @@ class NoiseProbe:
     """
 
     def __init__(
-        self, sync: GradientSync, run_context: RunContext, choice: Choice, basis: NoiseBasis, every: int
+        self, sync: GradientSync, run_context: RunContext, choice: StrategyChoice, basis: NoiseBasis, every: int
     ) -> None:
         self._sync, self._run_context, self._row = sync, run_context, choice.row
         self._basis, self._every = basis, every

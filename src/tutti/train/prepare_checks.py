@@ -17,7 +17,7 @@ from tutti.config.gradient_noise import MultiplicativeNoise, check_noise, per_wo
 from tutti.config.lr_rule import NoRule
 from tutti.config.module_config import BatchNormConfig, Blocks, Checkpointing, SyncBatchNormConfig
 from tutti.config.optimizer_config import OptimizerChoice
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.sampling import Sampling
@@ -83,7 +83,7 @@ class CheckedRun:
     rule: NoRule
     sparse: Sequence[str]
     made_dense: Sequence[str]
-    choice: Choice
+    choice: StrategyChoice
     mesh: RankMesh
     sampling: Sampling
     data: Source | Stream
@@ -243,7 +243,7 @@ def check_run(
     )
 
 
-def _check_strategy(choice: Choice, o: RunOptions, world: context.World, sparse: bool) -> None:
+def _check_strategy(choice: StrategyChoice, o: RunOptions, world: context.World, sparse: bool) -> None:
     """Raise UsageError where another option excludes the strategy."""
     parallel.check_strategy(
         choice,
@@ -259,7 +259,7 @@ def _check_strategy(choice: Choice, o: RunOptions, world: context.World, sparse:
     )
 
 
-def _check_callbacks(callbacks: Callbacks, choice: Choice) -> Callbacks:
+def _check_callbacks(callbacks: Callbacks, choice: StrategyChoice) -> Callbacks:
     """Return the callbacks. Raises UsageError where ranks cannot agree on a stop after each event."""
     if callbacks.own and not choice.row.synchronous:
         raise UsageError(
@@ -370,7 +370,7 @@ def _check_tables(model: nn.Module) -> None:
             )
 
 
-def _contract(choice: Choice, ranks: int, count: int | None, batch: int, o: RunOptions) -> BatchContract:
+def _contract(choice: StrategyChoice, ranks: int, count: int | None, batch: int, o: RunOptions) -> BatchContract:
     """Return the batch contract; the strategy may determine the size of micro-batches."""
     number = o.workers or ranks
     micro = choice.micro_batch(o.micro_batch, batch, number)
@@ -378,7 +378,7 @@ def _contract(choice: Choice, ranks: int, count: int | None, batch: int, o: RunO
 
 
 def _together(
-    batch_norm: BatchNormConfig, choice: Choice, epochs: Epochs, reproducible: bool, needs: str | None
+    batch_norm: BatchNormConfig, choice: StrategyChoice, epochs: Epochs, reproducible: bool, needs: str | None
 ) -> bool:
     """Return whether a rank's workers run as one (synchronised batch norm). Raises UsageError if they cannot."""
     if not isinstance(batch_norm, SyncBatchNormConfig):

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.errors import UsageError
 from tutti.nn.owned_hooks import remove_ended_hooks
 from tutti.torch_compat import is_wrapped_by_scheduler
@@ -90,7 +90,9 @@ def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -
         _wrapped.setdefault(optimizer, []).append(name)
 
 
-def note_prepared(model: nn.Module, optimizers: Sequence[Optimizer], choice: Choice, run_context: RunContext) -> None:
+def note_prepared(
+    model: nn.Module, optimizers: Sequence[Optimizer], choice: StrategyChoice, run_context: RunContext
+) -> None:
     """Record the model and optimizers of a run that has split parameters or optimizer state over ranks.
 
     ``check_earlier`` then refuses a later ``tutti.prepare`` of the same model or optimizers, of which this rank holds
@@ -114,7 +116,7 @@ def _has_numbers(module: nn.Module) -> bool:
     return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
 
 
-def keeps_state(choice: Choice, run_context: RunContext) -> bool:
+def keeps_state(choice: StrategyChoice, run_context: RunContext) -> bool:
     """Return whether the script's optimizer object holds all optimizer state of this rank's part of the model.
 
     False where the state is sharded over ranks, lies on parameter servers, or belongs to several data-parallel workers

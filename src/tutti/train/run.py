@@ -21,7 +21,7 @@ from tutti.comm.stall import TellFailures
 from tutti.config.gradient_noise import MultiplicativeNoise
 from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.data.adapt import Collate
 from tutti.data.batches import script_batch
 from tutti.data.feed import Feed
@@ -184,7 +184,7 @@ class Run:
         feed: Feed,
         loss_fn: LossFn | None,
         run_context: RunContext,
-        choice: Choice,
+        choice: StrategyChoice,
         optimizers: Sequence[Optimizer],
         hooks: HookWatch,
         conversions: ModelConversions,

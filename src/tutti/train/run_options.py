@@ -28,7 +28,7 @@ from tutti.config.module_config import (
     check_compile,
 )
 from tutti.config.slowness import Slowness
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.errors import UsageError
 from tutti.train.schedulers import Given
 from tutti.train.strategy_spec import StrategySpec
@@ -48,7 +48,7 @@ class RunOptions:
     another type.
     """
 
-    strategy: Choice | str | StrategySpec = "mirrored"
+    strategy: StrategyChoice | str | StrategySpec = "mirrored"
     workers: int | None = None
     batch_size: int | None = None
     collate: Callable[[list[Any]], Any] | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tutti.checkpoint.checkpoint_reader import GivenState, catalogue, check_model
 from tutti.checkpoint.fingerprint import tensor_digest
 from tutti.checkpoint.gather import GatheredParts
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.errors import UsageError
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, parameters
@@ -43,7 +43,7 @@ class StateLoads:
         choice: the strategy.
     """
 
-    def __init__(self, model: nn.Module, run: Run, choice: Choice) -> None:
+    def __init__(self, model: nn.Module, run: Run, choice: StrategyChoice) -> None:
         self._run, self._row = run, choice.row
         mesh = run.context.mesh
         self._in_parts = run.context.rows or mesh.tensor > 1 or mesh.stage > 1

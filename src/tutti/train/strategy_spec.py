@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tutti.config.strategy_choice import Choice, parse_strategy
+from tutti.config.strategy_choice import StrategyChoice, parse_strategy
 from tutti.errors import UsageError
 
 
@@ -43,7 +43,7 @@ def strategy(name: str, **options: Any) -> StrategySpec:
     return StrategySpec(name, options)
 
 
-def choose_strategy(given: Choice | str | StrategySpec, model: nn.Module) -> Choice:
+def choose_strategy(given: StrategyChoice | str | StrategySpec, model: nn.Module) -> StrategyChoice:
     """Return the strategy of a run as the object that all later stages take; text is parsed here and nowhere later.
 
     Args:
@@ -54,10 +54,10 @@ def choose_strategy(given: Choice | str | StrategySpec, model: nn.Module) -> Cho
     Raises:
         UsageError: ``given`` is of another type, or an unknown strategy, option or value.
     """
-    return given if isinstance(given, Choice) else parse_strategy(strategy_text(given, model))
+    return given if isinstance(given, StrategyChoice) else parse_strategy(strategy_text(given, model))
 
 
-def strategy_text(given: Choice | str | StrategySpec, model: nn.Module) -> str:
+def strategy_text(given: StrategyChoice | str | StrategySpec, model: nn.Module) -> str:
     """Return a strategy as text ``name:key=value,…``, in which modules are written as their names in ``model``.
 
     Text is returned as it is, also that of a parsed strategy; options that are None are left out.
@@ -78,7 +78,7 @@ def strategy_text(given: Choice | str | StrategySpec, model: nn.Module) -> str:
     """
     if isinstance(given, str):
         return given
-    if isinstance(given, Choice):
+    if isinstance(given, StrategyChoice):
         return given.text
     if not isinstance(given, StrategySpec):
         raise UsageError(

@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from tutti.config.module_config import SyncBatchNormConfig
-from tutti.config.strategy_choice import Choice
+from tutti.config.strategy_choice import StrategyChoice
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import slice_batch
 from tutti.data.contract import BatchContract
@@ -53,7 +53,7 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
     )
 
 
-def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Source | Stream:
+def wrap_training_data(sampling: Sampling, choice: StrategyChoice, o: RunOptions) -> Source | Stream:
     """Wrap the training data set for reading by index (``Source``) or in order (``Stream``), and check the options.
 
     Args:
@@ -94,7 +94,7 @@ def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Sou
     return data
 
 
-def _check_order(sampling: Sampling, data: Source | Stream, choice: Choice, o: RunOptions) -> None:
+def _check_order(sampling: Sampling, data: Source | Stream, choice: StrategyChoice, o: RunOptions) -> None:
     """Raise UsageError if the order of samples cannot be kept with the other options."""
     if isinstance(data, Stream) and sampling.shuffle:
         raise UsageError(
