@@ -240,12 +240,10 @@ class Logged(Loss):
 
 
 KEPT: dict[str, Callable[[], Loss]] = {
-    each.__name__: each for each in (Floats, Averages, Roots, Threshold, Initial, Counts, Decided)
+    each.__name__: each for each in (Floats, Averages, Roots, Threshold, Counts, Decided)
 }
-OF_LOSSES: dict[str, Callable[[], Loss]] = {each.__name__: each for each in (Usual, Meters, Best)}
-OF_EACH_RANK: dict[str, Callable[[], Loss]] = {
-    each.__name__: each for each in (Present, Drawn, DrawnByNumpy, DrawnByTorch, Own)
-}
+OF_SAMPLES: dict[str, Callable[[], Loss]] = {each.__name__: each for each in (Initial, Usual, Meters, Present)}
+OF_EACH_RANK: dict[str, Callable[[], Loss]] = {each.__name__: each for each in (Drawn, DrawnByNumpy, DrawnByTorch, Own)}
 ALIKE: dict[str, Callable[[], Loss]] = {each.__name__: each for each in (Sized, Scheduled, Logged)}
 
 
@@ -256,7 +254,7 @@ def network() -> nn.Module:
 
 def train(kind: str, form: str, strategy: str, batch: int) -> Any:
     """Return the state after two epochs, or the error and the number of updates before it."""
-    model, loss = network(), (KEPT | OF_LOSSES | OF_EACH_RANK | ALIKE)[kind]()
+    model, loss = network(), (KEPT | OF_SAMPLES | {"Best": Best} | OF_EACH_RANK | ALIKE)[kind]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = (model, optimizer, dataset(), loss if form == "step" else None)
     run = tutti.prepare(*given, strategy=strategy, batch_size=batch, seed=0)
@@ -300,11 +298,18 @@ def test_a_number_of_earlier_samples_is_refused_before_the_loss_has_it(kind: str
             assert updates == 1 or kind == "Decided"
 
 
-@pytest.mark.parametrize("kind", OF_LOSSES)
-def test_a_loss_function_that_mixes_them_with_the_present_samples_is_refused(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "form"), in_turn(list(OF_SAMPLES), ["step", "loop"]))
+def test_a_number_of_the_present_samples_is_refused_in_the_first_step(kind: str, form: str) -> None:
     for ranks in (2, 3):
-        for said, updates in worlds.run(ranks, train, strategy="mirrored", kind=kind, form="step", batch=12):
-            assert "each rank has kept from its own samples" in said and f"{kind}." in said, said
+        for said, updates in worlds.run(ranks, train, strategy="mirrored", kind=kind, form=form, batch=12):
+            assert "from all samples of one micro-batch" in said and "test_plain_numbers.py:" in said, said
+            assert updates == 0
+
+
+def test_a_factor_that_a_loss_function_keeps_beside_the_present_samples_is_refused() -> None:
+    for ranks in (2, 3):
+        for said, updates in worlds.run(ranks, train, strategy="mirrored", kind="Best", form="step", batch=12):
+            assert "each rank has kept from its own samples" in said or "from all samples" in said, said
             assert updates == 1
 
 
@@ -315,7 +320,7 @@ def test_the_same_under_other_strategies(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "form"), in_turn(list(OF_EACH_RANK), ["loop", "step"]))
-def test_present_samples_draws_and_constants_of_a_rank_are_no_kept_numbers(kind: str, form: str) -> None:
+def test_draws_and_constants_of_a_rank_are_no_kept_numbers(kind: str, form: str) -> None:
     for ranks, batch in ((2, 12), (3, 13)):
         for found in worlds.run(ranks, train, strategy="mirrored", kind=kind, form=form, batch=batch):
             assert isinstance(found, dict), found

@@ -9,9 +9,10 @@ Map. ``watch_windows`` chooses the steps that are checked. In these, ``tutti.tra
 torch-function mode, derived from ``loss_watch``, around the code that computes a loss: ``carried_state`` for values
 that pass between micro-batches of a rank, ``kept_values`` for values from earlier steps, or ``both_watches``. The mode
 follows tensors by their storages (``storage_records``), writes to tensors in place (``moved_values``) and Python
-numbers (``followed_numbers``, ``plain_numbers``) from samples to the loss. It does not see values that pass through
-plain Python: ``worker_trials`` computes losses, and ``module_trials`` outputs of modules, again with former Python
-objects (``python_state``). The lifecycle also calls ``step_inputs`` (samples that an optimizer's step reads),
+numbers (``followed_numbers``, ``plain_numbers``, ``sample_reads``) from samples to the loss. It does not see values
+that pass through plain Python: ``worker_trials`` computes losses, and ``module_trials`` outputs of modules, again with
+former Python objects (``python_state``).
+The lifecycle also calls ``step_inputs`` (samples that an optimizer's step reads),
 ``written_parameters``, ``iterator_watch`` and ``loader_watch``. A custom loop (``tutti.train.custom_loop``) adds
 ``gradient_origin``, ``skipped_bodies`` and, where a rank runs the loop's body for several micro-batches,
 ``body_comparison``, ``body_counters`` and ``body_trace``. ``tutti.prepare`` and the run use ``hook_watch``,

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tutti.nn.global_draws import draws_marker
-from tutti.nn.script_mode import tutti_caller
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
+from tutti.train.script_checks.followed_numbers import FollowedNumber
 from tutti.train.script_checks.loss_watch import leaves_of_call, reads_values
 from tutti.train.script_checks.moved_values import MicroBatchKey
 from tutti.train.script_checks.plain_numbers import plain_digest
+from tutti.train.script_checks.sample_reads import SampleReads
 from tutti.train.script_checks.storage_records import memories_of, memory_of
 
 _CLEARS = frozenset(("zero_", "_foreach_zero_"))
@@ -33,12 +34,14 @@ _Graph: TypeAlias = list[tuple[str, int]]
 class _Call(NamedTuple):
     """A call of PyTorch: the function's name, the shapes of its results, and the numbers among its arguments.
 
-    Lists of numbers and NumPy's arrays stand there as hashes, and so do tensors of ``torch.from_numpy``.
+    Lists of numbers and NumPy's arrays stand there as hashes, and so do tensors of ``torch.from_numpy``. ``values`` are
+    the numbers without ints, which may be sizes.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     numbers: tuple[Any, ...]
+    values: tuple[Any, ...]
 
 
 class _Body(NamedTuple):
@@ -56,15 +59,17 @@ class BodyLossComparison:
     the autograd graph of its loss, are compared with those of the first body of this global batch whose micro-batch has
     equal shapes. If neither body has read a value of a tensor, they can differ for one reason alone: a Python object
     that every body changes, such as a counter; with another number of devices a body would find another value in it.
-    Bodies that draw from the global generators of Python and NumPy are not compared. ``CrossWorkerWatch``, a
-    torch-function mode, calls ``begin_batch``, ``begin``, ``note`` and ``other_graph``. Not collective.
+    Where both have read values of all samples alone, such as a mean (``SampleReads``), other numbers are those of the
+    samples, which on one device would be one number; bodies of one worker are compared then, too. Bodies that draw from
+    the global generators of Python and NumPy are not compared. ``CrossWorkerWatch``, a torch-function mode, calls
+    ``begin_batch``, ``begin``, ``note`` and ``other_graph``. Not collective.
     """
 
     def __init__(self) -> None:
         self._first: dict[Any, _Body] = {}
         self._own = _Body(MicroBatchKey(0, 0), [], [])
         self._other: _Body | None = None
-        self._comparable = self._aligned = False
+        self._comparable = self._aligned = self._elsewhere = False
         self._generators = 0
         # Memory of the micro-batch's samples, and of the model.
         self._known = set[StorageWeakRef]()
@@ -85,28 +90,30 @@ class BodyLossComparison:
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
         self._own, self._generators = _Body(key, [], []), draws_marker()
         found = self._first.setdefault(tuple(_shapes(leaves)), self._own) if self._comparable else self._own
-        self._other = found if found.key != key else None
+        self._other, self._elsewhere = None if found is self._own else found, found.key != key
         self._known = memories_of(each for each in leaves if isinstance(each, Tensor)) | own
 
     def note(
-        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, reads: SampleReads
     ) -> MicroBatchKey | None:
-        """Record a PyTorch call of the running loop body, after the call, and compare it with that of the first body.
+        """Record a PyTorch call of the running loop body, and none of tutti's, after the call, and compare it.
 
-        The first body is that of the global batch's first micro-batch with the same shapes as this one. A call is
-        compared with the call at the same position there. Once a body has read a value of a tensor, or has drawn from
-        Python's or NumPy's global generators, it is no longer compared.
+        It is compared with the call at the same position of the first body, that of the global batch's first
+        micro-batch with the same shapes as this one. Once a body has read a value of a tensor that is not of all
+        samples, or has drawn from Python's or NumPy's global generators, it is no longer compared.
 
         Args:
             func, name: the function that is called, and its name.
             args, kwargs: its arguments.
             result: what it has returned.
+            reads: the values that this body has read of its samples.
 
         Returns:
             The ``MicroBatchKey`` of the first body's micro-batch, if its call has the same name and result shapes, but
-            other Python numbers among its arguments; else None.
+            other Python numbers among its arguments; else None. It has ``moved`` set if no value was read before, and
+            ``by_number`` if values of all samples were.
         """
-        if not self._comparable or func in METADATA or name in _CLEARS or tutti_caller(__name__) is not None:
+        if not (self._comparable or reads.are_of_all) or func in METADATA or name in _CLEARS:
             return None
         if reads_values(name, args, kwargs, result):
             # From here on the samples may be the reason.
@@ -116,13 +123,20 @@ class BodyLossComparison:
         if not made:
             return None
         numbers = tuple(found for each in chain(args, kwargs.values()) if (found := self._number(each)) is not None)
-        call, index = _Call(name, tuple(_shapes(made)), numbers), len(self._own.calls)
+        values = tuple(found for each in leaves_of_call(args, kwargs) if (found := self._value(each)) is not None)
+        call, index = _Call(name, tuple(_shapes(made)), numbers, values), len(self._own.calls)
         self._own.calls.append(call)
         if self._other is None or not self._aligned or index >= len(self._other.calls):
             return None
         before = self._other.calls[index]
         self._aligned = call[:2] == before[:2]
-        return self._other.key if self._aligned and self._moves(call.numbers != before.numbers) else None
+        if not self._aligned:
+            return None
+        if self._comparable:
+            moves = self._elsewhere and self._moves(call.numbers != before.numbers)
+            return self._other.key._replace(moved=True) if moves else None
+        differs = call.values != before.values and draws_marker() == self._generators
+        return self._other.key._replace(by_number=True) if differs else None
 
     def other_graph(self, loss: Tensor) -> MicroBatchKey | None:
         """Compare the autograd graph of a loss with that of the same loss of the first body.
@@ -140,7 +154,7 @@ class BodyLossComparison:
         graph = _graph(loss) if self._comparable else None
         index = len(self._own.graphs)
         self._own.graphs.append(graph)
-        if self._other is None or graph is None or index >= len(self._other.graphs):
+        if self._other is None or not self._elsewhere or graph is None or index >= len(self._other.graphs):
             return None
         before = self._other.graphs[index]
         return self._other.key if before is not None and self._moves(graph != before) else None
@@ -158,6 +172,12 @@ class BodyLossComparison:
         if not isinstance(value, np.ndarray) or value.dtype.hasobject or value.size > _LARGEST:
             return None
         return zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+
+    def _value(self, leaf: Any) -> Any:
+        """Return a float, or a number that is followed, among a call's arguments, or a hash of an array; else None."""
+        if isinstance(leaf, FollowedNumber | float | np.floating):
+            return float(leaf)  # type: ignore[arg-type]
+        return self._number(leaf) if isinstance(leaf, np.ndarray | Tensor) else None
 
     def _moves(self, differs: bool) -> bool:
         """Return ``differs``; but False for bodies that have drawn random numbers, which are no longer compared."""

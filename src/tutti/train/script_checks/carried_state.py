@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from tutti.errors import UsageError, script_line
 from tutti.nn.ac_and_compile import has_compiled_code
-from tutti.nn.script_mode import within_call_of
+from tutti.nn.script_mode import tutti_caller, within_call_of
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_count import loss_count
@@ -51,15 +51,14 @@ from tutti.train.script_checks.module_trials import ModuleTrials
 from tutti.train.script_checks.moved_values import InPlaceUpdates, MicroBatchKey
 from tutti.train.script_checks.plain_numbers import generator_states
 from tutti.train.script_checks.python_state import numbers, numbers_of
+from tutti.train.script_checks.sample_reads import SampleReads, refuse_number
 from tutti.train.script_checks.storage_records import MemoryRecords, fills_memory, memories_of, memory_of
-from tutti.train.script_checks.watched_calls import backward_within, calling_module, roots_of_backward
+from tutti.train.script_checks.watched_calls import NOT_OF_SCRIPT, backward_within, calling_module, roots_of_backward
 from tutti.types.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
-_NOT_OF_SCRIPT = ("tutti.", "torch.distributed.")
-"""Packages whose code runs in a backward without being a hook of the script, as FSDP2's, which gathers weights."""
 _WATCHED = 2
 """Global batches in which values that pass between workers are looked for."""
 _OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
@@ -237,8 +236,10 @@ class CrossWorkerWatch(LossWatch):
         self._scaled: tuple[int, Sequence[float], list[Any]] | None = None
         refuse = partial(refuse_cross_worker, run, where="in the module's forward")
         self._trials = ModuleTrials(run, self.updating, refuse)
-        # Of custom loops, and of sharded models: ``WorkerTrials`` computes other loss functions again.
-        self._trace: BodyLossComparison | None = None
+        self._trace = BodyLossComparison()
+        # Whether code is compared that may count: ``WorkerTrials`` computes the loss functions of ``run.step`` again.
+        self._in_body = self._finds_counters = False
+        self._reads = SampleReads()
 
     def begin_batch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
         """Count a global batch as begun, and return whether the losses of its micro-batches are to be checked.
@@ -268,7 +269,8 @@ class CrossWorkerWatch(LossWatch):
         self._moved.begin_batch()
         self._drawn.clear()
         self._scaled = None
-        self._trace, self._eager = None, False
+        self._trace.begin_batch()
+        self._eager = False
         self._left = sum(len(micro_batches) for _, micro_batches in work)
         # The script's object of a split model has a call of tutti's own, which counts as compiled.
         parts = [run.model] if run.context.comms.model.size == 1 else run.replica.parts
@@ -297,6 +299,7 @@ class CrossWorkerWatch(LossWatch):
         """
         self._here = micro_batch_key(micro_batch, self._run)
         self._body = MicroBatchKey(micro_batch.worker, micro_batch.micro)
+        self._reads = SampleReads(micro_batch)
         self._leaves = {id_: (leaf, key) for id_, (leaf, key) in self._leaves.items() if leaf() is not None}
         self._found.drop_freed()
         given = list(batch_tensors(batch))
@@ -314,9 +317,9 @@ class CrossWorkerWatch(LossWatch):
         self._counted = numbers(self._run.replica.parts)
         if micro_batch.samples:
             self._trials.begin(self._here)
-        if self._run.replica.sharded:
-            # No loss is computed again where forwards are collective.
-            self._begin_trace(micro_batch)
+        # No loss is computed again where forwards are collective.
+        self._finds_counters = self._in_body or bool(self._run.replica.sharded)
+        self._trace.begin(self._here, micro_batch.batch, self._own)
         self.enter()
 
     def uncompiled(self) -> AbstractContextManager[None]:
@@ -340,23 +343,26 @@ class CrossWorkerWatch(LossWatch):
         Args:
             micro_batch: the micro-batch whose body follows.
         """
+        self._in_body = True
         super().begin_body(micro_batch)
         self._uncompiled.enter_context(self.uncompiled())
-        if not self._run.replica.sharded:
-            self._begin_trace(micro_batch)
 
-    def _begin_trace(self, micro_batch: MicroBatch) -> None:
-        if self._trace is None:
-            self._trace = BodyLossComparison()
-        self._trace.begin(self._here, micro_batch.batch, self._own)
-
-    def _is_traced(self) -> bool:
-        """Return whether the present call of PyTorch is compared with that of another micro-batch.
-
-        FSDP2's first forward makes other calls than the later ones.
-        """
+    def _compared(self, func: Any, args: Any, kwargs: Any, result: Any, of_samples: bool) -> MicroBatchKey | None:
+        """Return the micro-batch whose code has given other numbers to the same call of PyTorch; None for none."""
+        if tutti_caller(__name__) is not None:
+            return None
+        name = getattr(func, "__name__", "")
+        self._reads.note(name, args, kwargs, result, of_samples)
         models = (self._run.model, *self._run.replica.parts)
-        return self._trace is not None and not (self._run.replica.sharded and within_call_of(models))
+        if self._run.replica.sharded and within_call_of(models):
+            # FSDP2's first forward makes other calls than the later ones.
+            return None
+        first = self._trace.note(func, name, args, kwargs, result, self._reads)
+        if first is None or not (first.by_number or self._finds_counters):
+            return None
+        # Workers that update by themselves have numbers of their own.
+        own = self._run.gradient_sync.loss_normalisation != "step" and first.worker != self._here.worker
+        return None if first.by_number and own else first
 
     def ended(self) -> None:
         """End the check of a micro-batch; ``end`` calls this. Compiled code runs compiled again.
@@ -366,6 +372,7 @@ class CrossWorkerWatch(LossWatch):
         samples they were computed (``FollowedFloat``), and that the script may keep, become plain floats and ints.
         """
         self._uncompiled.close()
+        self._in_body = False
         self._left -= 1
         if self._left > 0:
             self._follow_counts()
@@ -425,12 +432,16 @@ class CrossWorkerWatch(LossWatch):
             return
         origins = self._origins([total])
         whole = self._run.context.comms.model.size == 1 and not self._run.replica.sharded
-        if whole and self._trace is not None and (first := self._trace.other_graph(total)) is not None:
+        if whole and self._finds_counters and (first := self._trace.other_graph(total)) is not None:
             origins[first._replace(moved=True)] = script_line()
+        if any(key.by_number for key in origins) and not self._reads.is_mean(loss):
+            origins = {key: line for key, line in origins.items() if not key.by_number}
         others = [(key, line) for key, line in origins.items() if key.moved or key != self._here]
         if not others:
             return
-        key, line = min(others, key=lambda other: other[0].moved)
+        key, line = min(others, key=lambda other: (other[0].by_number, other[0].moved))
+        if key.by_number:
+            refuse_number(self._run.global_step + 1, line)
         if key.moved:
             what = "the loss of a micro-batch depends on values that the code for another one has moved"
             self._refuse_moved(what, line)
@@ -591,8 +602,8 @@ class CrossWorkerWatch(LossWatch):
         if roots := roots_of_backward(func, args, kwargs):
             for loss, _ in roots:
                 self.check(loss)
-            with self._run.custom.plain_backward(roots), self.updating():
-                return func(*args, **kwargs)
+            with self._run.custom.plain_backward(roots), self.backward():
+                return backward_within(self, *args, **kwargs) if func is Tensor.backward else func(*args, **kwargs)
         if name.endswith("_like") or name.startswith("new_"):
             return func(*args, **kwargs)
         leaves = leaves_of_call(args, kwargs)
@@ -616,18 +627,17 @@ class CrossWorkerWatch(LossWatch):
         if isinstance(drawn, torch.Generator):
             self._drawn[id(drawn)] = drawn, self._here, drawn.get_state()
         self.note_result(name, args, result)
-        if self._trace is not None and self._is_traced():
-            first = self._trace.note(func, name, args, kwargs, result)
-            origins |= {} if first is None else {first._replace(moved=True): script_line()}
+        if (first := self._compared(func, args, kwargs, result, bool(origins))) is not None:
+            origins[first] = script_line()
         written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]
         if func in (Tensor.item, Tensor.tolist) and origins:
             return tree_map(lambda value: self._numbers.follow(value, origins), result)
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         again = self._moved.note(self._body, func, name, (*args, *kwargs.values()), made, former)
-        if again and self._trace is not None and all(key.moved for key in origins):
+        if again and self._finds_counters and all(key.moved for key in origins):
             what = "the code for a micro-batch moves an average of the weights that the code for another one has moved"
             self._refuse_moved(what, script_line())
-        if self._moved.follows and self._trace is not None and (line := counting_condition()):
+        if self._moved.follows and self._finds_counters and (line := counting_condition()):
             self._refuse_moved("the loop averages or copies the weights in every n-th of its bodies", line)
         if overwrites and (memory := memory_of(args[0])) is not None and fills_memory(args[0]):
             self._found.pop(memory, None)
@@ -651,17 +661,29 @@ class CrossWorkerWatch(LossWatch):
         """Call a function of PyTorch, and note what a hook of the script has computed with it in a backward."""
         if func is Tensor.backward:
             return backward_within(self, *args, **kwargs)
-        if func in METADATA or calling_module(calling_frame(1)).startswith(_NOT_OF_SCRIPT):
+        if func in METADATA or calling_module(calling_frame(1)).startswith(NOT_OF_SCRIPT):
             return func(*args, **kwargs)
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
         before = tensor_versions(given)
         result = func(*args, **kwargs)
+        self._check_hook(func, args, kwargs, result)
         written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]
         # Not views, such as the transpose of a weight in the backward of the script's own function.
         made = memories_of(tree_leaves(result)) - memories_of(given)
         for memory in made | memories_of(written):
             self._found[memory] = {self._here: ""}
         return result
+
+    def _check_hook(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Raise UsageError if a hook gives PyTorch other numbers in the backward of another micro-batch."""
+        first = self._compared(func, args, kwargs, result, of_samples=True)
+        # A number for a log changes no gradient.
+        if first is None or not (isinstance(result, Tensor) and result.dim()):
+            return
+        if first.by_number:
+            refuse_number(self._run.global_step + 1, script_line())
+        what = "a hook on a gradient depends on values that the backward of another micro-batch has moved"
+        self._refuse_moved(what, script_line())
 
     def _gathered(self, tensors: Iterable[Tensor]) -> set[StorageWeakRef | None]:
         """Return memory that may be that of gathered weights: of tensors of a sharded model that no call has made."""

@@ -37,11 +37,14 @@ from tutti.train.script_checks.loss_watch import (
     tensor_of_loss,
 )
 from tutti.train.script_checks.other_optimizers import PREPARE, OtherSteps
-from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_number_key
+from tutti.train.script_checks.plain_numbers import PlainNumber, PlainNumbers, is_key_of_samples, is_number_key
+from tutti.train.script_checks.sample_reads import SampleReads, refuse_number
 from tutti.train.script_checks.storage_records import MemoryRecords, memories_of, memory_of
 from tutti.train.script_checks.watch_windows import FIRST, is_watched_step
 from tutti.train.script_checks.watched_calls import (
     EXCHANGING,
+    NOT_OF_SCRIPT,
+    backward_within,
     calling_module,
     own_tensors,
     roots_of_backward,
@@ -139,7 +142,8 @@ class CrossStepWatch(LossWatch):
         self._trained: dict[str, set[int]] = {}
         # Tensors beside the model whose gradients the losses of stages give.
         self._leaves = dict[int, ref[Tensor]]()
-        self._plain = PlainNumbers()
+        self._plain, self._reads = PlainNumbers(), SampleReads()
+        self._in_backward = False
         # Whether the steps before have left no records.
         self._empty = False
         self._others = OtherSteps(run, self._note_step)
@@ -206,7 +210,7 @@ class CrossStepWatch(LossWatch):
             micro_batch: the micro-batch, of which the number of samples is read.
             batch: its samples, as the code gets them.
         """
-        self._samples = micro_batch.samples
+        self._samples, self._reads = micro_batch.samples, SampleReads(micro_batch)
         self._plain.begin(micro_batch, batch)
         modules = [module for part in self._run.replica.parts for module in part.modules()]
         self._batch = memories_of(batch_tensors(batch))
@@ -262,7 +266,8 @@ class CrossStepWatch(LossWatch):
                 for each in kept & self._leaves_among_kept(total):
                     self._refuse_trained(each.line)
                 return
-            self._plain.reach(origin.numbers)
+            of_samples = any(number.of_samples for number in origin.numbers) and self._reads.is_mean(loss)
+            self._plain.reach(number for number in origin.numbers if of_samples or not number.of_samples)
             for each in kept:
                 self._reached.setdefault(each.line, set()).add(each.digest)
 
@@ -346,7 +351,10 @@ class CrossStepWatch(LossWatch):
             return
         line = next((line for line in kept if _line_key(line) == wrong), self._plain.line(wrong))
         texts = comm.all_gather_strings(line, what)
-        place = f"step {self._run.global_step + 1}, {next(filter(None, texts))}"
+        line = next(filter(None, texts))
+        if is_key_of_samples(wrong):
+            refuse_number(self._run.global_step + 1, line)
+        place = f"step {self._run.global_step + 1}, {line}"
         if _STEP in place:
             raise UsageError(
                 "an optimizer that tutti.prepare was not given trains tensors with each rank's own gradients",
@@ -403,8 +411,10 @@ class CrossStepWatch(LossWatch):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not self._active or functorch_level() is not None:
+        if torch.compiler.is_compiling() or functorch_level() is not None:
             return func(*args, **kwargs)
+        if not self._active:
+            return self._note_in_backward(func, args, kwargs) if self._in_backward else func(*args, **kwargs)
         self.note_call(func, args)
         # Buffers of code that exchanges tensors over ranks differ between ranks.
         if func in METADATA or (caller := calling_module(calling_frame(1))).startswith(EXCHANGING):
@@ -412,8 +422,8 @@ class CrossStepWatch(LossWatch):
         if roots := roots_of_backward(func, args, kwargs):
             for loss, _ in roots:
                 self.check(loss)
-            with self._run.custom.plain_backward(roots), self.updating():
-                return func(*args, **kwargs)
+            with self._run.custom.plain_backward(roots), self.backward():
+                return backward_within(self, *args, **kwargs) if func is Tensor.backward else func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
         of_script, read = not caller.startswith("tutti."), values_read(func, name, args, kwargs)
@@ -424,6 +434,7 @@ class CrossStepWatch(LossWatch):
         self.note_result(name, args, result)
         if of_script:
             self._plain.note(name, args, kwargs, result, origin.samples)
+            self._reads.note(name, args, kwargs, result, origin.samples)
         if func in (Tensor.item, Tensor.tolist):
             if self._steps > FIRST:
                 # To make them plain takes tenths of a second.
@@ -440,6 +451,38 @@ class CrossStepWatch(LossWatch):
         for memory in memories_of(tree_leaves(result)) - self._own - self._batch:
             self._origins.setdefault(memory, origin)
         self._origins.drop_freed()
+        return result
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Return a context manager for ``run.backward``, in which numbers that hooks give to PyTorch are compared.
+
+        Not of sharded models, whose own hooks run there.
+        """
+        is_due = self._active and not self._run.replica.sharded
+        with self.updating():
+            self._in_backward = is_due
+            try:
+                yield
+            finally:
+                self._in_backward = False
+
+    def _note_in_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of PyTorch, and record the numbers that a hook of the script gives to it in a backward."""
+        if func is Tensor.backward:
+            return backward_within(self, *args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in METADATA or calling_module(calling_frame(1)).startswith(NOT_OF_SCRIPT):
+            return result
+        name = getattr(func, "__name__", "")
+        origin = self._joined([each for each in leaves_of_call(args, kwargs) if not isinstance(each, Tensor)], False)
+        self._plain.note(name, args, kwargs, result, samples=True)
+        self._reads.note(name, args, kwargs, result, of_samples=True)
+        # A number for a log changes no gradient.
+        if isinstance(result, Tensor) and result.dim():
+            self._plain.reach(origin.numbers)
+            for each in origin.kept:
+                self._reached.setdefault(each.line, set()).add(each.digest)
         return result
 
     def _note_conversion(self, source: Tensor, result: Tensor) -> None:
@@ -473,7 +516,7 @@ class CrossStepWatch(LossWatch):
                 origin = self._origin_of(each)
             elif isinstance(each, FollowedFloat) or (with_ints and isinstance(each, FollowedInt)):
                 origin = self._origin_of_number(each)
-            elif (number := self._plain.number(each, with_ints)) is not None:
+            elif (number := self._plain.number(each, with_ints, self._reads.are_of_all)) is not None:
                 origin = _Origin(numbers=frozenset((number,)))
             else:
                 continue
@@ -483,7 +526,9 @@ class CrossStepWatch(LossWatch):
     def _origin_of_number(self, number: FollowedFloat | FollowedInt) -> _Origin:
         if any(isinstance(each, int) and each < self._steps for each in number.origins):
             return _Origin(frozenset((_Kept(script_line(), name_key(repr(float(number)))),)), samples=True)
-        return _Origin(frozenset(each for each in number.origins if isinstance(each, _Kept)), samples=True)
+        kept = frozenset(each for each in number.origins if isinstance(each, _Kept))
+        numbers = [self._plain.number_of_samples(number)] if self._reads.are_of_all else []
+        return _Origin(kept, samples=True, numbers=frozenset(numbers))
 
     def _origin_of(self, tensor: Tensor) -> _Origin:
         memory = memory_of(tensor)

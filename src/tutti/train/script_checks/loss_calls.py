@@ -20,6 +20,7 @@ from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
 from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from tutti.train.script_checks.loss_watch import leaves_of_call
+from tutti.train.script_checks.storage_records import TensorSet
 from tutti.types.micro_batch import MicroBatch
 
 _CALLS = 2_000
@@ -112,8 +113,8 @@ class LossCalls(TorchFunctionMode):
         # The script may write into its batch.
         self._before = {id(leaf): leaf.clone() for leaf in batch}
         self._known = {id(leaf) for leaf in batch}
-        # Tensors that the script has made of sizes and numbers alone, by id.
-        self._constants = dict[int, Tensor]()
+        # Tensors that the script has made of sizes and numbers alone.
+        self._constants = TensorSet()
         # Tensors that were computed from single rows.
         self._single, self.turned = set[int](), set[int]()
         self.reads_rows = self.reads_values = self.reads_sizes = False
@@ -136,7 +137,7 @@ class LossCalls(TorchFunctionMode):
 
     def is_constant(self, leaf: Any) -> bool:
         """Return whether a value is a tensor that the script has made of sizes and numbers alone, as by ``arange``."""
-        return id(leaf) in self._constants
+        return leaf in self._constants
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._within += 1
@@ -170,8 +171,8 @@ class LossCalls(TorchFunctionMode):
             self._end_record()
         if not any(id(leaf) in self._known for leaf in given):
             result = func(*args, **kwargs)
-            if name not in _FROM_OUTSIDE and all(id(leaf) in self._constants for leaf in given):
-                self._constants |= {id(each): each for each in leaves_of_call((result,)) if isinstance(each, Tensor)}
+            if name not in _FROM_OUTSIDE and all(map(self.is_constant, given)):
+                self._constants.update(each for each in leaves_of_call((result,)) if isinstance(each, Tensor))
             return result
         before = tensor_versions(given)
         result = func(*args, **kwargs)
@@ -254,7 +255,7 @@ class LossCalls(TorchFunctionMode):
     def close(self) -> None:
         """End the record as ``finish`` does, and delete what is recorded. A second call does nothing."""
         self.finish()
-        self._calls, self._constants = [], {}
+        self._calls = []
         self.outputs, self.parts, self.forwards, self._inputs = {}, {}, [], []
 
     # --- the loss for other values ---------------------------------------------------------------------------------

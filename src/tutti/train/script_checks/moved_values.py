@@ -31,11 +31,14 @@ class MicroBatchKey(NamedTuple):
         micro: index of the micro-batch in its worker; in keys of ``micro_batch_key`` 0, unless ranks share workers.
         moved: True if the code for the micro-batch has changed an earlier value in place, False if it has computed the
             value from the samples.
+        by_number: True for a Python number of all samples of the present micro-batch, where that of the micro-batch
+            given by ``worker`` and ``micro`` has another one.
     """
 
     worker: int
     micro: int
     moved: bool = False
+    by_number: bool = False
 
 
 class _Former(NamedTuple):

@@ -40,11 +40,13 @@ class PlainNumber(NamedTuple):
         shapes: hash of the shapes of the batch and of all results of PyTorch so far in this micro-batch; 0 where they
             do not count, as the script had the number before the micro-batch.
         digest: hash of the value.
+        of_samples: whether the code may have computed it from values of all samples of the present micro-batch.
     """
 
     line: str
     shapes: int
     digest: int
+    of_samples: bool = False
 
 
 class PlainNumbers:
@@ -131,19 +133,20 @@ class PlainNumbers:
             made = (tuple(each.shape) for each in tree_leaves(result) if isinstance(each, Tensor))
             self._shapes = hash((self._shapes, *made))
 
-    def number(self, value: Any, with_ints: bool) -> PlainNumber | None:
+    def number(self, value: Any, with_ints: bool, of_samples: bool) -> PlainNumber | None:
         """Record a number among the arguments of a call of PyTorch, with the script's line that makes the call.
 
         Args:
             value: an argument of any type; numbers and small arrays are recorded, bools are not.
             with_ints: whether the function takes ints as values, as additions do. False where its ints are sizes or
                 indices; ints are then not recorded.
+            of_samples: whether the code has read values of all samples of this micro-batch, and no others.
 
         Returns:
             The number with its line, for ``reach`` once a loss depends on it. None if ``value`` is not recorded. None
             also if ranks cannot compare the number, as it may come from this micro-batch's samples: the script did not
-            have it before the micro-batch, and its code has read values of a tensor there, or the batch has leaves that
-            are no tensors.
+            have it before the micro-batch, and its code has read values of a tensor there that are not of all samples,
+            or the batch has leaves that are no tensors. A float after values of all samples has ``of_samples`` set.
         """
         is_number = isinstance(value, _KINDS[with_ints]) and not isinstance(value, bool | FollowedNumber)
         digest = plain_digest(value) if is_number or isinstance(value, np.ndarray) else None
@@ -152,10 +155,19 @@ class PlainNumbers:
         line, known = script_line(), self._there.get(id(value)) is value
         if not (self._comparable or known):
             self._read_here.setdefault(line, set()).add(digest)
-            return None
+            is_value = of_samples and not isinstance(value, int | np.integer)
+            return PlainNumber(line, self._shapes, digest, of_samples=True) if is_value else None
         self._here.setdefault(line, set()).add(digest)
         # A number from before depends on no shape of this micro-batch.
         return PlainNumber(line, 0 if known and (self._turn or not self._comparable) else self._shapes, digest)
+
+    def number_of_samples(self, value: float) -> PlainNumber:
+        """Return the record of a number that is computed from values of all samples of the present micro-batch.
+
+        Args:
+            value: the number.
+        """
+        return PlainNumber(script_line(), self._shapes, name_key(repr([float(value)])), of_samples=True)
 
     def reach(self, numbers: Iterable[PlainNumber]) -> None:
         """Record that a loss of this step depends on numbers, which ``rows`` then returns for a comparison over ranks.
@@ -191,8 +203,9 @@ class PlainNumbers:
             A list of tuples (key, digest, flag); empty if this process has drawn from a random generator since the
             watched step before. Of a number: key is a hash of the script's line and of the shapes seen before it in the
             micro-batch; digest, a hash of its value; flag, whether it counts as kept from earlier steps (the line has
-            had numbers in earlier watched steps, but not this one; or it had this one there after a read of values). Of
-            an object: a hash of its name; a hash of its value; whether the loss depends on it.
+            had numbers in earlier watched steps, but not this one; or it had this one there after a read of values), or
+            is of the present samples. Of an object: a hash of its name; a hash of its value; whether the loss depends
+            on it.
         """
         if not (self._reached or self._named) or self._drew or self._drawn or self._has_drawn():
             return []
@@ -209,6 +222,8 @@ class PlainNumbers:
         return next((each.line for each in chain(self._reached, named) if _key(each) == key), "")
 
     def _is_kept(self, number: PlainNumber) -> bool:
+        if number.of_samples:
+            return True
         before = self._before.get(number.line)
         is_new = self._turn if before is None else number.digest not in before
         return is_new or number.digest in self._read_before.get(number.line, ())
@@ -237,6 +252,15 @@ def is_number_key(key: int) -> bool:
     return key >= _KEYS
 
 
+def is_key_of_samples(key: int) -> bool:
+    """Return whether a row that ranks compare is of a number that was computed from the present samples.
+
+    Args:
+        key: the row's first element.
+    """
+    return key >= 2 * _KEYS
+
+
 def plain_digest(value: Any) -> int | None:
     """Return a hash of a number, an array or a container of numbers; None for everything else.
 
@@ -257,7 +281,7 @@ def plain_digest(value: Any) -> int | None:
 
 
 def _key(number: PlainNumber) -> int:
-    return _KEYS + mix(name_key(number.line), number.shapes) % _KEYS
+    return (1 + number.of_samples) * _KEYS + mix(name_key(number.line), number.shapes) % _KEYS
 
 
 def generator_states() -> list[Any]:

@@ -1,9 +1,10 @@
-"""Identify tensors by weak references to their storages, and keep records of them in a dict by storage."""
+"""Identify tensors by weak references to them or their storages, and keep records of them by storage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,26 @@ class MemoryRecords(dict[StorageWeakRef, _R]):
             for memory in [each for each in self if each.expired()]:
                 del self[memory]
             self._most = max(_FEWEST, 2 * len(self))
+
+
+class TensorSet:
+    """Set of tensors by identity, that keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, ref[Tensor]] = {}
+
+    def __contains__(self, value: object) -> bool:
+        """Return whether a value is one of the tensors."""
+        found = self._known.get(id(value))
+        return found is not None and found() is value
+
+    def update(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors.
+
+        Args:
+            tensors: the tensors.
+        """
+        self._known.update((id(each), ref(each)) for each in tensors)
 
 
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:

@@ -21,6 +21,8 @@ Root: TypeAlias = "tuple[Tensor, Tensor | None]"
 """A tensor from which a backward begins, and the gradient that the call gives for it."""
 EXCHANGING = ("torch.distributed", "tutti.comm")
 """Packages whose code sends tensors to other ranks."""
+NOT_OF_SCRIPT = ("tutti.", "torch.distributed.")
+"""Packages whose code runs in a backward without being a hook of the script, as FSDP2's, which gathers weights."""
 _DISPATCHING = ("torch._ops", "torch.overrides")
 """Modules of PyTorch that call function modes."""
 _NORMS = frozenset((functional.batch_norm, functional.instance_norm))

@@ -1,0 +1,299 @@
+"""Python numbers that a script computes from all samples of a micro-batch are refused once a loss has them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tutti
+from tests import worlds
+from tests.scripts.oracle import global_batches
+from tests.train.test_places_of_samples import BATCH, PLACES, dataset, errors, made, train_epoch
+from tutti.errors import UsageError
+
+mse = functional.mse_loss
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
+
+
+def balanced(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Two terms of one size, as by GradNorm's simplest form."""
+    out = net(x)
+    one, other = mse(out, want), out.abs().mean()
+    return one + other * (one.item() / other.item())
+
+
+def clamped(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    each = errors(net(x), want)
+    return each.clamp(max=float(torch.quantile(each.detach(), 0.8))).mean()
+
+
+def weighted(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Classes weighted by their counts in the batch."""
+    found = (kind == 1).sum().item()
+    weight = (len(kind) - found) / max(found, 1)
+    return (errors(net(x), want) * torch.where(kind == 1, weight, 1.0)).mean()
+
+
+def counted(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    weights = [1 / (1 + count) for count in torch.bincount(kind, minlength=3).tolist()]
+    return functional.cross_entropy(net(x)[:, :3], kind, torch.tensor(weights).double(), reduction="none").mean()
+
+
+def advantages(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    reward = want[:, 0]
+    chosen = net(x).log_softmax(1)[:, 0]
+    return -((reward - reward.mean().item()) / math.sqrt(float(reward.var()) + 1e-8) * chosen).mean()
+
+
+def decided(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """A factor that a condition on the loss chooses, with a read by NumPy."""
+    out = net(x)
+    loss = mse(out, want)
+    scale = float(np.asarray(loss.detach()))
+    return loss * (scale if scale > 0 else 1.0)
+
+
+REFUSED: dict[str, Loss] = {
+    "two terms balanced": balanced,
+    "clamped at a quantile": clamped,
+    "weights of classes": weighted,
+    "weights by counts": counted,
+    "normalised advantages": advantages,
+    "a factor of the loss": decided,
+    "a smoothing by the share": lambda net, x, want, kind: functional.cross_entropy(
+        net(x), kind, label_smoothing=0.1 * float((kind == 1).double().mean())
+    ),
+    "a margin": lambda net, x, want, kind: functional.relu(
+        (net(x) - want).abs().mean(1) - want.abs().mean().item()
+    ).mean(),
+}
+
+
+def logged(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Numbers of the samples for a log alone."""
+    loss = mse(net(x), want)
+    average = 0.9 + 0.1 * loss.item() / float(want.abs().mean())
+    assert torch.full((2,), average).mul(average).isfinite().all()
+    return loss * 0.5 + 0.25 * loss
+
+
+def per_sample(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Weights of single samples, read one by one."""
+    each, total = errors(net(x), want), torch.zeros((), dtype=torch.float64)
+    for k, own in enumerate(want):
+        total = total + each[k] * (1.0 + own.abs().sum().item())
+    return total / len(x)
+
+
+def by_class(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    each, weights = errors(net(x), want), (0.5, 1.0, 2.5)
+    return sum((weights[int(one)] * each[kind == one].sum() for one in kind.unique()), torch.zeros(())) / len(x)
+
+
+def masked(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Any:
+    """A sum by its count, with a number of the samples that both have."""
+    each, mask = errors(net(x), want), kind > 0
+    number = mask.sum().item()
+    return (each * mask).mean() * len(x) / number * number, number
+
+
+def guarded(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """A number that is the same for every micro-batch, though it is computed from the samples."""
+    loss = mse(net(x), want)
+    bound = 1.0 if math.isfinite(loss.item()) else 0.0
+    return loss * bound * float(kind.clamp(0, 0).sum() + 2) / 2
+
+
+def shifted(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Tokens by their number, which cross-entropy has divided by, too."""
+    targets = torch.where(want[:, :3] > 0.7, -100, (want[:, :3] > 0).long())
+    loss = functional.cross_entropy(net(x).view(-1, 2), targets.flatten(), reduction="sum")
+    return loss / (targets >= 0).sum().item()
+
+
+TAKEN: dict[str, Loss] = {
+    "for a log": logged,
+    "weights of samples": per_sample,
+    "weights of a table": by_class,
+    "a sum by its count": masked,
+    "the same number": guarded,
+    "a number of tokens": shifted,
+    "a mean and its number": lambda net, x, want, kind: (lambda loss: (loss * len(x) * (1 + 0 * loss.item()), len(x)))(
+        mse(net(x), want)
+    ),
+}
+
+
+def train(name: str, strategy: str, micro_batch: int | None, how: str, own: nn.Module | None = None) -> Any:
+    loss_fn, model = (REFUSED | TAKEN | DRAWN)[name], own or made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {} if micro_batch is None else {"micro_batch": micro_batch}
+
+    def loss(model: Any, batch: Any) -> Any:
+        return loss_fn(model, *batch)
+
+    run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, batch_size=BATCH, seed=0, **options)
+    try:
+        train_epoch(run, model, optimizer, loss, how)
+    except UsageError as error:
+        return run.updates, str(error)
+    return [float(value.sum()) for value in run.state().values()]
+
+
+def train_all(names: list[str], strategy: str, micro_batch: int | None, how: str) -> list[Any]:
+    return [train(name, strategy, micro_batch, how) for name in names]
+
+
+def plain(names: list[str], own: nn.Module | None = None) -> list[Any]:
+    found = []
+    for name in names:
+        model = own or made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in global_batches(dataset(), BATCH, 0):
+            optimizer.zero_grad()
+            loss = TAKEN[name](model, *batch)
+            (loss[0] / loss[1] if isinstance(loss, tuple) else loss).backward()
+            optimizer.step()
+        found.append([float(value.sum()) for value in model.state_dict().values()])
+    return found
+
+
+@pytest.mark.parametrize("place", range(len(PLACES)))
+def test_a_number_of_all_samples_is_refused_before_the_first_update(place: int) -> None:
+    ranks, strategy, micro, how = PLACES[place]
+    names = list(REFUSED)
+    for found in worlds.run(ranks, train_all, names=names, strategy=strategy, micro_batch=micro, how=how):
+        for name, each in zip(names, found, strict=True):
+            assert each[0] == 0 and "from all samples of one micro-batch" in str(each[1]), (name, each)
+            assert "test_sample_reads.py:" in each[1], (name, each)
+
+
+@pytest.mark.parametrize("place", range(len(PLACES)))
+def test_numbers_of_single_samples_counts_and_logs_are_right(place: int) -> None:
+    ranks, strategy, micro, how = PLACES[place]
+    how, names = "step" if how == "step" else "run.backward", list(TAKEN)
+    want = worlds.alone(plain, names=names)
+    for found in worlds.run(ranks, train_all, names=names, strategy=strategy, micro_batch=micro, how=how):
+        for name, each, of_plain in zip(names, found, want, strict=True):
+            assert each == pytest.approx(of_plain, abs=1e-12), name
+
+
+DRAWN: dict[str, Loss] = {
+    "by Python": lambda net, x, want, kind: mse(net(x), want) * (want.mean().item() * 0 + random.random()),
+    "by NumPy": lambda net, x, want, kind: mse(net(x), want) * (want.mean().item() * 0 + np.random.beta(1, 1)),
+    "by PyTorch": lambda net, x, want, kind: mse(net(x), want) * (want.mean().item() * 0 + torch.rand(()).item()),
+    "by a distribution": lambda net, x, want, kind: (
+        mse(net(x), want) * (want.mean().item() * 0 + torch.distributions.Beta(1.0, 1.0).sample().item())
+    ),
+}
+
+
+@pytest.mark.parametrize(("ranks", "strategy", "micro"), [(2, "mirrored", None), (1, "single", 8)])
+def test_draws_are_no_numbers_of_the_samples(ranks: int, strategy: str, micro: int | None) -> None:
+    for how in ("run.backward", "step"):
+        for found in worlds.run(ranks, train_all, names=list(DRAWN), strategy=strategy, micro_batch=micro, how=how):
+            assert all(isinstance(each, list) for each in found), found
+
+
+HOOKS: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {}
+
+
+def hooked(is_right: bool) -> Callable[[Callable[[nn.Module], Any]], Callable[[nn.Module], Any]]:
+    def add(register: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+        HOOKS[register.__name__] = register, is_right
+        return register
+
+    return add
+
+
+@hooked(is_right=False)
+def outputs_by_their_mean(net: nn.Module) -> Any:
+    return net[0].register_forward_hook(lambda module, given, out: out / float(out.detach().abs().mean()))
+
+
+@hooked(is_right=False)
+def outputs_by_a_running_mean(net: nn.Module) -> Any:
+    own = {"mean": 1.0}
+
+    def divide(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+        own["mean"] = 0.9 * own["mean"] + 0.1 * float(out.detach().abs().mean())
+        return out / own["mean"]
+
+    return net[0].register_forward_hook(divide)
+
+
+@hooked(is_right=False)
+def gradients_by_their_mean(net: nn.Module) -> Any:
+    return net[1].register_full_backward_hook(lambda module, inner, outer: (inner[0] / float(inner[0].abs().mean()),))
+
+
+@hooked(is_right=False)
+def gradients_by_a_running_mean(net: nn.Module) -> Any:
+    own = {"mean": 1.0}
+
+    def divide(slope: Tensor) -> Tensor:
+        own["mean"] = 0.9 * own["mean"] + 0.1 * slope.abs().mean().item()
+        return slope / own["mean"]
+
+    return net[1].register_forward_hook(lambda module, given, out: out.register_hook(divide) and None)
+
+
+@hooked(is_right=False)
+def gradients_by_the_last_mean(net: nn.Module) -> Any:
+    own = {"mean": 1.0}
+
+    def divide(slope: Tensor) -> Tensor:
+        before, own["mean"] = own["mean"], float(slope.abs().mean())
+        return slope / before
+
+    return net[1].register_forward_hook(lambda module, given, out: out.register_hook(divide) and None)
+
+
+@hooked(is_right=True)
+def gradients_reversed_and_logged(net: nn.Module) -> Any:
+    own = {"mean": 1.0}
+
+    def reverse(slope: Tensor) -> Tensor:
+        own["mean"] = 0.9 * own["mean"] + 0.1 * float(slope.abs().mean() / own["mean"])
+        return slope.clamp(-1, 1) * -0.5
+
+    return net[1].register_forward_hook(lambda module, given, out: out.register_hook(reverse) and None)
+
+
+def train_hooked(strategy: str, micro_batch: int | None, how: str) -> list[Any]:
+    found = []
+    for register, _ in HOOKS.values():
+        model = made()
+        register(model)
+        found.append(train("for a log", strategy, micro_batch, how, model))
+    return found
+
+
+def plain_hooked() -> list[Any]:
+    found = []
+    for register, is_right in HOOKS.values():
+        model = made()
+        register(model)
+        found += plain(["for a log"], model) if is_right else [None]
+    return found
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_hooks_that_scale_by_numbers_of_a_micro_batch_are_refused(place: int) -> None:
+    ranks, strategy, micro, how = PLACES[place]
+    want = worlds.alone(plain_hooked)
+    for found in worlds.run(ranks, train_hooked, strategy=strategy, micro_batch=micro, how=how):
+        for (name, (_, is_right)), each, of_plain in zip(HOOKS.items(), found, want, strict=True):
+            if is_right:
+                assert each == pytest.approx(of_plain, abs=1e-12), name
+                continue
+            assert each[0] == (name == "gradients_by_the_last_mean" and micro is None), (name, each)
+            assert "from all samples" in each[1] and "test_sample_reads.py:" in each[1], (name, each)
