@@ -28,14 +28,14 @@ def computed(length: int, dim: int) -> Any:
     mine = even_share(length, line.size, rank)
     part = torch.arange(float(length))[mine.start : mine.stop].expand(2, -1).clone()
     part = (part if dim else part.t().contiguous()).requires_grad_()
-    whole = line.gather(part, dim, length, "a layer")
+    whole = line.all_gather(part, dim, length, "a layer")
     counted = torch.arange(1.0, length + 1)
     (whole * (counted if dim else counted.unsqueeze(1))).sum().backward()  # type: ignore[no-untyped-call]
     own = torch.tensor([rank + 1.0], requires_grad=True)
-    total = line.reduce(own, "a layer")
+    total = line.all_reduce(own, "a layer")
     (3 * total).sum().backward()
     shared = torch.tensor([1.0], requires_grad=True)
-    twice = line.copy(shared, "a layer"), line.copy(shared, "a layer")
+    twice = line.all_reduce_gradient(shared, "a layer"), line.all_reduce_gradient(shared, "a layer")
     assert twice[0] is twice[1], "one message for both"
     ((rank + 1) * (twice[0] + twice[1])).sum().backward()
     row = whole[0] if dim else whole[:, 0]
@@ -84,18 +84,18 @@ def twice(kind: str, split: bool) -> list[Any]:
         weights = {"gather": [first], "take": [first, last], "sequence": [first, last, scale]}
         return penalised(whole, x, weights.get(kind, [first, last]))
     if kind == "reduce":
-        whole = line.reduce((line.copy(x, "a") @ first).tanh() @ last, "b")
+        whole = line.all_reduce((line.all_reduce_gradient(x, "a") @ first).tanh() @ last, "b")
         return penalised(whole, x, [first, last])
     if kind == "gather":
-        return penalised(line.gather((line.copy(x, "a") @ first).tanh(), 1, 7, "a"), x, [first])
+        return penalised(line.all_gather((line.all_reduce_gradient(x, "a") @ first).tanh(), 1, 7, "a"), x, [first])
     if kind == "take":
-        part = line.take((x @ drawn(4, 7)).tanh(), 1, 7, "a") * first[0]
-        return penalised(line.reduce(part @ last, "b"), x, [first, last])
+        part = line.take_slice((x @ drawn(4, 7)).tanh(), 1, 7, "a") * first[0]
+        return penalised(line.all_reduce(part @ last, "b"), x, [first, last])
     # Between layers each rank has some of the five inputs, and a gradient of the scale from these alone.
-    [same] = line.copies([scale], "norm")
-    wide = line.widen(line.take(x, 0, 5, "a") * same, 0, 5, "a")
-    rows = line.scatter((wide @ first).tanh() @ last, 0, 5, "b")
-    return penalised(line.gather(rows, 0, 5, "c"), x, [first, last, scale])
+    [same] = line.all_reduce_gradients([scale], "norm")
+    wide = line.all_gather_input(line.take_slice(x, 0, 5, "a") * same, 0, 5, "a")
+    rows = line.reduce_scatter((wide @ first).tanh() @ last, 0, 5, "b")
+    return penalised(line.all_gather(rows, 0, 5, "c"), x, [first, last, scale])
 
 
 @pytest.mark.parametrize("size", [2, 3])

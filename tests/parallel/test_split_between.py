@@ -87,7 +87,7 @@ def sent(strategy: str) -> Any:
 
         return noted
 
-    for name in ("sum", "all", "sum_share"):
+    for name in ("all_reduce_detached", "all_gather_detached", "reduce_scatter_detached"):
         setattr(ranks, name, noting(getattr(ranks, name)))
     run.model.block1.norm1.register_forward_hook(lambda m, args, out: kept.append(getattr(args[0], "part", args[0])))
     run.step(next(iter(run.epoch(0))))

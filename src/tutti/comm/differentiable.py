@@ -1,9 +1,10 @@
 """Differentiable collectives among the tensor-parallel ranks of one replica, which compute on the same samples.
 
-Shoeybi et al. 2019, arXiv 1909.08053, §3: ``copy`` is their f, ``reduce`` their g. Korthikanti et al. 2022, arXiv
-2205.05198, §4.2: ``widen`` is their g, ``scatter`` their ḡ. Every rank must call them in the same order, with tensors
-whose shapes follow from its rank. A whole input tensor is equal on all ranks, and so is the gradient of a whole output,
-except for ``copy`` and ``widen``, whose backward sums different gradients.
+Shoeybi et al. 2019, arXiv 1909.08053, §3: ``all_reduce_gradient`` is their f, ``all_reduce`` their g. Korthikanti et
+al. 2022, arXiv 2205.05198, §4.2: ``all_gather_input`` is their g, ``reduce_scatter`` their ḡ. Every rank must call them
+in the same order, with tensors whose shapes follow from its rank. A whole input tensor is equal on all ranks, and so is
+the gradient of a whole output, except for ``all_reduce_gradient`` and ``all_gather_input``, whose backward sums
+different gradients.
 """
 
 from __future__ import annotations
@@ -76,13 +77,21 @@ class TensorRanks:
     def __init__(self, comm: SliceCollectives) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
         self._copied: tuple[Tensor, int, Tensor] | None = None
-        for name in ("copy", "reduce", "gather", "take", "scatter", "widen", "copies"):
+        for name in (
+            "all_reduce_gradient",
+            "all_reduce_gradients",
+            "all_reduce",
+            "all_gather",
+            "all_gather_input",
+            "take_slice",
+            "reduce_scatter",
+        ):
             vars(self)[name] = left_out_of_graphs(getattr(self, name))
 
     def __deepcopy__(self, memo: Any) -> TensorRanks:
         return self
 
-    def copy(self, whole: Tensor, name: str) -> Tensor:
+    def all_reduce_gradient(self, whole: Tensor, name: str) -> Tensor:
         """Return ``whole`` unchanged, and in backward all-reduce (sum) its gradient over the tensor-parallel ranks.
 
         The operator f of Shoeybi et al. 2019 (arXiv 1909.08053), for the input of layers that are split over the ranks.
@@ -104,7 +113,7 @@ class TensorRanks:
             return whole
         if self._copied is None or self._copied[0] is not whole or self._copied[1] != tensor_version(whole):
             try:
-                copied: Tensor = _Copy.apply(whole, self, name)  # type: ignore[no-untyped-call]
+                copied: Tensor = _AllReduceGradient.apply(whole, self, name)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 if "functorch" not in str(error):
                     raise
@@ -116,7 +125,7 @@ class TensorRanks:
             self._copied = whole, tensor_version(whole), copied
         return self._copied[2]
 
-    def reduce(self, part: Tensor, name: str) -> Tensor:
+    def all_reduce(self, part: Tensor, name: str) -> Tensor:
         """All-reduce (sum) ``part`` over the tensor-parallel ranks; its backward is the identity.
 
         Collective over the tensor-parallel ranks; blocks. For the output of layers that are split over the ranks: the
@@ -131,10 +140,10 @@ class TensorRanks:
             The sum as a new tensor of the shape of ``part``, equal on all ranks.
         """
         self._copied = None
-        result: Tensor = _Reduce.apply(part, self, f"output of {name}")  # type: ignore[no-untyped-call]
+        result: Tensor = _TensorAllReduce.apply(part, self, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
-    def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def all_gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim`` into the whole tensor, in rank order.
 
         Collective over the tensor-parallel ranks; blocks. Its backward takes this rank's slice of the gradient and
@@ -152,10 +161,10 @@ class TensorRanks:
             The whole tensor, new, of ``length`` along ``dim``, equal on all ranks.
         """
         self._copied = None
-        result: Tensor = _Gather.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
+        result: Tensor = _TensorAllGather.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
-    def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def take_slice(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Return this rank's slice along ``dim`` of a tensor that all tensor-parallel ranks hold.
 
         The forward sends nothing. Its backward all-gathers the gradients of the slices, and is collective over the
@@ -171,10 +180,10 @@ class TensorRanks:
         Returns:
             A copy of the slice, in the memory order of ``whole``.
         """
-        result: Tensor = _Take.apply(whole, self, dim, length, name)  # type: ignore[no-untyped-call]
+        result: Tensor = _TakeSlice.apply(whole, self, dim, length, name)  # type: ignore[no-untyped-call]
         return result
 
-    def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def reduce_scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter: return this rank's slice along ``dim`` of the sum of ``part`` over the tensor-parallel ranks.
 
         Collective over the tensor-parallel ranks, as is its backward, which all-gathers the gradient; both block. The
@@ -192,10 +201,12 @@ class TensorRanks:
             ``len(even_share(length, self.size, self.rank))``.
         """
         self._copied = None
-        result: Tensor = _Scatter.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
+        result: Tensor = _TensorReduceScatter.apply(  # type: ignore[no-untyped-call]
+            part, self, dim, length, f"output of {name}"
+        )
         return result
 
-    def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def all_gather_input(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim``, for an input that each rank uses differently.
 
         Collective over the tensor-parallel ranks, as is its backward, which reduce-scatters the ranks' different
@@ -215,11 +226,11 @@ class TensorRanks:
             The whole tensor, of ``length`` along ``dim``, equal on all ranks.
         """
         if self._copied is None or self._copied[0] is not part or self._copied[1] != tensor_version(part):
-            wide = _Widen.apply(part, self, dim, length, f"input of {name}")  # type: ignore[no-untyped-call]
+            wide = _AllGatherInput.apply(part, self, dim, length, f"input of {name}")  # type: ignore[no-untyped-call]
             self._copied = part, tensor_version(part), wide
         return self._copied[2]
 
-    def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+    def all_reduce_gradients(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         """Return several tensors unchanged, and in backward all-reduce (sum) their gradients in one message.
 
         The sum is over the tensor-parallel ranks. For parameters that are not split, whose gradients differ between
@@ -236,10 +247,10 @@ class TensorRanks:
         """
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return tensors
-        result: Sequence[Tensor] = _Copies.apply(self, name, *tensors)  # type: ignore[no-untyped-call]
+        result: Sequence[Tensor] = _AllReduceGradients.apply(self, name, *tensors)  # type: ignore[no-untyped-call]
         return result
 
-    def join(self, tensor: Tensor, name: str) -> Tensor:
+    def all_gather_stacked(self, tensor: Tensor, name: str) -> Tensor:
         """All-gather the tensor-parallel ranks' tensors of one shape and stack them along a new first dimension.
 
         Collective over the tensor-parallel ranks; blocks. Its backward takes this rank's slice of the gradient and
@@ -253,10 +264,10 @@ class TensorRanks:
         Returns:
             A tensor of shape (tensor-parallel ranks, …), in rank order, equal on all ranks.
         """
-        return self.gather(tensor.unsqueeze(0), 0, self.size, name)
+        return self.all_gather(tensor.unsqueeze(0), 0, self.size, name)
 
     @single_call
-    def sum(self, tensor: Tensor, name: str) -> Tensor:
+    def all_reduce_detached(self, tensor: Tensor, name: str) -> Tensor:
         """All-reduce (sum) a tensor over the tensor-parallel ranks without autograd and return the sum.
 
         Collective over the tensor-parallel ranks; blocks.
@@ -274,7 +285,7 @@ class TensorRanks:
         return total
 
     @single_call
-    def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def all_gather_detached(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim``, in rank order, without autograd.
 
         Collective over the tensor-parallel ranks; blocks. Uneven slices are padded to the largest for the message.
@@ -303,7 +314,7 @@ class TensorRanks:
         return whole.contiguous(memory_format=torch.channels_last) if last else whole
 
     @single_call
-    def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def reduce_scatter_detached(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter without autograd: return this rank's slice along ``dim`` of the tensor-parallel ranks' sum.
 
         Collective over the tensor-parallel ranks; blocks. Uneven slices are padded to the largest for the message.
@@ -334,10 +345,11 @@ class TensorRanks:
         return rows.movedim(0, dim).contiguous()
 
 
-# Each backward is the forward of another of these functions, so that second derivatives are right, too.
+# Each backward is the forward of another of these functions, so that second derivatives are right, too. Their names are
+# not those of ``comm.collectives``, whose autograd nodes ``is_collective_node`` recognises by name.
 
 
-class _Copy(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: TensorRanks, name: str) -> Tensor:
         ctx.given = ranks, f"gradient of the input of {name}"
@@ -348,35 +360,35 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _Reduce.apply(gradients[0], *ctx.given), None, None  # type: ignore[no-untyped-call]
+        return _TensorAllReduce.apply(gradients[0], *ctx.given), None, None  # type: ignore[no-untyped-call]
 
 
-class _Reduce(torch.autograd.Function):
+class _TensorAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: TensorRanks, name: str) -> Tensor:
         ctx.given = ranks, name
-        return ranks.sum(part, name)
+        return ranks.all_reduce_detached(part, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _differentiated(_Copy, gradients[0], *ctx.given), None, None
+        return _differentiated(_AllReduceGradient, gradients[0], *ctx.given), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _TensorAllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, length: int, name: str) -> Tensor:
         ctx.given = ranks, dim, length, name
         ctx.mine, ctx.dim = even_share(length, ranks.size, ranks.rank), dim
-        return ranks.all(part, dim, length, name)
+        return ranks.all_gather_detached(part, dim, length, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
-            return _Take.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
+            return _TakeSlice.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
         return gradients[0].narrow(ctx.dim, ctx.mine.start, len(ctx.mine)), None, None, None, None
 
 
-class _Take(torch.autograd.Function):
+class _TakeSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: TensorRanks, dim: int, length: int, name: str) -> Tensor:
         ctx.given = ranks, dim, length, f"gradient of the input of {name}"
@@ -388,32 +400,32 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _Gather.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
+        return _TensorAllGather.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Scatter(torch.autograd.Function):
+class _TensorReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, length: int, name: str) -> Tensor:
         ctx.given = ranks, dim, length, f"gradient of the {name}"
-        return ranks.sum_share(part, dim, length, name)
+        return ranks.reduce_scatter_detached(part, dim, length, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _Widen.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
+        return _AllGatherInput.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Widen(torch.autograd.Function):
+class _AllGatherInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, length: int, name: str) -> Tensor:
         ctx.given = ranks, dim, length, f"gradient of the {name}"
-        return ranks.all(part, dim, length, name)
+        return ranks.all_gather_detached(part, dim, length, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _Scatter.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
+        return _TensorReduceScatter.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Copies(torch.autograd.Function):
+class _AllReduceGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: TensorRanks, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.given = ranks, f"gradients of parameters of {name}"
@@ -422,7 +434,7 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         flat = torch.cat([g.reshape(-1) for g in gradients])
-        total = _Reduce.apply(flat, *ctx.given)  # type: ignore[no-untyped-call]
+        total = _TensorAllReduce.apply(flat, *ctx.given)  # type: ignore[no-untyped-call]
         parts = total.split([gradient.numel() for gradient in gradients])
         return None, None, *(part.view_as(g).to(g.dtype) for part, g in zip(parts, gradients, strict=True))
 

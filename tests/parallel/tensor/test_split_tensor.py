@@ -75,7 +75,7 @@ def scores() -> Tensor:
 def losses() -> dict[str, tuple[float, float, float, int]]:
     """Of each loss the difference of value and gradient from one device's, relative; and the largest message."""
     line, found = ranks(), {}
-    all_ = line.all
+    all_ = line.all_gather_detached
     for name, loss in LOSSES.items():
         largest = 0
 
@@ -84,7 +84,7 @@ def losses() -> dict[str, tuple[float, float, float, int]]:
             largest = max(largest, part.numel() * line.size)
             return all_(part, *rest)
 
-        line.all = noted  # type: ignore[method-assign]
+        line.all_gather_detached = noted  # type: ignore[method-assign]
         whole = scores().requires_grad_()
         want = loss(whole)
         want.backward()

@@ -111,9 +111,9 @@ class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
         if not need_weights or weights is None:
             return result, None
         if average_attn_weights:
-            weights = ranks.reduce(weights.sum(1), name) / heads
+            weights = ranks.all_reduce(weights.sum(1), name) / heads
         else:
-            weights = ranks.gather(weights, 1, heads, name)
+            weights = ranks.all_gather(weights, 1, heads, name)
         return result, weights if batched else weights[0]
 
     def _by_heads(self, x: Tensor, which: int, batched: bool) -> Tensor:

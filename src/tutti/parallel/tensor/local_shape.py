@@ -195,7 +195,7 @@ class LocalShapeMode(TorchFunctionMode):
             whole: the tensor.
             dim: the dimension of its heads.
         """
-        return self.slice_.ranks.take(whole, dim, self.slice_.length, self.slice_.name)
+        return self.slice_.ranks.take_slice(whole, dim, self.slice_.length, self.slice_.name)
 
     def share(self, whole: Tensor) -> Tensor:
         """Return a copy of a whole tensor for use by this rank's heads, whose backward sums the gradient over ranks.
@@ -205,7 +205,7 @@ class LocalShapeMode(TorchFunctionMode):
         Args:
             whole: the tensor, equal on all tensor ranks.
         """
-        return self.slice_.ranks.copy(whole, self.slice_.name)
+        return self.slice_.ranks.all_reduce_gradient(whole, self.slice_.name)
 
     def _with_heads_here(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of a function of slices, with this rank's heads of tensors that have all heads.
@@ -400,7 +400,7 @@ def _summed_gradients(module: nn.Module, names: Sequence[str], slice_: LayerSlic
         return
     places = [(module_parameters(module.get_submodule(owner)), key) for owner, _, key in map(_parted, names)]
     own = [table[key] for table, key in places]
-    views = slice_.ranks.copies([parameter for parameter in own if parameter is not None], slice_.name)
+    views = slice_.ranks.all_reduce_gradients([parameter for parameter in own if parameter is not None], slice_.name)
     try:
         for (table, key), view in zip(places, views, strict=True):
             table[key] = view  # type: ignore[assignment]

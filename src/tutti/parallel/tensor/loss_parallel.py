@@ -59,7 +59,7 @@ def cross_entropy(
     statistics = [wide.logsumexp(dim), wide.gather(dim, rows).squeeze(dim).masked_fill(elsewhere, 0)]
     if label_smoothing:
         statistics.append(wide.sum(dim))
-    table = slice_.ranks.join(torch.stack(statistics), f"loss of {slice_.name}")
+    table = slice_.ranks.all_gather_stacked(torch.stack(statistics), f"loss of {slice_.name}")
     all_, own = table[:, 0].logsumexp(0), table[:, 1].sum(0)
     loss = all_ - own
     if label_smoothing:
@@ -93,7 +93,7 @@ def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tens
     at = part.argmax(dim, keepdim=True)
     wide = widest_float(part.device)
     message = torch.stack([part.gather(dim, at).to(wide), (at + slice_.mine.start).to(wide)])
-    table = slice_.ranks.join(message, f"best of {slice_.name}")
+    table = slice_.ranks.all_gather_stacked(message, f"best of {slice_.name}")
     rank = table[:, 0].argmax(0, keepdim=True)
     values, classes = (table[:, lane].gather(0, rank)[0] for lane in (0, 1))
     return values.to(part.dtype), classes.long()

@@ -69,42 +69,42 @@ def _lasting(
 ) -> Collection[str]:
     if peers_of(plain) is not None or hooked(plain):
         return ()
-    alone = {name: _Alone() for name in names}
+    recording = {name: _RecordingRanks() for name in names}
     try:
         with untouched(plain, device), ExitStack() as stack:
-            for name, ranks in alone.items():
+            for name, ranks in recording.items():
                 stack.callback(plain.get_submodule(name).register_forward_hook(_hook(name, ranks)).remove)
             trial(plain, _SAMPLES)
     except Exception:
         # The first step reports the error.
         return ()
-    return [name for name, ranks in alone.items() if ranks.joined and not ranks.gathered]
+    return [name for name, ranks in recording.items() if ranks.stacked and not ranks.gathered]
 
 
-def _hook(name: str, ranks: _Alone) -> Callable[..., Tensor]:
+def _hook(name: str, ranks: _RecordingRanks) -> Callable[..., Tensor]:
     return lambda layer, args, out: SplitTensor.of(out, -1, LayerSlice(name, ranks, out.shape[-1]))
 
 
-class _Alone(SilentRanks):
+class _RecordingRanks(SilentRanks):
     """A single rank that records which collectives the loss would need."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
-        self.joined = self.gathered = False
+        self.stacked = self.gathered = False
 
-    def join(self, tensor: Tensor, name: str) -> Tensor:
-        self.joined = True
+    def all_gather_stacked(self, tensor: Tensor, name: str) -> Tensor:
+        self.stacked = True
         return tensor.unsqueeze(0)
 
-    def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def all_gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         self.gathered = True
         return part
 
-    def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+    def all_reduce_gradients(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         self.gathered = True
         return tensors
 
-    def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
+    def take_slice(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
         self.gathered = True
         return whole
 

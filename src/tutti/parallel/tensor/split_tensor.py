@@ -190,9 +190,9 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
     """
     if not isinstance(value, SplitTensor):
         check_input(value, slice_.name)
-        return slice_.ranks.copy(value, slice_.name)
+        return slice_.ranks.all_reduce_gradient(value, slice_.name)
     place = value.slice_
-    return place.ranks.widen(value.part, value.cut, place.length, slice_.name)
+    return place.ranks.all_gather_input(value.part, value.cut, place.length, slice_.name)
 
 
 def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
@@ -221,7 +221,7 @@ def local_part(value: Tensor, width: int, slice_: LayerSlice) -> Tensor:
         check_input(value, slice_.name)
         if value.shape[-1] == width or value.shape[-1] != slice_.length:
             return value
-        return slice_.ranks.take(value, value.dim() - 1, slice_.length, slice_.name)
+        return slice_.ranks.take_slice(value, value.dim() - 1, slice_.length, slice_.name)
     _check_origin(value)
     if value.cut == value.part.dim() - 1:
         return value.part
@@ -249,9 +249,9 @@ def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
     dim %= max(part.dim(), 1)
     # A slice of length one does not show its memory format, and so not the order in which dropout draws.
     if not slice_.sequence or part.dim() < 3 or part.shape[dim] < 2 * slice_.ranks.size:
-        return slice_.ranks.reduce(part, slice_.name)
+        return slice_.ranks.all_reduce(part, slice_.name)
     place = LayerSlice(slice_.name, slice_.ranks, part.shape[dim])
-    return SplitTensor.of(slice_.ranks.scatter(part, dim, place.length, place.name), dim, place)
+    return SplitTensor.of(slice_.ranks.reduce_scatter(part, dim, place.length, place.name), dim, place)
 
 
 def _gathered(value: SplitTensor) -> Tensor:
@@ -259,7 +259,7 @@ def _gathered(value: SplitTensor) -> Tensor:
     if value._known is None or value._known.key != key:
         # In the memory order of the whole tensor, because dropout draws in it.
         order = sorted(range(part.dim()), key=lambda d: -part.stride()[d])
-        found = place.ranks.gather(part.permute(order), order.index(value.cut), place.length, place.name)
+        found = place.ranks.all_gather(part.permute(order), order.index(value.cut), place.length, place.name)
         found = found.permute([order.index(d) for d in range(part.dim())])
         value._known = _Gathered(part, value.cut, place, found, tensor_version(found), key)
     return value._known.whole
@@ -299,7 +299,7 @@ def _take_over_writes(viewed: list[_Gathered]) -> None:
             _check_views([each for each in viewed if each is not known])
             place = known.slice_
             with TorchFunctionDisabled(), torch.set_grad_enabled(known.whole.requires_grad):
-                known.part.copy_(place.ranks.take(known.whole, known.cut, place.length, place.name))
+                known.part.copy_(place.ranks.take_slice(known.whole, known.cut, place.length, place.name))
             known.version, known.key = tensor_version(known.whole), (tensor_version(known.part), known.key[1])
     viewed[:] = [known for known in viewed if known.in_use()]
 
@@ -439,13 +439,13 @@ def _aligned(value: Tensor, place: LayerSlice, back: int) -> Tensor:
             return value.part
         value = _gathered(value)
     if value.dim() < back or value.shape[-back] == 1:
-        return place.ranks.copies([value], place.name)[0]
-    return place.ranks.take(value, value.dim() - back, place.length, place.name)
+        return place.ranks.all_reduce_gradients([value], place.name)[0]
+    return place.ranks.take_slice(value, value.dim() - back, place.length, place.name)
 
 
 def _used(place: LayerSlice, *parameters: Tensor | None) -> list[Tensor | None]:
     """Return parameters that each rank uses for its slice only: backward sums their gradients over the ranks."""
-    there = iter(place.ranks.copies([p for p in parameters if p is not None], place.name))
+    there = iter(place.ranks.all_reduce_gradients([p for p in parameters if p is not None], place.name))
     return [None if p is None else next(there) for p in parameters]
 
 

@@ -252,7 +252,7 @@ class ExpertParallelSlice(TensorParallelLayer):
         given, whole = tree_map_only(Tensor, self._given, (args, kwargs)), self._whole_here()
         with whole:
             part = super().forward(*given[0], **given[1])
-        return self.tutti_slice.ranks.reduce(part, self.tutti_slice.name)
+        return self.tutti_slice.ranks.all_reduce(part, self.tutti_slice.name)
 
     def _given(self, value: Tensor) -> Tensor:
         return copied(value, self.tutti_slice) if value.is_floating_point() else value
@@ -262,7 +262,7 @@ class ExpertParallelSlice(TensorParallelLayer):
         """Return a context in which whole parameters are zero on all ranks but the first."""
         ranks, table = self.tutti_slice.ranks, module_parameters(self)
         own = {key: p for key in self.tutti_whole if (p := table[key]) is not None}
-        views = ranks.copies([*own.values()], self.tutti_slice.name) if own else []
+        views = ranks.all_reduce_gradients([*own.values()], self.tutti_slice.name) if own else []
         here = {key: view * (ranks.rank == 0) for key, view in zip(own, views, strict=True)}
         try:
             table.update(here)  # type: ignore[arg-type]

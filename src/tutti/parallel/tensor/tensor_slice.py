@@ -79,7 +79,9 @@ class SilentRanks(TensorRanks):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a trial on one rank has no other ranks to communicate with")
 
-    copy = reduce = gather = take = scatter = widen = copies = join = sum = all = sum_share = _refuse
+    all_reduce_gradient = all_reduce_gradients = all_reduce = all_gather = all_gather_input = _refuse
+    take_slice = reduce_scatter = all_gather_stacked = _refuse
+    all_reduce_detached = all_gather_detached = reduce_scatter_detached = _refuse
 
 
 class LayerSlice(NamedTuple):

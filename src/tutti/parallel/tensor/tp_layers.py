@@ -145,7 +145,7 @@ class GatheredOutput(TensorParallelLayer):
         name, ranks, length, _ = self.tutti_slice
         part = super().forward(copied(input, self.tutti_slice), *rest, **options)
         dim = -1 - len(self.kernel_size) if isinstance(self, ConvBase) else -1
-        return ranks.gather(part, part.dim() + dim, length, name)
+        return ranks.all_gather(part, part.dim() + dim, length, name)
 
 
 class WidenedLayer(TensorParallelLayer):
@@ -173,7 +173,7 @@ class WidenedLayer(TensorParallelLayer):
         mine = self.tutti_slice.mine
         each = input.shape[-1] // len(mine)
         split = input.unflatten(-1, (len(mine), each))
-        whole = ranks.widen(split, split.dim() - 2, units, name).flatten(-2)
+        whole = ranks.all_gather_input(split, split.dim() - 2, units, name).flatten(-2)
         part: Tensor = super().forward(whole).narrow(-1, each * mine.start, each * len(mine))
         mark_local(part)
         return part
