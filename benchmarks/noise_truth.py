@@ -88,7 +88,7 @@ def estimate(values: Mapping[str, float], name: str) -> NoiseEstimate:
 
 def batches(run: Any) -> Iterator[Any]:
     while True:
-        yield from run.epoch(*run.at)
+        yield from run.epoch(*run.data_position)
 
 
 def measure(name: str, kind: str, windows: int) -> dict[str, list[dict[str, float]]]:

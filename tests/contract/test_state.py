@@ -84,7 +84,7 @@ def saver(run: tutti.Run, folder: str, warnings: list[str]) -> Checkpoints:
 
 def train(run: tutti.Run, until: int) -> None:
     while run.global_step < until:
-        for batch in run.epoch(*run.at):
+        for batch in run.epoch(*run.data_position):
             run.step(batch)
             if run.global_step == until:
                 return
@@ -304,7 +304,7 @@ def read_again(data: str, folder: str) -> int:
     """Samples that a resumed run takes from its data set for the batch that comes next, which is the last one."""
     run = prepare("mirrored", "sgd:lr=0.1", 4, data)
     saver(run, folder, []).restore()
-    next(run.epoch(*run.at))
+    next(run.epoch(*run.data_position))
     given: int = run.feed.source.data.given
     return given
 

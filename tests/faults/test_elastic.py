@@ -52,7 +52,7 @@ def leg(strategy: str, folder: str, until: int, optimizer: str, **settings: Any)
     checkpoints.restore()
     ids, losses = {}, {}
     while run.global_step < until:
-        for batch in run.epoch(*run.at):
+        for batch in run.epoch(*run.data_position):
             losses[run.global_step] = run.step(batch)
             ids[run.global_step - 1] = batch[2].tolist()
             if run.global_step == until:

@@ -51,7 +51,7 @@ def save_again(strategy: str, folder: str) -> list[str]:
     """What a run that goes on from there and saves one step more leaves in the folder."""
     run, checkpoints = prepared(strategy, folder)
     checkpoints.restore()
-    run.step(next(run.epoch(*run.at)))
+    run.step(next(run.epoch(*run.data_position)))
     checkpoints.save({})
     checkpoints.wait()
     return sorted(path.name for path in Path(folder).iterdir())

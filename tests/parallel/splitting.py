@@ -26,7 +26,7 @@ def prepare(shape: str, strategy: str, optimizer: str = "adamw:lr=0.01", **optio
 def train(run: tutti.Run, steps: int) -> list[Any]:
     said: list[Any] = []
     while len(said) < steps:
-        for batch in run.epoch(*run.at):
+        for batch in run.epoch(*run.data_position):
             run.step(batch)
             said.append(run.stats and (run.stats.loss, run.stats.grad_norm))
             if len(said) == steps:

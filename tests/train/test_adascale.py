@@ -56,7 +56,7 @@ def trained(run: tutti.Run, until: int) -> list[dict[str, float]]:
     """Train on to step ``until``; what AdaScale said after each."""
     said = []
     while run.global_step < until:
-        for batch in run.epoch(*run.at):
+        for batch in run.epoch(*run.data_position):
             run.step(batch)
             said.append(run.adascale.values() if run.adascale else {})
             if run.global_step == until:
@@ -68,7 +68,7 @@ def in_a_loop(run: tutti.Run, loss: Any, until: int, how: str) -> list[dict[str,
     """The same in a custom loop with ``run.backward``, called ``twice`` a batch, or with a ``plain`` backward."""
     said: list[dict[str, float]] = []
     while run.global_step < until:
-        for batch in run.microbatches(*run.at):
+        for batch in run.microbatches(*run.data_position):
             for _ in range(1 + (how == "twice")):
                 found = loss(run.model, batch)
                 found.backward() if how == "plain" else run.backward(found)

@@ -138,7 +138,7 @@ def interrupted(folder: str, strategy: str, stop: int, kind: str) -> Any:
                     continue
             else:
                 run.step(batch)
-            positions.append((run.global_step, *run.at, run.samples))
+            positions.append((run.global_step, *run.data_position, run.samples))
             if run.global_step == stop:
                 run.save(folder)
                 return positions

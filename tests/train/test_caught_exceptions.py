@@ -49,7 +49,7 @@ def trained(place: str, skip: bool, loop: bool, **options: Any) -> Any:
     next(iter(script.net.parameters())).register_hook(script.hook)
     try:
         for batch in run.microbatches(0) if loop else run.epoch(0):
-            script.batch, script.forwards = (run.at.batch if loop else script.batch), 0
+            script.batch, script.forwards = (run.data_position.batch if loop else script.batch), 0
             if not skip or script.batch != BAD:
                 try:
                     if loop:

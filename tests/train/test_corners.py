@@ -147,3 +147,5 @@ def test_former_names_of_a_run_work_with_a_warning() -> None:
         run.optimizer.step()
     with pytest.warns(DeprecationWarning, match=r"run\.stats"):
         assert run.agreed is run.stats
+    with pytest.warns(DeprecationWarning, match=r"run\.data_position"):
+        assert run.at == run.data_position == (1, 0)

@@ -123,7 +123,7 @@ def without_dropout(micro: int | None, own: bool, scale: str | None) -> tuple[di
     )
     said: list[float] = []
     while run.global_step < 4:
-        for batch in (run.microbatches if own else run.epoch)(*run.at):
+        for batch in (run.microbatches if own else run.epoch)(*run.data_position):
             if own:
                 run.model.zero_grad()
                 run.backward(losses(run.model, batch))

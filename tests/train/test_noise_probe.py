@@ -36,7 +36,7 @@ def train(every: int | None = 2, optimizer: str = "adam:lr=0.01", **options: Any
     run = tutti.prepare(model(), optimizer, data(), loss, noise_every=every, **options)
     found = []
     while run.global_step < STEPS:
-        for batch in run.epoch(*run.at):
+        for batch in run.epoch(*run.data_position):
             run.step(batch)
             found.append({} if run.noise_probe is None else dict(run.noise_probe.values()))
             if run.global_step == STEPS:
@@ -177,7 +177,7 @@ def train_rows(sparse: bool, optimizer: str, loop: bool = False, **options: Any)
     found: list[Any] = []
     while len(found) < STEPS:
         if loop:
-            for batch in run.microbatches(run.at[0]):
+            for batch in run.microbatches(run.data_position[0]):
                 for each in updates:
                     each.zero_grad()
                 run.backward((net(batch).flatten() - batch[:, 0]).square().mean())
@@ -186,7 +186,7 @@ def train_rows(sparse: bool, optimizer: str, loop: bool = False, **options: Any)
                 if run.stepped:
                     found.append(dict(run.noise_probe.values()))
         else:
-            for batch in run.epoch(*run.at):
+            for batch in run.epoch(*run.data_position):
                 run.step(batch)
                 found.append(dict(run.noise_probe.values()))
     return found[:STEPS]

@@ -203,7 +203,7 @@ def thawing(strategy: str, folder: str, part: str) -> Any:
         run.restore(folder)
     if part == "second":
         return run.save(folder) is not None
-    for batch in run.epoch(run.at.epoch):
+    for batch in run.epoch(run.data_position.epoch):
         net[0].requires_grad_(True)
         run.step(batch)
         if part == "first" and run.global_step == 2:

@@ -79,7 +79,7 @@ def trained(kind: str, devices: int, epochs: int = 2, **options: Any) -> Any:
                 before = run.samples
                 run.step(batch)
                 assert run.stats is not None
-                steps.append((run.stats.loss, run.stats.metrics["number"], run.samples - before, run.at))
+                steps.append((run.stats.loss, run.stats.metrics["number"], run.samples - before, run.data_position))
         return steps, run.weights_sha256()
     except TuttiError as error:
         return f"{type(error).__name__} {int(error.exit_code)} {error}"

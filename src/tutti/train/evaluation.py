@@ -108,7 +108,7 @@ def evaluate_samples(
             remedy="return sums from the loss function, or compute the metric from the outputs of run.predict",
         )
     held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.mesh.rank)
-    run.together(f"evaluation of {described(held_out)}" + " on the average" * averaged)
+    run.check_same_call(f"evaluation of {described(held_out)}" + " on the average" * averaged)
     if isinstance(held_out, HeldOut):
         with heartbeat.training.during(Phase.EVALUATE):
             run.checks.held_out(held_out.source, loss)

@@ -101,7 +101,7 @@ def train_loop(
     )
     loop.begin()
     while not loop.is_over():
-        epoch, start = run.at
+        epoch, start = run.data_position
         loop.begin_epoch(start)
         for batch in loop.speed.timed(run.epoch(epoch, start)):
             if throughput is not None:
@@ -178,7 +178,7 @@ class _TrainLoop:
             self._unchecked = False
         with self.speed.paused():
             run.callbacks.end_step(run)
-            if run.at.epoch > number:
+            if run.data_position.epoch > number:
                 run.callbacks.end_epoch(run, number)
         # Before the save: the checkpoint records the held-out values of its own step.
         fresh = None
@@ -202,14 +202,14 @@ class _TrainLoop:
             saver.wait()
         heartbeat.training.enter(Phase.END)
         if self._evaluated is None and self._held_out is not None:
-            self._evaluated = self._evaluate(max(run.at.epoch - (run.at.batch == 0), 0))
+            self._evaluated = self._evaluate(max(run.data_position.epoch - (run.data_position.batch == 0), 0))
         run.callbacks.end(run)
 
     def summary(self) -> dict[str, Any]:
         """Return the entries of ``summary.json``; see ``train_loop``. Collective: hashes of the weights."""
         run, dataset = self._run, self._run.feed.contract.dataset
         return {
-            "epochs": run.samples / dataset if dataset is not None else run.at.epoch,
+            "epochs": run.samples / dataset if dataset is not None else run.data_position.epoch,
             "steps": run.global_step,
             "updates": run.updates,
             "skipped": self._skipped,
@@ -295,7 +295,7 @@ class _TrainLoop:
                 step=run.global_step,
                 updates=run.updates,
                 samples=run.samples,
-                epochs=run.samples / dataset if dataset is not None else float(run.at.epoch),
+                epochs=run.samples / dataset if dataset is not None else float(run.data_position.epoch),
                 seconds=record.seconds or 0.0,
                 wall_seconds=wall_seconds(self._clock.started),
                 value=self._value(record, watch.metric.name),
@@ -317,7 +317,7 @@ class _TrainLoop:
         """Evaluate the average of the weights, if any, and the model; report and return the record. Collective."""
         run = self._run
         # Without synchronous steps the first rank waits here for the last: that counts as training, not evaluation.
-        run.together("an evaluation")
+        run.check_same_call("an evaluation")
         with self.speed.paused():
             seconds = self.speed.elapsed()
             first = run.evaluate(self._held_out, collate=self._collate)
@@ -350,7 +350,7 @@ class _TrainLoop:
                     facts["plateau"] = self._plateau.state()
                 facts |= run.callbacks.saved()
                 if run.optimizer is not None:
-                    facts |= {**optimizer_facts(run), "epoch_under_way": run.within}
+                    facts |= {**optimizer_facts(run), "epoch_under_way": run.open_epoch}
                 values = None if evaluated is None else evaluated.values
                 saver.save({"means": self._means.facts(), **facts}, values)
                 _tell_checkpoint(run, saver)

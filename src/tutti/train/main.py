@@ -369,7 +369,7 @@ def _restore(job: _Job, saver: Checkpoints) -> Mapping[str, Any] | None:
     run.schedulers.refuse_change(config.changes)
     restore_optimizers(run, restored, config.changes)
     under_way = restored.get("epoch_under_way")
-    if under_way is not None and run.at.epoch > under_way:
+    if under_way is not None and run.data_position.epoch > under_way:
         # A checkpoint of an epoch's last step is saved before schedulers that step after epochs have stepped.
         run.schedulers.after_epoch()
     run.callbacks.load_run(restored)

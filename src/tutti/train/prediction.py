@@ -51,7 +51,7 @@ def predict_samples(
             shapes.
     """
     held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.mesh.rank)
-    run.together(f"predictions for {described(held_out)}" + " on the average" * averaged)
+    run.check_same_call(f"predictions for {described(held_out)}" + " on the average" * averaged)
 
     def predict(ranks: int, rank: int) -> Any:
         parts = []

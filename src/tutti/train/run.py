@@ -142,8 +142,8 @@ class Run:
         local_step: steps taken by this rank; equal to ``global_step`` unless all workers' steps are counted.
         compared: local step at which copies of tensors were last compared over ranks.
         samples: samples consumed.
-        at: this rank's position in the data.
-        within: epoch whose loop has not ended, even if all its batches are consumed; None outside of a loop.
+        data_position: this rank's position in the data: ``epoch`` and ``batch`` of the next global batch.
+        open_epoch: epoch whose loop has not ended, even if all its batches are consumed; None outside of a loop.
         updates: number of updates.
         average: average of the weights; None for none.
         optimizer: the caller's optimizer, several as one; None where ``tutti.prepare`` was given options.
@@ -169,9 +169,9 @@ class Run:
         shared_settings: learning rates, momenta and weight decays of the caller's optimizers, equal on all ranks.
         changes: settings that the user has changed on resuming, a list of ``{"step": …, "changed": {name: [saved,
             now]}}``, one for each resume that changed any.
-        parted: whether an update of this run has left logical workers with different parameters (local SGD).
-        returned: ``tensor_digest`` of each tensor that ``state`` has returned since ``parted`` became true, on a rank
-            with several workers; ``load_state_dict`` accepts these tensors alone on a single data rank.
+        workers_differ: whether an update of this run has left logical workers with different parameters (local SGD).
+        returned: ``tensor_digest`` of each tensor that ``state`` has returned since ``workers_differ`` became true, on
+            a rank with several workers; ``load_state_dict`` accepts these tensors alone on a single data rank.
         lost_ranks: tracker of ranks that were killed while the run continued; None on ranks other than 0, and if
             training ends when a rank is killed.
     """
@@ -204,11 +204,11 @@ class Run:
         self.schedulers.begin(run_context.comms.world)
         self.changes: list[dict[str, Any]] = []
         self.global_step = self.local_step = self.compared = self.updates = self.samples = 0
-        self.at = Position()
-        self.within: int | None = None
+        self.data_position = Position()
+        self.open_epoch: int | None = None
         self.stats: StepStats | None = None
         self.updated: UpdateResult | None = None
-        self.parted, self.returned = False, set[int]()
+        self.workers_differ, self.returned = False, set[int]()
         self._resumed: Position | None = None
         self._over: int | None = None  # the last epoch that was over
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
@@ -259,7 +259,7 @@ class Run:
         """
         if self.feed.epochs.growth is not None:
             raise UsageError("the batch grows, and epochs have fewer steps", remedy="call run.steps_of(epoch)")
-        return self.steps_of(self.at.epoch)
+        return self.steps_of(self.data_position.epoch)
 
     def steps_of(self, epoch: int) -> int:
         """Return the number of global batches, and so of steps, in an epoch.
@@ -280,16 +280,6 @@ class Run:
         gain is the number of steps on the batch of one logical worker (share of the global batch) that a step is worth.
         """
         return self.global_step if self.adascale is None else int(self.adascale.tau)
-
-    @property
-    def place(self) -> Position:
-        """Position of the training run in its data after the steps so far: a ``Position`` with ``epoch`` and ``batch``.
-
-        ``epoch`` is the number of whole epochs consumed, ``batch`` that of global batches of the current epoch. If
-        asynchronous parameter servers count the steps of all logical workers together, the position follows from this
-        count.
-        """
-        return self.at if self.local_step == self.global_step else Position(*self.feed.epochs.place(self.global_step))
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to stop training after the next step, which sets ``run.stats.stop`` to True on all ranks.
@@ -351,7 +341,7 @@ class Run:
             if self.callbacks.ended():
                 return
             self.callbacks.begin_epoch(self, number)
-            self.within, self.lifecycle.rate = number, self.feed.epochs.phase(number).rate
+            self.open_epoch, self.lifecycle.rate = number, self.feed.epochs.phase(number).rate
             parts = iter(()) if start is None else self.feed.read(number, start)
             while not self.callbacks.ended() and (part := self._draw(parts)) is not None:
                 self.lifecycle.drawn, taken = part, self.local_step
@@ -375,7 +365,7 @@ class Run:
                 # The epoch is not over: a checkpoint saved from here on resumes within it.
                 return
             # A checkpoint saved from here on resumes after this epoch's loop.
-            self.within, self._over = None, number
+            self.open_epoch, self._over = None, number
             self.schedulers.after_epoch()
             self.callbacks.end_epoch(self, number)
             if seldom(self):
@@ -388,7 +378,7 @@ class Run:
             return 0
         if number == resumed.epoch:
             return resumed.batch
-        if number != self.within:
+        if number != self.open_epoch:
             raise UsageError(
                 f"epoch {number} was over when this run was saved, which was in epoch {resumed.epoch}",
                 remedy="loop over run.epochs(number), which gives those that are left",
@@ -550,6 +540,12 @@ class Run:
         warnings.warn("run.clock is now run.global_step", DeprecationWarning, stacklevel=2)
         return self.global_step
 
+    @property
+    def at(self) -> Position:
+        """Former name of ``data_position``, the position of the next global batch. Reads raise a DeprecationWarning."""
+        warnings.warn("run.at is now run.data_position", DeprecationWarning, stacklevel=2)
+        return self.data_position
+
     @ends_graph
     @TellFailures()
     def backward(self, loss: Any, *, retain_graph: bool = False) -> None:
@@ -655,7 +651,7 @@ class Run:
         """
         if self.feed.contract.dataset is not None:
             self.checks.planned(self.feed.epochs.steps(Duration(number, "ep")))
-        left = range(self.at.epoch if self.within is None else self.within, number)
+        left = range(self.data_position.epoch if self.open_epoch is None else self.open_epoch, number)
         return self._until_stopped(left) if self.callbacks.own else left
 
     def _until_stopped(self, epochs: Iterable[int]) -> Iterator[int]:
@@ -841,7 +837,7 @@ class Run:
         with self.replica.model_code():
             self._read_whole(averaged)
             found = self._gathered(averaged).all()
-        if self.parted and len(self.context.mine) > 1:
+        if self.workers_differ and len(self.context.mine) > 1:
             self.returned |= set(tensor_digests(found.values()))
         return found
 
@@ -863,7 +859,7 @@ class Run:
         Raises:
             MismatchError: ranks make different calls.
         """
-        self.together("reading the optimizer's state")
+        self.check_same_call("reading the optimizer's state")
         return gathered_state(self.gradient_sync.state().get("optim", {}), self.context.comms.world)
 
     @TellFailures()
@@ -895,7 +891,7 @@ class Run:
         self.trainability.check_replaced()
         self.trainability.check_buffers()
         self.hooks.check_tree()
-        self.together("reading the whole state" + " with the average" * averaged)
+        self.check_same_call("reading the whole state" + " with the average" * averaged)
         check_replicas(self, "reading the whole state")
 
     def _gathered(self, averaged: bool) -> GatheredModel:
@@ -940,13 +936,17 @@ class Run:
             ``samples`` (consumed in all, over all ranks), and ``state`` (of the data set's reader, or None). Rank 0's
             result is to be saved: where an iterable data set has a state of its own, ``state`` is None on other ranks.
         """
-        return {**self.place._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
+        place = self.data_position
+        if self.local_step != self.global_step:
+            # Asynchronous servers count the steps of all workers together.
+            place = Position(*self.feed.epochs.place(self.global_step))
+        return {**place._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Continue at a saved position in the training data, without training: the next ``epoch(number)`` starts there.
 
-        Sets the attributes ``at`` (epoch and global batch) and ``samples`` (consumed so far), and the state of the data
-        set's reader. To be called on every rank, outside of an iteration over the data; not collective. Weights,
+        Sets ``data_position`` (epoch and global batch), ``samples`` (consumed so far) and the state of the data set's
+        reader. To be called on every rank, outside of an iteration over the data; not collective. Weights,
         optimizer and step number stay as they are.
 
         Args:
@@ -956,9 +956,9 @@ class Run:
         Raises:
             CheckpointError: the data set cannot continue there, such as a sampler of another order.
         """
-        self.at = self._resumed = Position(position["epoch"], position["batch"])
+        self.data_position = self._resumed = Position(position["epoch"], position["batch"])
         self.samples = position["samples"]
-        self.feed.reader.load(self.at, position["state"])
+        self.feed.reader.load(self.data_position, position["state"])
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -1043,7 +1043,7 @@ class Run:
             facts = run_state.saver(self, Path(folder)).restore(named)
         return None if facts is None else run_state.restore_run(self, facts, named)
 
-    def together(self, call: str) -> None:
+    def check_same_call(self, call: str) -> None:
         """Check that all ranks make the same call after the same step, before the call's own collectives.
 
         Collective over all ranks: an all-gather of a digest. Calls first the events of callbacks that a ``break`` out

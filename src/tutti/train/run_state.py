@@ -92,7 +92,7 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
             and lists, tuples and dicts of them.
     """
     return {
-        "within": run.within,
+        "within": run.open_epoch,
         **optimizer_facts(run),
         "callbacks": run.callbacks.facts(),
         "callback_names": run.callbacks.names(),
@@ -163,7 +163,7 @@ def restore_run(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> dict
     Raises:
         CheckpointError: the number of parameter groups or schedulers, or the callbacks, differ.
     """
-    run.within = saved.get("within")
+    run.open_epoch = saved.get("within")
     restore_optimizers(run, saved, named)
     if "settings" in saved:
         run.callbacks.load(saved)

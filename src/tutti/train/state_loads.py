@@ -121,7 +121,7 @@ class StateLoads:
         statistics = [name for name in missing if name not in trained and name in self._run.replica.specs]
         if statistics and self._run.context.workers > 1 and (self._several or self._in_parts):
             self._refuse_part(statistics[0], "each logical worker has statistics of its own")
-        if self._several and self._run.parted and self._run.context.mesh.data_ranks == 1:
+        if self._several and self._run.workers_differ and self._run.context.mesh.data_ranks == 1:
             self._check_common(given)
         if not self._row.averages and self._run.local_step:
             raise UsageError(
@@ -178,7 +178,7 @@ class StateLoads:
         """Raise MismatchError if ranks load different parameters. Collective: compares digests."""
         names = sorted({name for name, _ in parameters([*self._names][:1])} & given.keys())
         said = [f"{name} {tuple(given[name].shape)} {tensor_digest(given[name].detach()).item():x}" for name in names]
-        self._run.together("load_state_dict of the model")
+        self._run.check_same_call("load_state_dict of the model")
         self._run.context.comms.world.agree(
             said,
             "the weights that load_state_dict is given",

@@ -437,7 +437,7 @@ class StepLifecycle:
             run.samples = (
                 run.samples + drawn.samples if global_step is None else run.feed.epochs.consumed(run.global_step)
             )
-            run.at = drawn.after
+            run.data_position = drawn.after
         elif stats is not None:
             run.samples += round(stats.count)
         self._generator.set_state(self._script_draws)
@@ -462,7 +462,7 @@ class StepLifecycle:
         run = self._run
         run.stats, run.updated = stats, updated
         run.updates += updated.updates
-        run.parted = run.parted or not updated.together
+        run.workers_differ = run.workers_differ or not updated.together
         self._written.note()
         if not updated.skipped:
             run.schedulers.after_update(optimizer)

@@ -50,7 +50,7 @@ def passed(length: Length, run: Run) -> int:
     """
     if isinstance(length, int):
         return run.global_step // length
-    return int((run.at.epoch if length.unit == "ep" else run.samples) // length.value)
+    return int((run.data_position.epoch if length.unit == "ep" else run.samples) // length.value)
 
 
 def ended(length: Length, run: Run) -> bool:

@@ -76,7 +76,7 @@ def parted(strategy: str, until: int) -> list[bool]:
     run = tutti.prepare(model(), "sgd:lr=0.1", samples(), loss, strategy=strategy, workers=4, batch_size=25)
     same = []
     while run.global_step < until:
-        for batch in run.epoch(run.at.epoch):
+        for batch in run.epoch(run.data_position.epoch):
             run.step(batch)
             copies = list(run.gradient_sync._copies.values())
             same.append(all(torch.equal(a, b) for row in copies[1:] for a, b in zip(copies[0], row, strict=True)))

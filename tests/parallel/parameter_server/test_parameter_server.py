@@ -35,7 +35,7 @@ def go_on(run: tutti.Run, steps: int) -> list[float]:
     """Train until so many steps are done; the losses."""
     losses: list[float] = []
     while run.global_step < steps:
-        for batch in run.epoch(*run.at):
+        for batch in run.epoch(*run.data_position):
             losses.append(run.step(batch))
             if run.global_step == steps:
                 break
@@ -418,7 +418,7 @@ def stopping(strategy: str, asking: int) -> int:
     """One rank is asked to stop in its sixth step; after which step this one is told."""
     run = prepare(strategy)
     while True:
-        for batch in run.epoch(*run.at):
+        for batch in run.epoch(*run.data_position):
             if run.global_step == 5 and tutti.rank() == asking:
                 run.ask_to_stop()
             run.step(batch)

@@ -118,7 +118,7 @@ class WrittenParameters:
     def _epoch_begins(self) -> bool:
         """Return whether the coming step is the first of an epoch, and the last such digest is not too near."""
         run = self._run
-        if run.at.batch or (self._epochs >= _FIRST and run.local_step < self._digested + _APART):
+        if run.data_position.batch or (self._epochs >= _FIRST and run.local_step < self._digested + _APART):
             return False
         self._epochs, self._digested = self._epochs + 1, run.local_step
         return True
