@@ -303,14 +303,15 @@ def test_a_copy_is_its_own_and_classes_come_back() -> None:
 class OwnCheckpoint(nn.Module):
     """Calls a module that draws, and has it computed again by itself."""
 
-    def __init__(self, calls: int, again: bool) -> None:
+    def __init__(self, calls: int, again: bool, preserve: bool = True) -> None:
         super().__init__()
-        self.drop, self.calls, self.again = nn.Dropout(0.5), calls, again
+        self.drop, self.calls, self.again, self.preserve = nn.Dropout(0.5), calls, again, preserve
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, inputs: Tensor) -> Tensor:
         for _ in range(self.calls):
-            inputs = checkpoint(self.once, inputs, use_reentrant=False) if self.again else self.once(inputs)
+            options = {"use_reentrant": False, "preserve_rng_state": self.preserve}
+            inputs = checkpoint(self.once, inputs, **options) if self.again else self.once(inputs)
         return inputs
 
     def once(self, inputs: Tensor) -> Tensor:
@@ -318,15 +319,17 @@ class OwnCheckpoint(nn.Module):
 
 
 def test_a_models_own_checkpoint_draws_the_same_again_or_is_refused() -> None:
-    gradients = []
-    for again in (False, True):
-        model = OwnCheckpoint(1, again)
-        streams = RngStreams(model, CPU)
-        streams.enter(3)
-        model(torch.ones(5, 4)).sum().backward()
-        gradients.append(model.weight.grad)
-    assert gradients[0] is not None and gradients[1] is not None and torch.equal(*gradients)
-    model = OwnCheckpoint(2, again=True)
+    for calls in (1, 3):
+        gradients = []
+        for again, preserve in ((False, True), (True, True), (True, False)):
+            model = OwnCheckpoint(calls, again, preserve or calls > 1)
+            streams = RngStreams(model, CPU)
+            streams.enter(3)
+            model(torch.ones(5, 4)).sum().backward()
+            gradients.append(model.weight.grad)
+        assert all(each is not None and torch.equal(each, gradients[0]) for each in gradients)
+    # Without the states of the generator it cannot be known which call is computed again.
+    model = OwnCheckpoint(2, again=True, preserve=False)
     streams = RngStreams(model, CPU)
     streams.enter(3)
     with pytest.raises(UsageError, match="called 2 times"):

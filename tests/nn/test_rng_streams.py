@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import tutti
@@ -56,6 +57,81 @@ def test_modules_calls_and_cells_draw_differently_and_again_alike() -> None:
     assert masks(2) != first
     assert masks(1) == first
     assert masks(1 + 2**63)[0] != masks(2)[0]
+
+
+class Drawing(nn.Module):
+    """Dropout twice in a call, and a draw by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.second(self.first(inputs) + 1) + 1) * torch.rand_like(inputs)
+
+
+def test_a_seed_of_the_script_decides_on_the_draws_of_modules() -> None:
+    """As in plain PyTorch: two forwards after one seed draw alike, in any micro-batch, and go on where they were."""
+    model, ones = Drawing(), torch.ones(64)
+    draws, found = RngStreams(model, CPU), []
+    for key in (1, 2):
+        draws.enter(key)
+        assert draws.script_seed is None
+        found.append(model(ones))
+        torch.manual_seed(5)
+        found += model(ones), model(ones)
+        assert draws.script_seed == 5
+        with torch.random.fork_rng():
+            torch.manual_seed(6)
+            found.append(model(ones))
+            torch.manual_seed(5)
+            found.append(model(ones))
+        found.append(model(ones))
+    own, again = found[:6], found[6:]
+    assert torch.equal(own[1], own[4]) and len({tuple(each.tolist()) for each in own}) == 5
+    assert not torch.equal(own[0], again[0]) and all(map(torch.equal, own[1:], again[1:]))
+
+
+def test_states_that_the_script_sets_again_repeat_the_draws_of_modules() -> None:
+    """As GradCache does (arXiv 2101.06983): a second forward of each part of a batch, with the first one's draws."""
+    model, parts = Drawing(), [torch.ones(16), torch.ones(32), torch.ones(16)]
+    draws, first, states = RngStreams(model, CPU), [], []
+    draws.enter(3)
+    for part in parts:
+        states.append(torch.get_rng_state())
+        first.append(model(part))
+    after = torch.get_rng_state()
+    for number in (1, 0, 2):
+        torch.set_rng_state(states[number])
+        assert torch.equal(model(parts[number]), first[number])
+    torch.set_rng_state(after)
+    fourth = model(parts[0])
+    draws.enter(3)
+    assert torch.equal([*map(model, parts), model(parts[0])][3], fourth)
+    assert not any(torch.equal(fourth, each) for each in first)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_modules_that_the_script_recomputes_draw_what_they_drew(reentrant: bool) -> None:
+    """By checkpoints of its own; the modules are called several times."""
+    model, weight = Drawing(), torch.ones(64, requires_grad=True)
+    draws = RngStreams(model, CPU)
+
+    def gradient(again: bool) -> Tensor:
+        draws.enter(3)
+        out = weight * 2
+        for _ in range(3):
+            out = checkpoint(model, out, use_reentrant=reentrant) if again else model(out)
+        out = out.sum() + model(weight).sum()
+        return torch.autograd.grad(out, weight)[0] if not reentrant else backward(out)
+
+    def backward(out: Tensor) -> Tensor:
+        weight.grad = None
+        out.backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    assert torch.equal(gradient(again=True), gradient(again=False))
 
 
 def test_evaluation_draws_nothing() -> None:

@@ -97,6 +97,30 @@ def chosen(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Te
     return (model(inputs[:, order]) - targets).square().mean()
 
 
+@refused
+def seeded(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    """Noise of PyTorch's generator, which each body seeds by its count."""
+    own["step"] += 1
+    torch.manual_seed(own["step"])
+    return (model(inputs + torch.randn_like(inputs)) - targets).square().mean()
+
+
+@right
+def seeded_by_steps(
+    run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]
+) -> Tensor:
+    """All generators are seeded for each step, after draws that are keyed; and for a draw that no loss needs."""
+    noise = torch.randn_like(inputs) * np.random.rand() * random.random()
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(run.global_step)  # type: ignore[operator]
+    noise = noise + torch.randn_like(inputs) * np.random.rand() + random.random()
+    error = model(inputs + noise) - targets
+    own["step"] += 1
+    torch.manual_seed(own["step"])
+    own["drawn"] = torch.randn(3).mul(2)
+    return error.square().mean()
+
+
 @right
 def keyed(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
     """Noise of NumPy's global generator, of one that is seeded for each step, and a constant."""
@@ -231,6 +255,39 @@ def test_an_average_in_every_second_of_several_bodies_is_refused(how: str) -> No
             assert "in every n-th of its bodies" in said and "test_body_trace.py:" in said and updates == 0, said
     want = worlds.alone(counted, how=how, strategy="single", workers=1)
     assert isinstance(want, dict), want
+
+
+def seeded_in_loop(how: str, workers: int) -> Any:
+    """Seed a generator of Python or NumPy in each body, by a count of bodies or of steps."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run = tutti.prepare(model, optimizer, DATA, workers=workers, batch_size=BATCH)
+    try:
+        for number, (inputs, targets) in enumerate(run.microbatches(0)):
+            if how == "numpy":
+                np.random.seed(100 + number)
+            elif how == "python":
+                random.seed(number)
+            else:
+                np.random.seed(run.global_step), random.seed(run.global_step)
+            scale = float(np.random.rand()) * random.uniform(1, 2)
+            optimizer.zero_grad()
+            run.backward((model(inputs * scale) - targets).square().mean())
+            optimizer.step()
+    except UsageError as error:
+        return str(error), run.updates
+    return {name: tensor.numpy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("how", ["numpy", "python", "steps"])
+def test_seeds_of_python_and_numpy_by_a_count_of_bodies_are_refused(how: str) -> None:
+    for ranks in (1, 2):
+        for found in worlds.run(ranks, seeded_in_loop, how=how, workers=4):
+            assert isinstance(found, dict) == (how == "steps"), found
+            assert how == "steps" or ("has moved" in found[0] and found[1] == 0)
+    [want] = worlds.run(1, seeded_in_loop, how="steps", workers=3)
+    for got in worlds.run(3, seeded_in_loop, how=how, workers=3):
+        assert isinstance(got, dict) and (how != "steps" or largest_difference(got, want) <= 1e-10)
 
 
 def bodies(found: list[str]) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ Python's and NumPy's global generators are keyed alike (``GlobalDraws``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.torch_compat import DropoutBase, draws_samples, in_backward
 
 _MASK = (1 << 63) - 1
+_MOST = 1 << 16
+"""Most calls of modules between which a state of the generator that the script sets is found again."""
 
 
 class RngSnapshot(NamedTuple):
@@ -46,9 +48,13 @@ class RngStreams:
     Each micro-batch seeds the device's generator (``enter``). A module that draws (dropout and its like) draws from a
     stream of its own: a forward pre-hook, which the constructor registers, seeds the generator by the micro-batch, the
     module's name and the number of the call. The hook raises UsageError if the script recomputes such a module in
-    backward (its own ``torch.utils.checkpoint``) that was called several times in the micro-batch. The hooks do not
-    keep this object in memory, and do nothing once it is gone. The script's own modules among these also
-    have streams of their own of Python's and NumPy's global generators.
+    backward (its own ``torch.utils.checkpoint`` with ``preserve_rng_state=False``) that was called several times in the
+    micro-batch. The hooks do not keep this object in memory, and do nothing once it is gone. The script's own modules
+    among these also have streams of their own of Python's and NumPy's global generators.
+
+    A seed that the script gives the device's generator takes the place of the micro-batch's key, and a state of the
+    generator that the script has saved and sets again brings back the numbers of calls of that time: modules then draw
+    the same numbers again, as in plain PyTorch.
 
     Args:
         model: the part of the model on this rank; module names are those of the whole model.
@@ -60,6 +66,9 @@ class RngStreams:
     Attributes:
         of_python: the draws from Python's and NumPy's global generators.
     """
+
+    _given: ClassVar[int | None] = None
+    """Seed that a stream has given a generator last, unless its state was set since; other ones are of the script."""
 
     def __init__(
         self,
@@ -74,6 +83,12 @@ class RngStreams:
         self._key = 0
         self._calls: dict[str, int] = {}
         self._replaying = False
+        # Key and numbers of calls at the micro-batch's beginning; the seed from which the present draws follow, and the
+        # one before all modules' calls; and by each seed of a module's call the seed before it and the module's name.
+        self._root, self._begun, self._tail, self._source = 0, dict[str, int](), 0, 0
+        self._earlier = dict[int, tuple[int, str]]()
+        # Whether the backward under way has set a state of the forward.
+        self._again = False
         self.of_python = GlobalDraws(always=parted)
         self._around = list[Any]()
         found = keyed_modules(model) if chosen is None else chosen
@@ -97,15 +112,24 @@ class RngStreams:
                 name; None for 0 calls.
             slot: the micro-batch's logical worker and its index there; None for a forward that belongs to no step.
         """
-        self._key = key
+        self._key = self._root = key
         self._around.clear()
         self.of_python.enter(key, slot)
         if self._keyed:
-            self._calls.clear()
-            self._calls.update(before or {})
-        self._generator.manual_seed(key & _MASK)
+            self._begin(before or {})
+        self._tail = self._source = RngStreams._given = key & _MASK
+        self._generator.manual_seed(self._tail)
         if not self._allowed:
             self._before = self._generator.get_state()
+
+    def _trust(self, seed: int) -> None:
+        """Take a seed that the generator has, perhaps from another rank, for one of tutti."""
+        self._source = self._root & _MASK
+        self._tail, RngStreams._given = seed if seed in self._earlier else self._source, seed
+
+    def _begin(self, calls: Mapping[str, int]) -> None:
+        self._calls, self._begun = dict(calls), dict(calls)
+        self._earlier.clear()
 
     def check(self) -> None:
         """Check that a model which must not draw random numbers (``allowed=False``) has drawn none since ``enter``.
@@ -141,7 +165,12 @@ class RngStreams:
         Args:
             then: the snapshot, an earlier value of this property.
         """
+        if then.micro_batch != self._root:
+            self._root = then.micro_batch
+            self._begin(then.calls)
         self._key, self._calls, self._replaying = then.micro_batch, dict(then.calls), then.replaying
+        # The snapshot knows the calls, whatever state the generator gets.
+        RngStreams._given = None
 
     @property
     def state(self) -> Tensor:
@@ -160,18 +189,68 @@ class RngStreams:
             then: the states, an earlier value of this property, of this rank or another one.
         """
         self._generator.set_state(then[:-PACKED])
+        self._trust(self._generator.initial_seed())
         self.of_python.unpack(then[-PACKED:])
+
+    @property
+    def script_seed(self) -> int | None:
+        """The seed that the script has given the device's generator in this micro-batch; None for none.
+
+        It is that of the state from which the generator draws at present, or from whose seed a module's call follows.
+        """
+        seed = self._generator.initial_seed()
+        source = self._source if RngStreams._given in (seed, None) else self._origin(seed)[0]
+        return None if source == self._root & _MASK else source
+
+    def states_of_seed(self) -> tuple[Tensor, Tensor]:
+        """Return the present state of the device's generator, and the one it had when it got its present seed."""
+        fresh = torch.Generator(self._generator.device).manual_seed(self._generator.initial_seed())
+        return self._generator.get_state(), fresh.get_state()
+
+    def _origin(self, seed: int) -> tuple[int, dict[str, int]]:
+        """Return the seed before all modules' calls that have led to a seed, and the number of these calls by name."""
+        calls = dict[str, int]()
+        for _ in self._earlier:
+            if seed not in self._earlier:
+                break
+            seed, name = self._earlier[seed]
+            calls[name] = calls.get(name, 0) + 1
+        return seed, calls
+
+    def _follow(self, seed: int) -> bool:
+        """Follow the script where it has set a seed or state of the generator; return whether it has."""
+        if seed == RngStreams._given:
+            return False
+        if RngStreams._given is None or self._replaying:
+            self._trust(seed)
+            return False
+        self._tail = seed
+        self._source, calls = self._origin(seed)
+        self._key = self._source
+        if self._source == self._root & _MASK:
+            self._key = self._root
+            calls |= {name: number + calls.get(name, 0) for name, number in self._begun.items()}
+        self._calls = calls
+        return True
 
     def _seed(self, name: str, name_hash: int, is_block: bool, module: nn.Module, args: Any) -> None:
         """Seed the generator for the next call of a module that draws; hook before its forward."""
         if module.training:
+            is_set = self._follow(self._generator.initial_seed())
+            recomputes = in_backward() and not self._replaying
+            self._again = recomputes and (is_set or self._again)
             call = self._calls.get(name, 0)
-            if in_backward() and not self._replaying:
+            if recomputes and not self._again:
                 call = _first(name, call)
             else:
                 self._calls[name] = call + 1
             key = mix(self._key, name_hash, call)
-            self._generator.manual_seed(key & _MASK)
+            if len(self._earlier) > _MOST:
+                # Forwards between steps have no end.
+                self._earlier.clear()
+            self._earlier.setdefault(key & _MASK, (self._tail, name))
+            self._tail = RngStreams._given = key & _MASK
+            self._generator.manual_seed(self._tail)
             if is_block:
                 self._around.append(self.of_python.enter_block(key))
 

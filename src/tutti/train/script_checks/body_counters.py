@@ -19,6 +19,8 @@ from tutti.train.script_checks.skipped_bodies import parsed_source
 _METHOD = "microbatches"
 _EDITS = re.compile("grad|clip|noise", re.IGNORECASE)
 """Parts of names in code that edits gradients (a guess)."""
+_SEEDS = frozenset(("seed", "manual_seed", "set_seed", "seed_everything"))
+"""Names of functions that seed generators."""
 _NUMBERS = frozenset(("len", "next", "int", "float", "min", "max", "abs", "round"))
 """Functions whose result counts as a counter if an argument is one."""
 
@@ -53,6 +55,20 @@ def edit_condition() -> str:
             names = {word for child in each.body for word in _words(child)}
             if _counters(loop, file).takes_remainder(each.test) and any(_EDITS.search(name) for name in names):
                 return f"{file}:{each.lineno}"
+    return ""
+
+
+def counted_seed() -> str:
+    """Find a call in a running loop that seeds a generator by a number which each run of the loop's body increases.
+
+    Returns:
+        The call as ``FILE:LINE``; an empty text for none.
+    """
+    for file, _, loop in _running_loops():
+        calls = (each for each in ast.walk(loop) if isinstance(each, ast.Call) and _SEEDS & {*_words(each.func)})
+        for call in calls:
+            if any(map(_counters(loop, file).are_in, (*call.args, *call.keywords))):
+                return f"{file}:{call.lineno}"
     return ""
 
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tutti.nn.global_draws import draws_marker
+from tutti.nn.rng_streams import RngStreams
 from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
+from tutti.train.script_checks.body_counters import counted_seed
 from tutti.train.script_checks.followed_numbers import FollowedNumber
 from tutti.train.script_checks.loss_watch import leaves_of_call, reads_values
 from tutti.train.script_checks.moved_values import MicroBatchKey
@@ -61,11 +63,18 @@ class BodyLossComparison:
     that every body changes, such as a counter; with another number of devices a body would find another value in it.
     Where both have read values of all samples alone, such as a mean (``SampleReads``), other numbers are those of the
     samples, which on one device would be one number; bodies of one worker are compared then, too. Bodies that draw from
-    the global generators of Python and NumPy are not compared. ``CrossWorkerWatch``, a torch-function mode, calls
+    the global generators of Python and NumPy are not compared, unless they seed them by a counter; of PyTorch's
+    generator the seeds are compared by which the script draws. ``CrossWorkerWatch``, a torch-function mode, calls
     ``begin_batch``, ``begin``, ``note`` and ``other_graph``. Not collective.
+
+    Args:
+        draws: RNG streams of the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: RngStreams) -> None:
+        self._draws = draws
+        # State that PyTorch's generator had after the call before, since the script has seeded it.
+        self._drawn: Tensor | None = None
         self._first: dict[Any, _Body] = {}
         self._own = _Body(MicroBatchKey(0, 0), [], [])
         self._other: _Body | None = None
@@ -88,7 +97,7 @@ class BodyLossComparison:
         """
         leaves = tree_leaves(batch)
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
-        self._own, self._generators = _Body(key, [], []), draws_marker()
+        self._own, self._generators, self._drawn = _Body(key, [], []), draws_marker(), None
         found = self._first.setdefault(tuple(_shapes(leaves)), self._own) if self._comparable else self._own
         self._other, self._elsewhere = None if found is self._own else found, found.key != key
         self._known = memories_of(each for each in leaves if isinstance(each, Tensor)) | own
@@ -110,8 +119,8 @@ class BodyLossComparison:
 
         Returns:
             The ``MicroBatchKey`` of the first body's micro-batch, if its call has the same name and result shapes, but
-            other Python numbers among its arguments; else None. It has ``moved`` set if no value was read before, and
-            ``by_number`` if values of all samples were.
+            other Python numbers among its arguments, or has drawn by another seed of the script; else None. It has
+            ``moved`` set if no value was read before, and ``by_number`` if values of all samples were.
         """
         if not (self._comparable or reads.are_of_all) or func in METADATA or name in _CLEARS:
             return None
@@ -119,12 +128,13 @@ class BodyLossComparison:
             # From here on the samples may be the reason.
             self._comparable = False
             return None
+        seed = self._seed_of_draw()
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         if not made:
             return None
         numbers = tuple(found for each in chain(args, kwargs.values()) if (found := self._number(each)) is not None)
         values = tuple(found for each in leaves_of_call(args, kwargs) if (found := self._value(each)) is not None)
-        call, index = _Call(name, tuple(_shapes(made)), numbers, values), len(self._own.calls)
+        call, index = _Call(name, tuple(_shapes(made)), (*numbers, seed), values), len(self._own.calls)
         self._own.calls.append(call)
         if self._other is None or not self._aligned or index >= len(self._other.calls):
             return None
@@ -159,6 +169,15 @@ class BodyLossComparison:
         before = self._other.graphs[index]
         return self._other.key if before is not None and self._moves(graph != before) else None
 
+    def _seed_of_draw(self) -> int | None:
+        """Return the script's seed by which the call that has just ended has drawn from PyTorch's generator, if any."""
+        if (seed := self._draws.script_seed) is None:
+            self._drawn = None
+            return None
+        state, before = self._draws.states_of_seed()
+        before, self._drawn = before if self._drawn is None else self._drawn, state
+        return None if torch.equal(state, before) else seed
+
     def _number(self, value: Any) -> Any:
         """Return a number among a call's arguments, or a hash of numbers; None for another argument."""
         if type(value) in (int, float):
@@ -180,8 +199,11 @@ class BodyLossComparison:
         return self._number(leaf) if isinstance(leaf, np.ndarray | Tensor) else None
 
     def _moves(self, differs: bool) -> bool:
-        """Return ``differs``; but False for bodies that have drawn random numbers, which are no longer compared."""
-        if differs and draws_marker() != self._generators:
+        """Return ``differs``; but False for bodies that have drawn random numbers, which are no longer compared.
+
+        Bodies that seed a generator by a counter go on being compared.
+        """
+        if differs and draws_marker() != self._generators and not counted_seed():
             self._comparable = False
         return differs and self._comparable
 

@@ -236,7 +236,7 @@ class CrossWorkerWatch(LossWatch):
         self._scaled: tuple[int, Sequence[float], list[Any]] | None = None
         refuse = partial(refuse_cross_worker, run, where="in the module's forward")
         self._trials = ModuleTrials(run, self.updating, refuse)
-        self._trace = BodyLossComparison()
+        self._trace = BodyLossComparison(run.replica.draws)
         # Whether code is compared that may count: ``WorkerTrials`` computes the loss functions of ``run.step`` again.
         self._in_body = self._finds_counters = False
         self._reads = SampleReads()
