@@ -129,7 +129,7 @@ class Feed:
 
     def _placed(self, part: RankBatch) -> RankBatch:
         dummy = None if part.dummy is None else self.place(part.dummy)
-        return replace(part, batch=self.place(part.batch), dummy=dummy)
+        return RankBatch(self.place(part.batch), part.samples, part.after, dummy)
 
     def micro_batches(
         self, batch: Batch, local_step: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, starmap
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -87,7 +87,7 @@ class Prefetch:
     persistent: bool = False
 
     def batches(self, source: BatchMaker, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield the batch ``source.fetch(*task)`` for each task, in order, made in this process or by loader processes.
+        """Iterate over the batches ``source.fetch(*task)`` of tasks, in order, made here or by loader processes.
 
         Loader processes are forked when the iteration begins, fetch ahead, and are killed when the iteration ends or is
         left. Each step of the iteration blocks until the next batch is made.
@@ -102,9 +102,9 @@ class Prefetch:
             OSError: no loader process can be forked.
             Exception: the exception that ``source.fetch`` raised.
         """
-        if not self.workers:
-            yield from (source.fetch(*task) for task in tasks)
-            return
+        return self._ahead(source, tasks) if self.workers else starmap(source.fetch, tasks)
+
+    def _ahead(self, source: BatchMaker, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         loader = self.loader(source)
         try:
             yield from loader.batches(tasks)

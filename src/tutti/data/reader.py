@@ -218,7 +218,8 @@ class MapReader:
         self._epoch = epoch
         numbers = range(start, len(steps))
         # Whole parts, or one task for each micro-batch, which the script's own function collates.
-        cuts = [self._cuts(contract, len(steps[step])) for step in numbers]
+        shares = [contract.part(len(steps[step]), self._rank) for step in numbers]
+        cuts = [self._cuts(contract, len(steps[step]), part) for step, part in zip(numbers, shares, strict=True)]
         tasks = [
             self._task(epoch, step, steps[step], piece)
             for step, cut in zip(numbers, cuts, strict=True)
@@ -229,10 +230,9 @@ class MapReader:
         batches = self._fetch([*looks, *tasks])
         if common:
             self._compare_samples(common, next(batches))
-        for step, cut in zip(numbers, cuts, strict=True):
+        for step, mine, cut in zip(numbers, shares, cuts, strict=True):
             parts, samples = [next(batches) for _ in cut], len(steps[step])
             after = Position(epoch + 1, 0) if step == len(steps) - 1 else Position(epoch, step + 1)
-            mine = bool(contract.part(samples, self._rank))
             if isinstance(self.source, CollatedSource):
                 whole = CollatedBatch(tuple(parts), tuple(map(len, cut))) if mine else CollatedBatch()
             else:
@@ -274,9 +274,8 @@ class MapReader:
         """
         self._epochs = epochs
 
-    def _cuts(self, contract: BatchContract, samples: int) -> list[range]:
+    def _cuts(self, contract: BatchContract, samples: int, part: range) -> list[range]:
         """Return the pieces in which this rank's part of a global batch is fetched, as ranges of the global batch."""
-        part = contract.part(samples, self._rank)
         if not part:
             # Few sources can make an empty batch, so a rank without samples fetches the global batch's first
             # micro-batch and slices it to length 0. The model can compute on it, as another rank does.

@@ -33,10 +33,12 @@ class GeneratorStates(NamedTuple):
     Attributes:
         words: their words and positions.
         made_by: the key by which both were seeded; or else the two states, as Python and NumPy give them.
+        paired: whether half of a pair of normal draws is left, which the words do not show.
     """
 
     words: Words
     made_by: Any
+    paired: bool = False
 
 
 class GlobalDraws:
@@ -190,10 +192,10 @@ class GlobalDraws:
             states: the states.
             words: the present words.
         """
-        if _has_normal(states):
+        if states.paired:
             random.setstate(states.made_by[0])
             np.random.set_state(states.made_by[1])
-        elif self._begun is not None and words == self._begun.words and self._is_unpaired():
+        elif self._begun is not None and words == self._begun.words and self._is_in_memory():
             if words != states.words:
                 generator_memory.raw, _numpy_memory().raw = states.words
         elif words != states.words:
@@ -203,9 +205,9 @@ class GlobalDraws:
                 random.setstate(states.made_by[0])
                 np.random.set_state(states.made_by[1])
 
-    def _is_unpaired(self) -> bool:
-        """Return whether no half of a pair of normal draws is left, if nothing has drawn since ``enter``."""
-        return self._begun is not None and not _has_normal(self._begun) and _numpy_memory() is not None
+    def _is_in_memory(self) -> bool:
+        """Return whether the words are the generators' whole states, if nothing has drawn since ``enter``."""
+        return self._begun is not None and not self._begun.paired and _numpy_memory() is not None
 
     def _begin(self, states: GeneratorStates | None) -> None:
         self._begun = states
@@ -266,12 +268,7 @@ def _seeded(key: int) -> GeneratorStates:
 def _states(known: GeneratorStates | None) -> GeneratorStates:
     """Return the states of both generators; ``known`` if they have not changed since."""
     words = _words()
-    if known is not None and words == known.words and not _has_normal(known):
+    if known is not None and words == known.words and not known.paired:
         return known
-    return GeneratorStates(words, (random.getstate(), np.random.get_state(legacy=False)))
-
-
-def _has_normal(states: GeneratorStates) -> bool:
-    """Return whether half of a pair of normal draws is left, which the words do not show."""
-    made_by = states.made_by
-    return type(made_by) is not int and (made_by[0][2] is not None or bool(made_by[1].get("has_gauss")))
+    states = random.getstate(), np.random.get_state(legacy=False)
+    return GeneratorStates(words, states, states[0][2] is not None or bool(states[1].get("has_gauss")))
