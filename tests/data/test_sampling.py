@@ -151,6 +151,69 @@ def test_draws_of_a_collate_function_depend_on_its_samples_alone() -> None:
     assert not torch.equal(source.fetch(np.array([4, 4]), AugmentKey(0, 0)), first)
 
 
+class Numbered(Sampler[int]):
+    """Shuffles by a number that the script sets, and counts epochs."""
+
+    def __init__(self) -> None:
+        self.number, self.counted, self.rng = 0, 0, np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        self.counted += 1
+        return iter(np.random.default_rng(self.number).permutation(COUNT).tolist())
+
+
+class Epochs(Numbered):
+    def set_epoch(self, epoch: int) -> None:
+        self.number = epoch + 7
+
+
+def weighted() -> DataLoader[Any]:
+    return DataLoader(DATA, BATCH, sampler=WeightedRandomSampler(torch.ones(COUNT), COUNT, generator=torch.Generator()))
+
+
+CHANGED: dict[str, tuple[Any, Any]] = {
+    "number": (lambda: DataLoader(DATA, BATCH, sampler=Numbered()), lambda s: setattr(s, "number", 1)),
+    "weights": (weighted, lambda s: setattr(s, "weights", torch.arange(1.0, COUNT + 1))),
+    "one weight": (weighted, lambda s: s.weights.__setitem__(3, 9.0)),
+    "seed": (weighted, lambda s: s.generator.manual_seed(1)),
+    "indices": (
+        lambda: DataLoader(DATA, BATCH, sampler=SubsetRandomSampler(list(range(20)))),
+        lambda s: s.indices.__setitem__(0, 1),
+    ),
+    "seed of a loader": (
+        lambda: DataLoader(DATA, BATCH, shuffle=True, generator=torch.Generator()),
+        lambda s: s.generator.manual_seed(1),
+    ),
+}
+UNCHANGED: dict[str, tuple[Any, Any]] = {
+    "set_epoch": (lambda: DataLoader(DATA, BATCH, sampler=Epochs()), lambda s: s.set_epoch(1)),
+    "looked at": (weighted, lambda s: next(iter(s))),
+    "counted": (lambda: DataLoader(DATA, BATCH, sampler=Numbered()), lambda s: next(iter(s))),
+    "drawn": (lambda: DataLoader(DATA, BATCH, sampler=Numbered()), lambda s: s.rng.random()),
+    "buckets": (lambda: DataLoader(DATA, batch_sampler=Buckets()), lambda s: next(iter(s))),
+}
+
+
+@pytest.mark.parametrize("how", [*CHANGED, *UNCHANGED])
+def test_a_sampler_that_the_script_changes_between_epochs_is_refused(how: str) -> None:
+    """Not one that counts its epochs, or from which the script takes samples."""
+    make, change = (CHANGED | UNCHANGED)[how]
+    loader = make()
+    found = of_loader(loader)
+    order = found.order(0, COUNT)
+    order.batches(0, BATCH)
+    change(found.sampler)
+    if how in UNCHANGED:
+        order.batches(1, BATCH)
+        return
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"has changed .* of the sampler .* set_epoch"):
+            order.batches(1, BATCH)
+
+
 class Own(DataLoader[Any]):
     def __iter__(self) -> Any:
         return iter([1, 2])

@@ -11,11 +11,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from tutti.data.digest import digest
 from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.keyed_random import hash64
 from tutti.errors import DataError, UsageError, counted
 
+_DEPTH = 3
+"""Depth of objects in a sampler whose attributes are settings."""
 # A sampler's draws must not repeat those of sample 0.
 _SAMPLER = int.from_bytes(b"sampler", "big")
 
@@ -188,7 +192,9 @@ class SampledOrder:
     ) -> None:
         self._name, self._seed, self._samples, self._used = type(sampler).__name__, seed, samples, used
         self._whole, self._largest, self._data, self._count = whole, largest, data, len(data)
-        self._first = self._copied((sampler, generator))
+        self._given = sampler, generator
+        self._first = self._copied(self._given)
+        self._settings = _settings(self._first, data)
         self._now, self._next = self._first, 0
         self._epoch: int | None = None
         self._drawn, self._bounds = np.empty(0, dtype=np.int64), list[int]()
@@ -221,7 +227,7 @@ class SampledOrder:
         Raises:
             DataError: the sampler yields anything but indices in the data set, none, or another number of them than the
                 constructor's ``samples``; or a batch sampler yields a batch larger than the constructor's ``largest``.
-            UsageError: the sampler cannot be copied.
+            UsageError: the sampler cannot be copied, or the script has changed a setting of it.
         """
         self._draw(epoch)
         if self._whole:
@@ -271,12 +277,31 @@ class SampledOrder:
             self._next += 1
         # None until the draw has been checked: another call is to raise again.
         self._epoch = None
+        self._check_unchanged()
         if self._whole:
             self._bounds = [0, *np.cumsum([len(each) for each in drawn]).tolist()]
             drawn = [number for each in drawn for number in each]
         self._drawn = self._checked(drawn, epoch)
         self._before = _repeats(self._drawn)
         self._epoch = epoch
+
+    def _check_unchanged(self) -> None:
+        """Raise UsageError if the script has changed a setting of its sampler, which the copy that draws does not have.
+
+        Attributes that the copy has changed, as by ``set_epoch`` or with each epoch, are no settings.
+        """
+        if (given := _settings(self._given, self._data)) == self._settings:
+            return
+        own = _settings(self._now, self._data)
+        changed = [name for name in given if own.get(name) == self._settings.get(name) != given[name]]
+        if changed:
+            raise UsageError(
+                f"the script has changed {changed[0]} of the sampler {self._name} since tutti.prepare",
+                why="a copy of the sampler draws every epoch, so that a resumed run can repeat its draws from the first"
+                " epoch on",
+                remedy="let set_epoch(epoch) of the sampler change it, which is called before each epoch, or let"
+                " __iter__ read it from a global variable; or make a loader and a run for the further epochs",
+            )
 
     def _iterate(self, sampler: Any, generator: torch.Generator | None, epoch: int) -> list[Any]:
         if hasattr(sampler, "set_epoch"):
@@ -317,6 +342,27 @@ class SampledOrder:
                 remedy="give the largest number in a batch as tutti.prepare(batch_size=…)",
             )
         return numbers[: self._used]
+
+
+def _settings(state: tuple[Any, torch.Generator | None], data: Any) -> dict[str, str]:
+    """Return digests of the numbers, texts, arrays and tensors that a sampler holds, and seeds of generators, by name.
+
+    States of generators, and the samples of data sets, do not count.
+    """
+    found, ahead = dict[str, str](), [("the generator", state[1], 0), ("", state[0], 0)]
+    while ahead:
+        name, value, depth = ahead.pop()
+        if isinstance(value, torch.Generator):
+            found[name or "the generator"] = str(value.initial_seed())
+        elif isinstance(value, list | tuple | range) and all(isinstance(each, int | float) for each in value):
+            found[name or "the elements"] = digest(np.asarray(value))
+        elif isinstance(value, int | float | str | np.ndarray | Tensor):
+            found[name] = digest(value)
+        elif value is not data and depth < _DEPTH and not callable(getattr(value, "__getitem__", None)):
+            ahead += [
+                (f"{name}.{key}".strip("."), each, depth + 1) for key, each in getattr(value, "__dict__", {}).items()
+            ]
+    return found
 
 
 def _repeats(numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
