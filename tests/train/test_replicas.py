@@ -183,6 +183,58 @@ def test_a_script_writes_no_checkpoint_of_it(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
 
+class Divided(torch.optim.Optimizer):
+    """SGD with momentum; each rank updates its own parameters, or all ranks all of them, as ``Whole``."""
+
+    divided = True
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                owner = number % tutti.size()
+                if not self.divided or tutti.rank() == owner:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
+                if self.divided:
+                    p.copy_(tutti.broadcast(p, owner, name=f"parameter {number}"))
+
+
+class Whole(Divided):
+    divided = False
+
+
+def divided(kind: type[Divided], folder: str) -> tuple[str, float]:
+    torch.manual_seed(0)
+    model = Tied()
+    data = (torch.arange(48) % 8, torch.arange(48) * 3 % 8)
+    run = tutti.prepare(model, kind(model.parameters(), 0.1), data, loss, workers=3, batch_size=12)
+    for batch in run.epoch(0):
+        run.step(batch)
+    total = float(run.state()["norm.weight"].double().sum())
+    try:
+        run.save(folder)
+    except MismatchError as error:
+        return str(error), total
+    return "", total
+
+
+def test_state_that_an_optimizer_divides_over_ranks_is_not_saved(tmp_path: Path) -> None:
+    """A checkpoint would hold a part of it, and a resumed run would go on from other moments, without an error."""
+    [(said, want)] = worlds.run(1, divided, kind=Whole, folder=str(tmp_path / "one"))
+    assert not said
+    for ranks in (2, 3):
+        answers = worlds.run(ranks, divided, kind=Whole, folder=str(tmp_path / f"whole{ranks}"))
+        assert answers == [("", pytest.approx(want))] * ranks
+        for said, total in worlds.run(ranks, divided, kind=Divided, folder=str(tmp_path / f"parts{ranks}")):
+            assert "the state of the optimizer Divided" in said and "momentum" in said
+            assert total == pytest.approx(want)
+        assert not list((tmp_path / f"parts{ranks}").glob("step-*"))
+
+
 PLANT = """
 STEPS = 0
 

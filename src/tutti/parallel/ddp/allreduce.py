@@ -31,7 +31,7 @@ from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names, optimizer_
 from tutti.parallel.ddp.reducers import WIRE_DTYPES, OverlappedReducer, Reducer, StartedSum, TreeReducer
 from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import SparseReducer, with_sparse_gradients
-from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
+from tutti.parallel.ddp.sync_module_states import agree_on_optimizer_state, agree_on_state, broadcast_state
 from tutti.parallel.ddp.unsharded_gradients import UnshardedGradients
 from tutti.parallel.ddp.update_first import LEAST_WAIT, PendingSums, can_launch_first
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
@@ -443,6 +443,7 @@ class AllReduceSync(UnshardedGradients):
             UsageError: this rank computes several logical workers, and the script has written a buffer that forwards
                 write too, other than by a reset to zeros, or to ones for a variance: each worker has its own value of
                 it.
+            MismatchError: the state of an optimizer of the script's own class differs between ranks.
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm = self._run_context.comms.replica
@@ -820,13 +821,18 @@ class AllReduceSync(UnshardedGradients):
         return WholeTensors([gather_axis(comms.axis("tensor"), parts, not mixing.tensors)], optimizer)
 
     def _optimizer_state(self) -> dict[str, Tensor | TensorSlice]:
-        """Return the tensors of the optimizer's state that this rank writes into a checkpoint."""
+        """Return the tensors of the optimizer's state that this rank writes into a checkpoint.
+
+        Collective over the data ranks for an optimizer of the script's own class: see ``agree_on_optimizer_state``.
+        """
         comm, optimizer, whole = self._run_context.comms.replica, self._optimizer, self._whole
         if optimizer is None:
             return {}
         named = [(name, p) for name, p in self._named if whole is None or not whole.gathers(p)]
         shapes = {name: tuple(p.shape) for name, p in named}
-        found = written(optimizer_tensors(optimizer, named), self._replica, comm, shapes)
+        tensors = optimizer_tensors(optimizer, named)
+        agree_on_optimizer_state(comm, optimizer, tensors)
+        found = written(tensors, self._replica, comm, shapes)
         if whole is not None:
             found |= mine_of(whole.tensors(self._named), comm.rank, comm.size)
         return found
