@@ -58,7 +58,8 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def printed(folder: Path, code: str) -> str:
     """What a script with this code prints; its error, where it fails."""
     (folder / "script.py").write_text(textwrap.dedent(code))
-    done = python(folder, "script.py")
+    # multiprocessing takes a relative path for one of the folder in which the forkserver of the tests was started.
+    done = python(folder, str(folder / "script.py"))
     return done.stdout or done.stderr
 
 
@@ -75,6 +76,28 @@ def test_a_script_runs_as_it_is(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = python(tmp_path, *words)
     ranks = 2.0 if "run" in words else 1.0
     assert f"total {ranks} ['--epochs', '3'] True" in done.stdout, done.stderr
+
+
+SPAWNING = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+import horovod.torch as hvd
+import tutti.horovod
+
+def work():
+    return str(hvd.Sum), tutti.horovod.install()
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        print("spawned", *pool.submit(work).result(), flush=True)
+"""
+
+
+def test_processes_that_a_script_spawns_import_it_too(tmp_path: Path) -> None:
+    """As loader processes of the contexts ``spawn`` and ``forkserver`` do."""
+    (tmp_path / "script.py").write_text(SPAWNING)
+    done = python(tmp_path, "-m", "tutti.horovod", str(tmp_path / "script.py"))
+    assert done.stdout == "spawned sum True\n", done.stderr
 
 
 def test_the_timeline_of_a_script_that_ends_without_shutdown_is_whole(tmp_path: Path) -> None:
@@ -103,5 +126,5 @@ def test_other_frameworks_get_a_reason_and_a_real_horovod_wins(tmp_path: Path) -
     (tmp_path / "horovod" / "__init__.py").write_text("real = True")
     code = "import tutti.horovod; print(tutti.horovod.install()); import horovod; print(horovod.real)"
     assert printed(tmp_path, code) == "False\nTrue\n"
-    code = "import tutti.horovod; print(tutti.horovod.install(replace=True)); import horovod.torch as h; print(h.Sum)"
-    assert printed(tmp_path, code) == "True\nsum\n"
+    code = "import tutti.horovod; assert tutti.horovod.install(replace=True)" + SPAWNING
+    assert printed(tmp_path, code) == "spawned sum True\n"

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +54,8 @@ _EQUIVALENT = """The same in PyTorch:
 
 docs/migrating-from-horovod.md has whole scripts."""
 
+_SPAWNED = Path(__file__).with_name("spawned")
+
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds ``horovod`` and its submodules."""
@@ -94,7 +97,7 @@ class _Alias(ModuleType):
 
 
 def install(replace: bool = False) -> bool:
-    """Make ``import horovod`` load tutti's implementation in this process from now on.
+    """Make ``import horovod`` load tutti's implementation in this process, and in those that it spawns, from now on.
 
     A real Horovod that is installed or already imported wins, unless ``replace`` is given. tutti serves
     ``horovod.torch`` and what belongs to it; to import ``horovod.tensorflow``, ``horovod.keras``, ``horovod.mxnet``,
@@ -115,10 +118,23 @@ def install(replace: bool = False) -> bool:
         if replace:
             raise ImportError("horovod is imported already; call tutti.horovod.install before it")
         return False
-    if not replace and importlib.util.find_spec("horovod") is not None:
+    found = None if replace else importlib.util.find_spec("horovod")
+    if found is not None and found.origin != str(_SPAWNED / "horovod.py"):
         return False
     sys.meta_path.insert(0, _Finder())
+    # The first is the folder of the script, in which a real Horovod may be.
+    sys.path.insert(0 if replace else 1, str(_SPAWNED))
     return True
+
+
+def serve_spawned() -> None:
+    """Serve ``import horovod`` in this process as the process that has spawned it does; called by that import.
+
+    Loader processes of contexts ``spawn`` and ``forkserver`` import the script anew, and with it ``horovod``.
+    """
+    sys.meta_path.insert(0, _Finder())
+    del sys.modules["horovod"]
+    importlib.import_module("horovod")
 
 
 def export_rank(environ: MutableMapping[str, str]) -> None:
