@@ -10,6 +10,7 @@ from tutti.parallel.combinations import (
     check_noise_scale,
     check_strategy,
     check_sync,
+    compares_micro_batches,
     exchanges_sparse,
     noise_basis,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "check_noise_scale",
     "check_strategy",
     "check_sync",
+    "compares_micro_batches",
     "exchanges_sparse",
     "make_strategy",
     "noise_basis",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from tutti.config.layout_config import HybridConfig
@@ -234,8 +235,7 @@ def check_noise_scale(choice: StrategyChoice, devices: int, contract: BatchContr
 
     The noise scale is estimated from the squared norms of the gradients of parts of a batch and of the gradient of the
     whole batch, or of a worker's share of it (``noise_basis``). Each must exist by itself on some rank, and all must be
-    computed with the same parameters. Parts are micro-batches; in the strategies ``model_parallel``, ``pipeline`` and
-    ``hybrid``, which run a worker's micro-batches together, they are whole logical workers.
+    computed with the same parameters. Parts are micro-batches or whole logical workers (``compares_micro_batches``).
 
     Args:
         choice: the strategy.
@@ -244,10 +244,9 @@ def check_noise_scale(choice: StrategyChoice, devices: int, contract: BatchContr
         noisy: whether the run has ``--gradient-noise``.
 
     Raises:
-        UsageError: the strategy compresses its messages (``wire``) or has backup workers; ``noisy`` is True; a strategy
-            whose parts are workers shards parameters (FSDP2, whose backward itself reduces gradients), with or without
-            pipeline stages, or has several ranks share a worker; a batch has a single part; or workers have parameters
-            of their own that are never equal, and one micro-batch each. The message names a way out.
+        UsageError: the strategy compresses its messages (``wire``) or has backup workers; ``noisy`` is True; several
+            ranks share a worker of a strategy whose parts are workers; a batch has a single part; or workers have
+            parameters of their own that are never equal, and one micro-batch each. The message names a way out.
     """
     sync, shape = choice.sync, choice.shape(devices)
     if isinstance(sync, AllReduceConfig) and sync.wire != "fp32":
@@ -264,30 +263,39 @@ def check_noise_scale(choice: StrategyChoice, devices: int, contract: BatchContr
             " mean, and an update is the mean of the fastest parts alone",
             remedy="leave out backup, or --noise-every",
         )
-    if sync.shards_parameters(shape) and not choice.row.own_backward:
-        raise UsageError(
-            f"--noise-every cannot be combined with stage 2 or 3 of strategy '{choice.name}' here",
-            why="backward itself sums the gradients over the devices, so that no device has its own",
-            remedy="take stage=1, or leave out --noise-every",
-        )
     if noisy:
         raise UsageError(
             "--noise-every cannot be combined with --gradient-noise",
             why="it would measure the added noise, too",
             remedy="leave out one of the two",
         )
-    if contract.shared and not choice.row.own_backward:
+    by_micro_batch = compares_micro_batches(choice, shape)
+    if contract.shared and not by_micro_batch:
         raise UsageError(
             "--noise-every cannot be combined with replicas that share a worker's micro-batches",
             why="a pipeline measures the gradients of whole workers, of which a replica has a part",
             remedy=f"take --workers {contract.ranks} or more, or leave out --noise-every",
         )
-    _check_parts(choice, contract)
+    _check_parts(choice, contract, by_micro_batch)
 
 
-def _check_parts(choice: StrategyChoice, contract: BatchContract) -> None:
+def compares_micro_batches(choice: StrategyChoice, shape: Mapping[str, int]) -> bool:
+    """Return whether the gradient noise scale compares gradients of micro-batches; False: those of whole workers.
+
+    A worker is a logical worker, a fixed share of the global batch. The strategies ``model_parallel``, ``pipeline`` and
+    ``hybrid`` run the micro-batches of a worker together. With sharded parameters (ZeRO stages 2 and 3), which exclude
+    pipeline stages, each micro-batch has a backward of its own, whose gradients FSDP2 reduces.
+
+    Args:
+        choice: the strategy.
+        shape: size of each dimension of the device mesh, by name.
+    """
+    return choice.row.own_backward or choice.sync.shards_parameters(shape)
+
+
+def _check_parts(choice: StrategyChoice, contract: BatchContract, by_micro_batch: bool) -> None:
     """Raise UsageError unless gradients of several parts of a batch are computed at the same parameters."""
-    parts = _parts_of_worker(contract) if choice.row.own_backward else 1
+    parts = _parts_of_worker(contract) if by_micro_batch else 1
     if noise_basis(choice, contract) == "average" and not isinstance(choice.sync, LocalSGDConfig):
         share = len(contract.worker(contract.batch, 0))
         raise UsageError(
@@ -298,10 +306,10 @@ def _check_parts(choice: StrategyChoice, contract: BatchContract) -> None:
             else f"take --batch-size {2 * contract.workers} and --micro-batch 1, or leave out --noise-every",
         )
     if contract.workers == 1 and parts < 2:
-        micro = f" or --micro-batch {max(contract.batch // 4, 1)}" if choice.row.own_backward else ""
+        micro = f" or --micro-batch {max(contract.batch // 4, 1)}" if by_micro_batch else ""
         raise UsageError(
             "--noise-every needs gradients of several parts of a batch",
-            why="with one worker" + " and one micro-batch" * choice.row.own_backward + " there is a single gradient",
+            why="with one worker" + " and one micro-batch" * by_micro_batch + " there is a single gradient",
             remedy=f"take --workers 4{micro}",
         )
 

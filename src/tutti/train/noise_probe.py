@@ -14,7 +14,7 @@ from typing import Any
 
 from tutti.config.strategy_choice import StrategyChoice
 from tutti.optim.noise_scale import NoiseAverage, NoiseEstimate
-from tutti.parallel import NoiseBasis
+from tutti.parallel import NoiseBasis, compares_micro_batches
 from tutti.train.noise_parts import MeasuredParts, MeasuredRound, MeasuredWorkers, gathered_roots
 from tutti.types.gradient_sync import GradientSync
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
@@ -53,6 +53,7 @@ class NoiseProbe:
     ) -> None:
         self._sync, self._run_context, self._row = sync, run_context, choice.row
         self._basis, self._every = basis, every
+        self._by_micro_batch = compares_micro_batches(choice, choice.shape(run_context.mesh.size))
         self._simple, self._scaled = NoiseAverage(_THETA), NoiseAverage(_THETA)
         self._measured: MeasuredParts | None = None
         self._latest: dict[str, float] = {}
@@ -77,7 +78,7 @@ class NoiseProbe:
             self._measured = MeasuredWorkers(own, step_context, meets=not self._row.fault_tolerant)
         elif basis == "batch":
             roots = gathered_roots(own, self._run_context.comms.world)
-            self._measured = MeasuredParts(own, step_context, self._row.own_backward, roots)
+            self._measured = MeasuredParts(own, step_context, self._by_micro_batch, roots)
         elif own.equal_before is not None and _is_due(taken, self._every, own.equal_before):
             self._measured = MeasuredRound(own, step_context)
         return self._measured

@@ -101,6 +101,17 @@ class GradientMeter:
         if self.on:
             self._square += squares_of([gradients])[0]
 
+    def leave_out(self, gradient: Tensor | None) -> None:
+        """Subtract the squares of a gradient that another rank of the replica counts, and that ``add`` counts here.
+
+        Does nothing until ``take`` is called for the first time in a step. Not collective.
+
+        Args:
+            gradient: this rank's gradient of a whole parameter, before it is reduced; None for no gradient.
+        """
+        if self.on and gradient is not None:
+            self._square -= squares_of([gradient])[0]
+
     def take(self) -> float:
         """Return the sum of squares of the gradients that ``add`` got since the previous call, and reset it to 0.
 

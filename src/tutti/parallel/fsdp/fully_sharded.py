@@ -105,6 +105,8 @@ class FullySharded:
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
         shapes = [p.shape for _, p in named]
         self._first_step, self._meter = FirstStepCheck(comm), GradientMeter()
+        # Parameters whose gradients another rank of the replica counts in norms.
+        self._lent = frozenset(replica.not_owned)
         self._units = _shard(model, whole, config, comm, self._first_step, self._meter, replica.around_fsdp_hooks)
         own = dict(parameters([model]))
         self._gathered = [own[name] for name, _ in named]
@@ -514,8 +516,8 @@ class FullySharded:
     def gradient_meter(self) -> Callable[[], float]:
         """Start to measure this rank's own gradients, before FSDP2's backward reduce-scatters them. Not collective.
 
-        The measurement stops in the step's ``reduce_scatter_gradients``; each call of the returned function starts it
-        again.
+        Gradients that another rank of the replica counts in norms are left out. The measurement stops in the step's
+        ``reduce_scatter_gradients``; each call of the returned function starts it again.
 
         Returns:
             A function without arguments that returns, as a float, the sum of squares of the elements of the gradients
@@ -636,7 +638,9 @@ class FullySharded:
                         self.edits.ids.add(id(parameter))
                     trained = parameter.requires_grad
                     # PyTorch refuses a hook on a frozen parameter, but keeps the hook of one that is frozen later.
-                    parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(_note, self._used, name))
+                    parameter.requires_grad_(True).register_post_accumulate_grad_hook(
+                        partial(_note, self._used, name, self._meter if name in self._lent else None)
+                    )
                     parameter.requires_grad_(trained)
             self.adapt_hooks()
 
@@ -689,9 +693,14 @@ def _is_dummy(replica: Callable[[], ReplicaRunner | None]) -> bool:
     return found is not None and found.is_dummy
 
 
-def _note(used: set[str], name: str, parameter: Tensor) -> None:
-    """Add a parameter's name to a set. The garbage collector cannot follow what a hook of a parameter refers to."""
+def _note(used: set[str], name: str, meter: GradientMeter | None, parameter: Tensor) -> None:
+    """Add a parameter's name to a set, and leave its gradient out of a meter.
+
+    The garbage collector cannot follow what a hook of a parameter refers to.
+    """
     used.add(name)
+    if meter is not None:
+        meter.leave_out(parameter.grad)
 
 
 def _shard(
