@@ -728,9 +728,19 @@ def test_causes_of_communication_are_counted() -> None:
     assert many[80] > many[1] + 0.1
     slow, fast = (scaled(few, job(devices=64, global_batch=512, wire=wire)) for wire in (1e9, 2.5e10))
     assert slow > fast + 0.1
+    # In a pipeline weights are gathered once a step, and not once a micro-batch.
+    gathered = [scaled(job(passes=1, split=4, tensor=tensor), job(split=4, tensor=tensor)) for tensor in (1, 4)]
+    assert gathered[0] == pytest.approx(1) and gathered[1] > 1.005
     # Tensor ranks all-reduce activations, between nodes over a slower link.
     assert scaled(job(), job(split=8, tensor=8)) > 1.0
     assert scaled(job(), job(split=16, tensor=16)) > scaled(job(), job(split=8, tensor=8))
+
+
+def test_a_narrow_model_fills_its_tensor_ranks_less_than_a_wide_one() -> None:
+    whole, split = job(parameters=0), job(parameters=0, split=8, tensor=8, local=1e20)
+    lost = [scaled(whole | {"hidden": width}, split | {"hidden": width}) for width in (1024, 2048, 12288, 0)]
+    assert lost[0] > lost[1] > lost[2] > 1
+    assert lost[2] < 1.1 and lost[3] == pytest.approx(lost[1], rel=1e-3)
 
 
 def test_wide_models_reach_more_of_the_peak_than_narrow_ones() -> None:

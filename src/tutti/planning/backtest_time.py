@@ -18,6 +18,7 @@ from tutti.planning.hardware_anchor import (
     peak_flops,
     precision_class,
     shipped_anchors,
+    stated_wire,
     usual_links,
 )
 from tutti.planning.law_fit import OTHER_SETS, FittedLaw, fit_law
@@ -378,9 +379,8 @@ class _Job:
         """
         number, text = self.row.number, self.row.text
         hardware, per_node = self.row.label("hardware"), number("per_node", 8.0)
-        wire = re.search(r"([\d.]+)\s*G(b|B)(?:it)?/?p?s", text.get("interconnect", ""))
-        local, usual = usual_links(hardware)
-        stated = float(wire[1]) * 1e9 / (8 if wire[2] == "b" else 1) / per_node if wire else usual
+        local = usual_links(hardware)[0]
+        stated = stated_wire(text.get("interconnect", ""), hardware, per_node)
         stages = number("pp", 1.0)
         bubble = 1 + (stages - 1) / self.passes / number("vpp", 1.0)
         how = text.get("sharding") or text.get("framework", "")

@@ -53,6 +53,13 @@ _HALF_RATE_WIDTH = 400.0
 _LINKS_ELSEWHERE = (5e10, 6.25e9)
 
 
+_RATE = re.compile(
+    r"(?:(\d+)\s*[x×*]\s*)?(?:[a-z]+\s*)??([\d.]+)\s*([MGT])(?:i)?(b|B)(?:it|yte)?s?\s*(?:/\s*s|ps)", re.ASCII
+)
+_OF_A_DEVICE = re.compile(r"(?:per|/|a|each)\s*(?:gpu|device|accelerator|chip)|rail", re.IGNORECASE)
+_SCALES = {"M": 1e6, "G": 1e9, "T": 1e12}
+
+
 @dataclass(frozen=True)
 class HardwareAnchor:
     """Utilisation that the training jobs of one published source reached on one chip in one class of precision.
@@ -145,6 +152,35 @@ def usual_links(hardware: str) -> tuple[float, float]:
     ((230000000000.0, 25000000000.0), (50000000000.0, 6250000000.0))
     """
     return _LINKS.get(chip_of(hardware)[0], _LINKS_ELSEWHERE)
+
+
+def stated_wire(interconnect: str, hardware: str, per_node: float) -> float:
+    """Return the bytes a second of a device between nodes that a description of a cluster's network states.
+
+    A rate is that of a node, which its devices share, unless the text says that it is of a device (``per GPU``), gives
+    a number of adapters (``8 x 200 Gb/s``), or the rate is the adapter's that each device of such a server usually has.
+
+    Args:
+        interconnect: text such as ``1600Gb/s RoCE per node``; may be empty.
+        hardware: name of the chip, whose usual link is returned where the text states no rate.
+        per_node: devices of a node.
+
+    >>> [stated_wire(text, "H100", 8) for text in ("3200Gb/s", "8x400Gb/s", "NDR 400 Gbps")]
+    [50000000000.0, 50000000000.0, 50000000000.0]
+    >>> stated_wire("25Gb/s RoCE per server", "P100", 4), stated_wire("100 GB/s per GPU", "A100", 8)
+    (781250000.0, 100000000000.0)
+    """
+    usual = usual_links(hardware)[1]
+    found = _RATE.search(interconnect)
+    if found is None:
+        return usual
+    adapters, number, scale, unit = found.groups()
+    rate = float(number) * _SCALES[scale] / (8 if unit == "b" else 1)
+    if _OF_A_DEVICE.search(interconnect):
+        return rate * int(adapters or 1)
+    if adapters is None and math.isclose(rate, usual) and not re.search(r"node|server|host|total", interconnect, re.I):
+        return rate
+    return rate * int(adapters or 1) / per_node
 
 
 @cache

@@ -227,18 +227,24 @@ def transformer_flops_per_token(
     return np.asarray((6 * parameters + 12 * layers * hidden * length) * (1 + recompute / 3))
 
 
+_WIDTH = 2048.0
+"""Hidden size at which half a rate is that of w½ tokens, and that of models whose hidden size is not stated."""
+
+
 def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
     """Predict how much longer training on many devices takes than computing alone, as a factor and a summand.
 
     The factor is (1 + σ√(2 ln N)) · (1 + w½/w): a collective waits for the slowest of N devices, 1 + σ√(2 ln N) times
-    as long as a typical one (Gumbel's extreme of normal draws), and a forward or backward over w tokens on each tensor
-    rank works at a saturating rate r∞·w/(w + w½).
+    as long as a typical one (Gumbel's extreme of normal draws), and a forward or backward works at a saturating rate
+    r∞·w/(w + w½). Its work w are the elements of a matrix product's result on a tensor rank, in tokens of a model of
+    hidden size 2,048 on one rank: tokens · hidden / 2048 / tensor.
 
     The summand: gradients go round a ring whose slowest link counts, a device's link within a node or its part of the
     node's network; of its time a fitted fraction is exposed, the rest overlaps with computing. Sharded weights are
-    gathered twice and their gradients scattered once in each micro-batch, layer by layer, and each of these 3·L
-    collectives waits for N − 1 hops. Tensor ranks all-reduce activations 4 times a layer, 6 times with recomputation
-    (Shoeybi et al. 2019, arXiv 1909.08053, §3). Each step has a fixed cost, such as the optimizer's.
+    gathered twice and their gradients scattered once in each micro-batch, in a pipeline once in each step, layer by
+    layer, and each of these 3·L collectives waits for N − 1 hops. Tensor ranks all-reduce activations 4 times a
+    layer, 6 times with recomputation (Shoeybi et al. 2019, arXiv 1909.08053, §3). Each step has a fixed cost, such
+    as the optimizer's.
 
     Args:
         constants: σ, exposed fractions of the gradients' ring and of gathering and scattering, w½ in tokens, seconds of
@@ -260,7 +266,8 @@ def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
     slowest_link = np.maximum((each - 1) / each / inputs["local"], (nodes - 1) / nodes / (inputs["wire"] * each))
     once = inputs["word"] * inputs["parameters"] / split * slowest_link
     hops = np.maximum(devices / split - 1, 0.0) * hop
-    rows = gathering * inputs["passes"] * 3 * (once + layers * hops)
+    gathers = np.where(split > inputs["tensor"], 1.0, inputs["passes"])
+    rows = gathering * gathers * 3 * (once + layers * hops)
     sync = np.where(devices > split, np.where(inputs["sharded"] > 0, rows, 2 * exposed * once), 0.0)
     tensor = inputs["tensor"]
     link = np.where(tensor > inputs["per_node"], inputs["wire"], inputs["local"])
@@ -268,7 +275,9 @@ def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
     reduced = (4 + 2 * inputs["recompute"]) * 2 * (tensor - 1) * activations / link
     slowest = 1 + sigma * np.sqrt(2 * np.log(np.maximum(devices, 1.0)))
     summand = (sync + fixed) * devices / inputs["global_batch"] + reduced
-    return np.asarray(slowest * (1 + half * tensor / inputs["call"])), np.asarray(summand)
+    width = np.where(inputs["hidden"] > 0, inputs["hidden"], _WIDTH)
+    filled = half * (tensor * _WIDTH / width) / inputs["call"]
+    return np.asarray(slowest * (1 + filled)), np.asarray(summand)
 
 
 def _overhead_seconds(constants: Array, inputs: Inputs) -> Array:
