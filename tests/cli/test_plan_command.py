@@ -205,6 +205,7 @@ def test_verify_trains_the_best_plans_and_plans_again(tmp_path: Path) -> None:
         (("--runs", "runs", "--verify", "1"), "for another machine"),
         (("--runs", "runs", *A100, "--devices-per-node", "0"), "at least 1"),
         (("--runs", "runs", *A100, "--network", "alpha=nan,beta=1e9"), "cannot read the link"),
+        (("--runs", "runs", *A100, "--network", "alpha=5us,beta=400Gbyte"), "or with units alpha=30us"),
         (("--runs", "none", "--figure", "time.jpg"), "take .svg or .png"),
         (("--recipe", "f1.json", *A100), "reports no held-out 'f1'"),
         (

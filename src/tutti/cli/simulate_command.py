@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tutti.planning.step_program import StepTimes
 
 
+_BITS = ("bit/s", "b/s", "bps")
 _DEFAULTS: Mapping[str, Any] = {
     "strategy": "mirrored",
     "batch_size": 64,
@@ -37,6 +39,11 @@ _DEFAULTS: Mapping[str, Any] = {
     "activation_checkpointing": "none",
 }
 """Options that neither the command line nor a script states."""
+_LINK_UNITS: Mapping[str, Mapping[str, float]] = {
+    "alpha": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    "beta": {"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+    | {f"{scale}{bit}": size / 8 for scale, size in (("M", 1e6), ("G", 1e9), ("T", 1e12)) for bit in _BITS},
+}
 _ABOVE_ONE = (
     "efficiency above 100 %: the single device takes the micro-batches of all devices in turn; where devices are CPUs, "
     "it has the threads of all, from which small operators gain less than from several processes"
@@ -97,8 +104,9 @@ def simulate_step(
     devices_per_node:
         default: as measured together, or as the machine's name says
     network:
-        link between nodes: alpha=SECONDS,beta=BYTES-A-SECOND; or machine.json
-        whose links and collectives were measured with one rank a node
+        link of a node, all its adapters together: alpha=5us,beta=400Gbit/s (plain
+        numbers are seconds and bytes a second); or machine.json whose links and
+        collectives were measured with one rank a node
     optimizer:
         as in tutti train; default: the script's, or adam:lr=0.001
     precision:
@@ -267,31 +275,45 @@ def parse_link(text: str | None) -> LinkCost | Path | None:
     """Parse the value of ``--network``, the cost of a link between nodes.
 
     Args:
-        text: ``alpha=SECONDS,beta=BYTES``, latency in seconds of a message and bytes a second; or a path that ends with
-            ``.json``, a ``machine.json`` that was measured with one rank a node; None where the option is not given.
+        text: ``alpha=SECONDS,beta=BYTES``, latency in seconds of a message and bytes a second, each a number or with a
+            unit (``5us``, ``400Gbit/s``); or a path that ends with ``.json``, a ``machine.json`` that was measured with
+            one rank a node; None where the option is not given.
 
     Returns:
         For ``alpha=…,beta=…`` both numbers (``LinkCost``: n bytes take alpha + n / beta seconds). For a path the path,
         which is not read. None for None.
 
     Raises:
-        UsageError: the text is malformed, or a number is not positive (``alpha`` may be 0) or not finite.
+        UsageError: the text is malformed, a unit is unknown, or a number is not positive (``alpha`` may be 0) or not
+            finite.
 
-    >>> parse_link("alpha=3e-5,beta=1.25e9")
-    LinkCost(alpha=3e-05, beta=1250000000.0)
+    >>> parse_link("alpha=3e-5,beta=1.25e9"), parse_link("alpha=10ms,beta=400Gbit/s")
+    (LinkCost(alpha=3e-05, beta=1250000000.0), LinkCost(alpha=0.01, beta=50000000000.0))
     """
     if text is None:
         return None
     if text.endswith(".json"):
         return Path(text)
     try:
-        given = {key: float(value) for key, _, value in (part.partition("=") for part in text.split(","))}
+        parts = [part.strip().partition("=") for part in text.split(",")]
+        given = {key: _quantity(value, _LINK_UNITS.get(key, {})) for key, _, value in parts}
         if given.keys() != {"alpha", "beta"} or not (0 <= given["alpha"] < math.inf and 0 < given["beta"] < math.inf):
             raise ValueError
-    except ValueError as error:
-        remedy = "write alpha=30e-6,beta=1.25e9: seconds a message, and bytes a second; or give machine.json"
+    except (KeyError, ValueError) as error:
+        remedy = (
+            "write alpha=30e-6,beta=1.25e9 (seconds a message, and bytes a second of a node), or with units"
+            " alpha=30us,beta=10Gbit/s; or give machine.json"
+        )
         raise UsageError(f"cannot read the link '{text}'", where="--network", remedy=remedy) from error
     return LinkCost(given["alpha"], given["beta"])
+
+
+def _quantity(text: str, units: Mapping[str, float]) -> float:
+    """Return a number with or without a unit in the SI unit; raise ValueError for an unknown unit."""
+    match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([a-zµ]*(?:/s)?)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    return float(match[1]) * {"": 1.0, **units}[match[2]]
 
 
 def _draw(times: StepTimes, title: str, path: Path) -> None:

@@ -42,7 +42,10 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
     match = _PUBLISHED.fullmatch(text)
     if match is not None and not Path(text).exists() and chip_of(match[1])[0]:
         link = measured_network(between, 1).between if isinstance(between, Path) else between
-        return PublishedCosts(match[1], precision, Network(per_node or int(match[2]), link))
+        published = PublishedCosts(match[1], precision, Network(per_node or int(match[2]), link))
+        if link is not None:
+            published.rests.append(_stated(link, published.network.per_node))
+        return published
     if not Path(text).exists() and not text.endswith(".json"):
         raise UsageError(
             f"there is no machine '{text}'",
@@ -60,8 +63,14 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
         return costs
     costs = MeasuredCosts(machine, precision, Network(devices, between))
     if between is not None:
-        costs.rests.append(f"stated link between nodes: {between.alpha * 1e6:g} µs, {between.beta / 1e9:g} GB/s")
+        costs.rests.append(_stated(between, devices))
     return costs
+
+
+def _stated(link: LinkCost, per_node: int) -> str:
+    """Return a line on a stated link, by which bits taken for bytes, or an adapter's rate for a node's, are seen."""
+    share = f", {link.beta / per_node / 1e9:.3g} GB/s a device" if per_node > 1 else ""
+    return f"stated link of a node: {link.alpha * 1e6:g} µs, {link.beta / 1e9:g} GB/s{share}"
 
 
 def _ranks_together(machine: Machine) -> int:
