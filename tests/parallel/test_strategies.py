@@ -13,7 +13,7 @@ from tutti.config.strategy_choice import parse_strategy
 from tutti.config.strategy_table import TABLE
 from tutti.errors import UsageError
 from tutti.parallel.registry import LAYOUTS, SYNCS
-from tutti.types.custom_loop_sync import AloneLoopSync, CustomLoopSync
+from tutti.types.custom_loop_sync import CustomLoopSync, LocalStepSync
 from tutti.types.replica_runner import ModelLayout
 
 
@@ -39,7 +39,7 @@ def check_class(text: str, protocol: type) -> None:
 def test_every_row_is_whole(name: str) -> None:
     row = TABLE[name]
     check_class(LAYOUTS[row.layout], ModelLayout)
-    check_class(SYNCS[row.sync, None], AloneLoopSync if row.loops_alone else CustomLoopSync)
+    check_class(SYNCS[row.sync, None], LocalStepSync if row.local_steps else CustomLoopSync)
     fields = [{f.name for f in dataclasses.fields(c)} for c in (row.layout, row.sync)]
     assert not fields[0] & fields[1]
     assert row.summary

@@ -32,7 +32,8 @@ class Strategy:
         reproducible: whether ``--reproducible`` gives the same bits on any number of data ranks.
         single_update: whether all logical workers make one update together, from the sum of their gradients.
         custom_loop: whether scripts may have training loops of their own, with ``run.backward`` and ``optimizer.step``.
-        loops_alone: whether such loops need as many workers as data ranks, because each worker has weights of its own.
+        local_steps: whether each worker has weights of its own and updates them by itself; such loops then need as many
+            workers as data ranks.
         shared_weights: whether workers hold the same weights at any time, so that batch norm may pool their samples.
         averages: whether all ranks see the same parameters after an update, so that an average of the weights is
             defined.
@@ -60,7 +61,7 @@ class Strategy:
     reproducible: bool = True
     single_update: bool = True
     custom_loop: bool = True
-    loops_alone: bool = False
+    local_steps: bool = False
     shared_weights: bool = True
     averages: bool = True
     worker_gradients: bool = True
@@ -142,7 +143,7 @@ TABLE: Mapping[str, Strategy] = {
         "every worker trains alone, parameters averaged every H steps",
         single_update=False,
         sparse_devices=None,
-        loops_alone=True,
+        local_steps=True,
         shared_weights=False,
         shares_workers=False,
     ),
@@ -152,7 +153,7 @@ TABLE: Mapping[str, Strategy] = {
         "every worker trains alone, an outer optimizer steps along their mean change",
         single_update=False,
         sparse_devices=None,
-        loops_alone=True,
+        local_steps=True,
         shared_weights=False,
         shares_workers=False,
     ),

@@ -36,7 +36,7 @@ class Feed:
         seed: seed of all random draws.
         place: moves a batch to the device, and casts it to the model's dtype and memory format.
         prefetch: fetches held-out samples, in this process or in loader processes.
-        together: whether all samples of this rank form one micro-batch, assigned to the rank's first worker, as
+        workers_as_one: whether all samples of this rank form one micro-batch, assigned to the rank's first worker, as
             synchronised batch norm needs.
         transfer: copies batches to the device ahead of their steps; None to copy each as it is read.
         in_order: gradients are summed in the order of workers and micro-batches (reproducible mode).
@@ -54,12 +54,12 @@ class Feed:
         seed: int,
         place: Callable[[Batch], Batch],
         prefetch: Prefetch = IN_PROCESS,
-        together: bool = False,
+        workers_as_one: bool = False,
         transfer: Transfer | None = None,
         in_order: bool = False,
     ) -> None:
         self.reader, self.epochs, self._rank, self.seed, self.place = reader, epochs, rank, seed, place
-        self.together = together
+        self.workers_as_one = workers_as_one
         self.prefetch, self._transfer = prefetch, transfer
         self.contract = epochs.first
         self.workers = self.contract.mine(rank)
@@ -95,7 +95,7 @@ class Feed:
             The text of each line by its label, such as ``global batch``.
         """
         lines = {**self.epochs.describe(), **self.reader.describe()}
-        if self.together:
+        if self.workers_as_one:
             lines["micro-batch"] = "all samples of a device at once, normalised over the global batch"
         return lines
 
@@ -233,7 +233,7 @@ class Feed:
         """
         most = self._most.get(samples)
         if most is None:
-            most = self._most[samples] = 1 if self.together else self.contract.most_micro_batches(samples)
+            most = self._most[samples] = 1 if self.workers_as_one else self.contract.most_micro_batches(samples)
         return most
 
     def _plan(self, samples: int, have: int, over: str) -> Plan:
@@ -244,7 +244,7 @@ class Feed:
         return plan
 
     def _make_plan(self, samples: int, have: int, over: str) -> Plan:
-        if self.together:
+        if self.workers_as_one:
             return [(self.workers[0], [(None, 1.0 / samples)] if have else [])]
         plan: Plan = []
         for worker, pieces in self.contract.spans(samples, self._rank, have):

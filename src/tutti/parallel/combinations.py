@@ -139,7 +139,7 @@ def check_custom_loop(choice: StrategyChoice, workers: int, ranks: int) -> None:
                 why="the script's .grad would be a rank's rows or slice of the gradient of a stage",
                 remedy="give tutti.prepare a loss_fn; or take stages alone, or tensor and shards",
             )
-    if choice.row.loops_alone and workers > ranks:
+    if choice.row.local_steps and workers > ranks:
         raise UsageError(
             f"a custom training loop of {counted(workers, 'worker')} on {counted(ranks, 'data rank')} cannot be"
             f" combined with strategy '{choice.name}'",

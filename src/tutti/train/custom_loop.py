@@ -66,7 +66,7 @@ class CustomLoop:
         self.optimizers = state.optimizers
         self._origin, self._bodies, self._local = state.origin, state.bodies, state.local
         self.second_updates = state.bodies.second_updates
-        self._carried, self._skipped = RecurrentStateCheck(run), SkippedBodies(run)
+        self._recurrent, self._skipped = RecurrentStateCheck(run), SkippedBodies(run)
         self.gradients = CustomLoopGradients(run, state)
         self.update = CustomLoopUpdate(run, state, self.gradients)
         self.closures = ClosureUpdate(run, state, self.gradients, self.update, choice)
@@ -241,7 +241,7 @@ class CustomLoop:
         step_context = lifecycle.step_context
         global_batch.measured = None if run.noise_probe is None else run.noise_probe.begin(step_context)
         if self._local is not None:
-            global_batch.alone, global_batch.ending = self._local.updates_alone(step_context), step_context
+            global_batch.is_local_step, global_batch.ending = self._local.is_local_step(step_context), step_context
         busy = [(worker, micro_batches) for worker, micro_batches in work if micro_batches]
         # Shares differ by at most one sample, so that workers without samples are the last ones.
         global_batch.idle = [worker for worker, micro_batches in work if not micro_batches]
@@ -255,8 +255,8 @@ class CustomLoop:
         several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
         served = self._sync.gradient_at == "servers"
         # Gradient noise is added by run.backward, and measured in reductions: other gradients must be told apart.
-        whole = global_batch.alone or run.context.comms.replica.size == 1
-        self._origin.alone = not (several or served or run.noise or run.noise_probe) and whole
+        whole = global_batch.is_local_step or run.context.comms.replica.size == 1
+        self._origin.is_whole_batch = not (several or served or run.noise or run.noise_probe) and whole
         return busy
 
     def _refuse_parts_of_worker(self, count: int) -> NoReturn:
@@ -285,13 +285,13 @@ class CustomLoop:
             self._origin.remember()
         self._bodies.begin_body(final)
         self._lifecycle.loaders.begin_body(self._bodies.several)
-        self._carried.begin_body(micro_batch, self._bodies.several)
+        self._recurrent.begin_body(micro_batch, self._bodies.several)
         self._lifecycle.inputs.begin()
         if self._state.batch.is_watched:
             self._lifecycle.values.begin_body(micro_batch)
         self._origin.watch()
         self._run.checks.begin_body(micro_batch)
-        if self._state.batch.alone and not micro_batch.samples:
+        if self._state.batch.is_local_step and not micro_batch.samples:
             self._state.void = VoidBody(self._run)
         self._replica.begin(micro_batch)
         self._lifecycle.enter(Phase.COMPUTE)
@@ -308,9 +308,10 @@ class CustomLoop:
             trained = self.gradients.calls > 0 or bool(self.gradients.shown())
             self._skipped.end_body(micro_batch, trained, self._lifecycle.values.size_lines)
         self._bodies.end_body()
-        if self._state.batch.alone and self._local is not None and self._state.is_last_body and micro_batch is not None:
+        is_last = self._state.is_last_body
+        if self._state.batch.is_local_step and self._local is not None and is_last and micro_batch is not None:
             self.gradients.join_losses(self._local, micro_batch)
-        if not self._bodies.several or self._state.is_last_body or micro_batch is None:
+        if not self._bodies.several or is_last or micro_batch is None:
             return
         if micro_batch.last and self.gradients.calls == 1 and self._sync.by_worker:
             self.gradients.end_banked_worker(0, micro_batch.worker)

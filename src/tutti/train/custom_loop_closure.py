@@ -122,9 +122,9 @@ class ClosureUpdate:
         Returns:
             The loss, as ``plain`` returns it.
         """
-        run, alone, index, found = self._run, self._state.batch.alone, evaluations.index, evaluations.found
+        run, is_local, index, found = self._run, self._state.batch.is_local_step, evaluations.index, evaluations.found
         self._update.stepped = True
-        updated = UpdateResult(1, together=not alone)
+        updated = UpdateResult(1, in_sync=not is_local)
         with self._lifecycle.updating():
             try:
                 loss = plain(partial(evaluations.loss_with_gradient, micro_batch))
@@ -143,10 +143,10 @@ class ClosureUpdate:
                 remedy="restore a checkpoint; lower the learning rate, clip the gradient (clip=1), or check the data",
             )
         # The loss and gradient before the update, as the optimizer returns them.
-        stats = found[0] if found and not alone else self._gradients.latest
+        stats = found[0] if found and not is_local else self._gradients.latest
         stats = stats or self._update.stats_for(evaluations.members, False)
         run.stats = self._gradients.latest = stats
-        updated = replace(updated, skipped=updated.skipped or (alone and not stats.finite))
+        updated = replace(updated, skipped=updated.skipped or (is_local and not stats.finite))
         self._bodies.note("step", index)
         self._update.count_update(stats, updated, index)
         return loss
@@ -217,7 +217,7 @@ class _Evaluations:
         members = self._origin.members(self.index)
         if self._origin.local(members):
             self._gradients.exchange_local(micro_batch)
-        if self._state.batch.alone:
+        if self._state.batch.is_local_step:
             return loss
         if self._origin.edited(members):
             self._origin.check_edits()
@@ -238,7 +238,7 @@ class _Evaluations:
         edited = self._origin.edited(self.members)
         self._sync.apply_edits(edited)
         stats = self._update.stats_for(self.members, bool(edited))
-        if self._state.batch.alone:
+        if self._state.batch.is_local_step:
             norm = self._sync.norm_of(self.members, self._lifecycle.step_context)
             stats = replace(stats.known(), grad_norm=norm, finite=finite_by_norm(norm))
         self.found.append(stats)

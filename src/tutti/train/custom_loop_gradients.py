@@ -26,7 +26,7 @@ from tutti.nn.incomplete_gradient import is_zeroed
 from tutti.train.custom_loop_state import Contribution, CustomLoopState, Gradients
 from tutti.train.noise_parts import SilentHook
 from tutti.train.void_body import VoidBody
-from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, AloneLoopSync
+from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, LocalStepSync
 from tutti.types.micro_batch import LossSums, MicroBatch
 from tutti.types.replica_runner import GradientReadyHook
 from tutti.types.step_records import StepContext, StepStats
@@ -155,7 +155,7 @@ class CustomLoopGradients:
                     " parameters are lost",
                     remedy="call run.backward(loss), or take strategy='mirrored' or 'sharded:stage=1'",
                 )
-        elif not self._origin.alone or self._origin.local(self._origin.script_parameters(), means=True):
+        elif not self._origin.is_whole_batch or self._origin.local(self._origin.script_parameters(), means=True):
             self.exchange_local(micro_batch, means=True)
 
     def exchange_local(self, micro_batch: MicroBatch, means: bool = False) -> None:
@@ -369,7 +369,7 @@ class CustomLoopGradients:
         part = self._add_body(micro_batch, call, local, work, kept.loss_sums.get(micro_batch.worker))
         part.whole = micro_batch.whole
         self._end_measured_worker(call, micro_batch.worker, part)
-        if self._state.batch.alone and self._local is not None:
+        if self._state.batch.is_local_step and self._local is not None:
             self._reduce_own(self._local, micro_batch, part, step_context)
             sync.add_gradients(held)
             return
@@ -408,7 +408,7 @@ class CustomLoopGradients:
             self.show(shown)
 
     def _reduce_own(
-        self, local: AloneLoopSync, micro_batch: MicroBatch, part: LossSums, step_context: StepContext
+        self, local: LocalStepSync, micro_batch: MicroBatch, part: LossSums, step_context: StepContext
     ) -> None:
         """Complete the gradient of a worker that makes updates of its own, and reduce the loss over workers.
 
@@ -425,7 +425,7 @@ class CustomLoopGradients:
             self._finish_noise(self.latest)
         self.pending.append(self.latest)
 
-    def join_losses(self, local: AloneLoopSync, micro_batch: MicroBatch) -> None:
+    def join_losses(self, local: LocalStepSync, micro_batch: MicroBatch) -> None:
         """Take part in the other ranks' reductions of losses, where this rank's body has called no ``run.backward``.
 
         Under local SGD, where each worker makes updates of its own, a body may skip a batch because of its content.
@@ -472,7 +472,8 @@ class CustomLoopGradients:
         """
         for stats in self.pending:
             stats.known()
-        if self.pending and not self._state.batch.alone and self._origin.edited(self._origin.script_parameters()):
+        reduced = bool(self.pending) and not self._state.batch.is_local_step
+        if reduced and self._origin.edited(self._origin.script_parameters()):
             self._origin.check_edits()
 
     def check_served(self) -> None:

@@ -14,7 +14,7 @@ from tutti.train.noise_parts import MeasuredParts
 from tutti.train.script_checks.body_comparison import BodyComparison
 from tutti.train.script_checks.gradient_origin import GradientOrigin
 from tutti.train.void_body import VoidBody
-from tutti.types.custom_loop_sync import AloneLoopSync
+from tutti.types.custom_loop_sync import LocalStepSync
 from tutti.types.micro_batch import LossSums, MicroBatch
 from tutti.types.step_records import StepContext
 
@@ -59,7 +59,7 @@ class GlobalBatchState:
             in place of the worker where the strategy sums all workers together.
         settings: text of the optimizers' settings, such as ``lr``, at each reduction of the first body, which ranks
             compare.
-        alone: whether each worker makes an update of its own in this step (local SGD).
+        is_local_step: whether each worker makes an update of its own in this step (local SGD).
         ending: the step's context while an average of the workers' parameters may still be due; else None.
         averaged: whether the workers' parameters were averaged in this step.
         measured: measures the gradient noise in the first reduction of the batch; None where it is not measured.
@@ -72,7 +72,7 @@ class GlobalBatchState:
     is_watched: bool = False
     bank: dict[tuple[int, int], Contribution] = field(default_factory=dict)
     settings: dict[int, str] = field(default_factory=dict)
-    alone: bool = False
+    is_local_step: bool = False
     ending: StepContext | None = None
     averaged: bool = False
     measured: MeasuredParts | None = None
@@ -103,7 +103,7 @@ class CustomLoopState:
     def __init__(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
         self.origin, self.bodies = GradientOrigin(run, optimizers), BodyComparison(run)
-        self.local = run.gradient_sync if isinstance(run.gradient_sync, AloneLoopSync) else None
+        self.local = run.gradient_sync if isinstance(run.gradient_sync, LocalStepSync) else None
         self.batch = GlobalBatchState()
         self.micro_batch: MicroBatch | None = None
         self.in_body = self.is_last_body = False

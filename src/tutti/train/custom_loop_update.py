@@ -102,7 +102,7 @@ class CustomLoopUpdate:
         if not is_last:
             return False
         self.check_not_averaged()
-        if edited and not self._state.batch.alone:
+        if edited and not self._state.batch.is_local_step:
             self._origin.check_edits()
         if edited and self._bodies.several and self._state.batch.is_watched and in_body:
             names = {p: name for name, p in parameters([self._replica.plain])}
@@ -168,7 +168,7 @@ class CustomLoopUpdate:
         run = self._run
         several = len(reductions) != 1 or self._sync.accumulated or len(self._optimizers) > 1
         decides = edited or run.context.clip is not None or run.adascale is not None
-        if several or decides or self._state.batch.alone:
+        if several or decides or self._state.batch.is_local_step:
             return False
         [stats] = reductions
         if not isinstance(stats, PendingStats):
@@ -226,7 +226,7 @@ class CustomLoopUpdate:
         # change no version counter, matter where the norm decides on a factor or a skipped update.
         decides = run.replica.edits is None and (run.context.clip is not None or not latest.finite)
         anew = edited or decides or sync.accumulated or sync.gradient_at == "stages"
-        if not self._state.batch.alone and (anew or len(pending) != 1 or len(self._optimizers) > 1):
+        if not self._state.batch.is_local_step and (anew or len(pending) != 1 or len(self._optimizers) > 1):
             norm = sync.norm_of(members, self._lifecycle.step_context)
             unedited = latest.finite and not edited
             latest = replace(latest.known(), grad_norm=norm, finite=finite_by_norm(norm, lambda: unedited))
@@ -269,9 +269,9 @@ class CustomLoopUpdate:
         Returns:
             An ``UpdateResult``, whose ``skipped`` is True if the gradient is not finite.
         """
-        if not self._state.batch.alone or self._local is None:
+        if not self._state.batch.is_local_step or self._local is None:
             return self._sync.optimizer_step(stats, step_context)
-        own = UpdateResult(1, together=False) if self._state.void is not None else self._local.step_own(step_context)
+        own = UpdateResult(1, in_sync=False) if self._state.void is not None else self._local.step_own(step_context)
         return replace(own, skipped=own.skipped or not stats.finite)
 
     def count_update(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:

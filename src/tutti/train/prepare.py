@@ -297,11 +297,13 @@ def prepare_run(
     run_context = _with_trials(run_context, checked, place, loss, o.seed)
 
     # Layout: tensor slices, stages, activation checkpointing, compilation.
-    layout, sync = parallel.make_strategy(choice.counted(checked.epochs.steps), _as_one(run_context, checked.together))
+    strategy_context = _with_one_worker(run_context) if checked.workers_as_one else run_context
+    layout, sync = parallel.make_strategy(choice.counted(checked.epochs.steps), strategy_context)
     # Hooks, reads of parameters and other optimizers of the script, found before objects are replaced.
     sharded = mesh.shard > 1 and bool(checked.optimizers)
     others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
-    hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
+    hooks = HookWatch(converted, run_context, _has_single_micro_batch(contract, sync))
+    reads = PartialReads(converted, run_context)
     replica = slow_down(layout.build(converted), o.slowness, world, contract.workers)
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
@@ -470,18 +472,16 @@ def _feed(checked: CheckedRun, comms: Communicators, place: Callable[[Any], Any]
     order = None if isinstance(data, Stream) else sampling.order(o.seed, len(data))
     reader = make_reader(data, epochs, rank, o.seed, comms, prefetch, order)
     transfer = make_transfer(world.device, data)
-    return Feed(reader, epochs, rank, o.seed, place, prefetch, checked.together, transfer, o.reproducible)
+    return Feed(reader, epochs, rank, o.seed, place, prefetch, checked.workers_as_one, transfer, o.reproducible)
 
 
-def _alone(contract: BatchContract, sync: GradientSync) -> bool:
+def _has_single_micro_batch(contract: BatchContract, sync: GradientSync) -> bool:
     """Return whether every gradient is that of a single micro-batch."""
     single = contract.workers == 1 or sync.loss_normalisation == "worker"
     return single and len(contract.micro_batches(len(contract.worker(contract.batch, 0)))) == 1
 
 
-def _as_one(run_context: RunContext, together: bool) -> RunContext:
+def _with_one_worker(run_context: RunContext) -> RunContext:
     """Return a context with a single worker that spans all data ranks, for workers that run as one."""
-    if not together:
-        return run_context
     alone = run_context.workers == run_context.mesh.data_ranks
     return replace(run_context, workers=1, mine=run_context.mine[:1], sharers=None, draws=alone)

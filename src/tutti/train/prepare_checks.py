@@ -72,8 +72,8 @@ class CheckedRun:
         schedulers: the script's schedulers.
         callbacks: the script's callbacks.
         loss_scale: the loss scale; None for none.
-        together: whether the logical data-parallel workers of a rank (fixed shares of the global batch) compute as
-            one, for synchronised batch norm.
+        workers_as_one: whether the logical data-parallel workers of a rank (fixed shares of the global batch) compute
+            as one, for synchronised batch norm.
         optimizer_settings: options of each parameter group as they were given.
         from_loader: whether the data set was given as a ``DataLoader``.
     """
@@ -93,7 +93,7 @@ class CheckedRun:
     schedulers: Schedulers
     callbacks: Callbacks
     loss_scale: LossScale | None
-    together: bool
+    workers_as_one: bool
     optimizer_settings: list[dict[str, Any]]
     from_loader: bool
 
@@ -220,7 +220,7 @@ def check_run(
     if o.noise_every is not None:
         parallel.check_noise_scale(choice, mesh.size, contract, noise is not None)
     option = per_worker_option(adaptive, noise, o.noise_every)
-    together = _together(o.batch_norm_options, choice, epochs, o.reproducible, option)
+    workers_as_one = _compute_as_one(o.batch_norm_options, choice, epochs, o.reproducible, option)
     return CheckedRun(
         model=whole,
         trainer=trainer,
@@ -237,7 +237,7 @@ def check_run(
         schedulers=schedulers,
         callbacks=callbacks,
         loss_scale=loss_scale,
-        together=together,
+        workers_as_one=workers_as_one,
         optimizer_settings=optimizer_settings(given),
         from_loader=isinstance(dataset, DataLoader),
     )
@@ -377,7 +377,7 @@ def _contract(choice: StrategyChoice, ranks: int, count: int | None, batch: int,
     return BatchContract(count, batch, number, ranks, micro, o.identical_batches)
 
 
-def _together(
+def _compute_as_one(
     batch_norm: BatchNormConfig, choice: StrategyChoice, epochs: Epochs, reproducible: bool, needs: str | None
 ) -> bool:
     """Return whether a rank's workers run as one (synchronised batch norm). Raises UsageError if they cannot."""

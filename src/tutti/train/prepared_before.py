@@ -128,7 +128,7 @@ def keeps_state(choice: StrategyChoice, run_context: RunContext) -> bool:
     """
     if not choice.row.optimizer_here:
         return False
-    if choice.row.loops_alone:
+    if choice.row.local_steps:
         return run_context.workers == run_context.mesh.data_ranks
     return choice.row.own_copies or run_context.mesh.size == 1
 

@@ -76,11 +76,11 @@ class StepLifecycle:
     def __init__(self, run: Run, max_nonfinite: int) -> None:
         self._run = run
         self._written = WrittenParameters(run)
-        self._carried, self._kept = CrossWorkerWatch(run), CrossStepWatch(run)
-        self.values: LossWatch | BothWatches = self._carried
+        self._across_workers, self._across_steps = CrossWorkerWatch(run), CrossStepWatch(run)
+        self.values: LossWatch | BothWatches = self._across_workers
         self.inputs = StepInputs(run)
         self.windows = WatchWindows()
-        self._trials, self.loaders = WorkerTrials(run, self._kept), LoaderWatch(run)
+        self._trials, self.loaders = WorkerTrials(run, self._across_steps), LoaderWatch(run)
         self._iterators = IteratorWatch(run)
         run.replica.around_stage = self._around_stage
         self.step_context = StepContext(run.local_step, run.feed.contract.batch)
@@ -199,14 +199,14 @@ class StepLifecycle:
         written = self._written.digest_once()
 
         def digest() -> int:
-            kept = self._kept.digest()
+            kept = self._across_steps.digest()
             return (mix(written(), kept) >> 1) or 1 if kept else written()
 
         return digest
 
     def _compare(self) -> None:
         """Raise UsageError where data ranks have kept or written other values. Collective over them."""
-        self._kept.compare()
+        self._across_steps.compare()
         self._written.compare()
 
     def watch(self, work: Sequence[tuple[int, Sequence[MicroBatch]]]) -> bool:
@@ -225,12 +225,12 @@ class StepLifecycle:
             True if one of the checks acts in this step.
         """
         self.inputs.begin_batch(work)
-        carried = self._carried.begin_batch(work)
-        kept = self._kept.begin_batch(watched=carried)
+        carried = self._across_workers.begin_batch(work)
+        kept = self._across_steps.begin_batch(watched=carried)
         if kept and carried:
-            self.values = BothWatches(self._kept, self._carried)
+            self.values = BothWatches(self._across_steps, self._across_workers)
         else:
-            self.values = self._kept if kept else self._carried
+            self.values = self._across_steps if kept else self._across_workers
         return carried or kept
 
     def _collated(self, batch: Batch) -> Batch:
@@ -279,7 +279,7 @@ class StepLifecycle:
         run = self._run
         present = sum(len(micro_batches) for _, micro_batches in work)
         if not run.replica.sharded:
-            if present or not (run.feed.together or self._has_copy()):
+            if present or not (run.feed.workers_as_one or self._has_copy()):
                 return work
             (worker, _), *others = work
             return [(worker, [self.dummy_micro_batch(worker)]), *others]
@@ -329,7 +329,7 @@ class StepLifecycle:
         """
         # The guard's hashes take hundreds of small calls, which are none of those that the watch is to follow.
         probed = self._run.checks.probed(loss)
-        watched = self._kept.noting_leaves(self.values.watched(probed, work)) if self.watch(work) else probed
+        watched = self._across_steps.noting_leaves(self.values.watched(probed, work)) if self.watch(work) else probed
         count = sum(len(micro_batches) for _, micro_batches in work)
         once = self._iterators.watched(loss, self._written.guarded(watched, work), count)
         return self.loaders.watched(self._trials.watched(loss, once, work), count)
@@ -341,12 +341,12 @@ class StepLifecycle:
         another logical worker (``guarded``), as the check does not see the calls of compiled code; otherwise the
         context does nothing. To be called after ``guarded``, and entered at once.
         """
-        return self._carried.uncompiled()
+        return self._across_workers.uncompiled()
 
     @contextmanager
     def _around_stage(self, stage: int, given: Any) -> Iterator[Callable[[Any], None]]:
         """Return a context manager around the forward of a pipeline stage, with the checks of the first steps."""
-        with self._written.unmoved(stage), self._carried.stage(given) as check:
+        with self._written.unmoved(stage), self._across_workers.stage(given) as check:
             yield check
 
     # --- the update, and after it ----------------------------------------------------------------------------------
@@ -462,11 +462,11 @@ class StepLifecycle:
         run = self._run
         run.stats, run.updated = stats, updated
         run.updates += updated.updates
-        run.workers_differ = run.workers_differ or not updated.together
+        run.workers_differ = run.workers_differ or not updated.in_sync
         self._written.note()
         if not updated.skipped:
             run.schedulers.after_update(optimizer)
-        if run.average is not None and updated.updates and updated.together:
+        if run.average is not None and updated.updates and updated.in_sync:
             run.average.update()
         # A lower loss scale may cure an overflow of the gradient, but not of the loss.
         curable = run.loss_scale is not None and run.loss_scale.can_fall and math.isfinite(stats.loss)

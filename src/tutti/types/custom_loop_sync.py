@@ -283,15 +283,15 @@ class CustomLoopSync(GradientSync, Protocol):
 
 
 @runtime_checkable
-class AloneLoopSync(CustomLoopSync, Protocol):
+class LocalStepSync(CustomLoopSync, Protocol):
     """A ``CustomLoopSync`` where each logical worker makes updates of its own (local SGD), with one worker a rank.
 
-    A logical worker is one of N fixed shares of the global batch. A custom training loop asks ``updates_alone`` in each
+    A logical worker is one of N fixed shares of the global batch. A custom training loop asks ``is_local_step`` in each
     step. Where it is True, the loop calls ``end_own``, ``reduce_losses`` and ``step_own`` in place of ``end_worker``,
     ``reduce_gradients`` and ``optimizer_step``.
     """
 
-    def updates_alone(self, step_context: StepContext) -> bool:
+    def is_local_step(self, step_context: StepContext) -> bool:
         """Return whether each logical worker makes its own update in this step, with the gradient of its own samples.
 
         False in synchronous steps, with which a run may begin. Equal on all ranks; not collective.
@@ -304,7 +304,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """Make ``.grad`` the gradient of the mean over a worker's own samples, and note its loss sums. Not collective.
 
         Divides ``.grad``, in which the worker's backwards have accumulated, in place by the worker's own count and the
-        loss scale. Called after the worker's last backward in a step in which ``updates_alone`` is True, in place of
+        loss scale. Called after the worker's last backward in a step in which ``is_local_step`` is True, in place of
         ``end_worker`` and before ``step_own``.
 
         Args:
@@ -317,7 +317,7 @@ class AloneLoopSync(CustomLoopSync, Protocol):
         """Return loss, metrics and mean gradient norm over all logical workers, from the sums that ``end_own`` noted.
 
         Collective over the data ranks: an all-to-all and an all-gather of a few numbers a worker; blocks. Gradients are
-        not exchanged. Called on every rank in each step in which ``updates_alone`` is True.
+        not exchanged. Called on every rank in each step in which ``is_local_step`` is True.
 
         Args:
             step_context: the step under way, whose number and batch size are compared over the ranks.

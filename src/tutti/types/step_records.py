@@ -174,7 +174,7 @@ class UpdateResult:
             asynchronous parameter servers all updates since this rank's last step.
         skipped: whether the update, or that of one of the workers, was skipped because a gradient is not finite.
         nonfinite: names of parameters whose gradient is not finite.
-        together: whether the parameters on this rank are now those of the whole run, and not one worker's own.
+        in_sync: whether the parameters on this rank are now those of the whole run, and not one worker's own.
         global_step: steps of all workers together, where the run counts these (asynchronous servers); None where each
             rank's own steps count.
     """
@@ -182,7 +182,7 @@ class UpdateResult:
     updates: int
     skipped: bool = False
     nonfinite: tuple[str, ...] = ()
-    together: bool = True
+    in_sync: bool = True
     global_step: int | None = None
 
     @classmethod

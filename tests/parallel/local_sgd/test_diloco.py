@@ -80,7 +80,7 @@ def parted(strategy: str, until: int) -> list[bool]:
             run.step(batch)
             copies = list(run.gradient_sync._copies.values())
             same.append(all(torch.equal(a, b) for row in copies[1:] for a, b in zip(copies[0], row, strict=True)))
-            assert run.updated is not None and run.updated.together == same[-1]
+            assert run.updated is not None and run.updated.in_sync == same[-1]
     return same[:until]
 
 

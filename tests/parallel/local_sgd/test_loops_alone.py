@@ -301,7 +301,7 @@ def stopped(strategy: str, folder: str | None, how: str) -> Any:
     for epoch in range(2):
         for batch in run.microbatches(epoch):
             two_optimizers(script, run.backward, batch)
-            seen.append((run.stats.loss, run.updated.together))
+            seen.append((run.stats.loss, run.updated.in_sync))
             if folder is not None and run.global_step in (4, 5, 6):
                 run.save(Path(folder) / how, {"clock": run.global_step})
                 if how == "late" and run.global_step == 6:
@@ -314,7 +314,7 @@ def stopped(strategy: str, folder: str | None, how: str) -> Any:
                     assert run.restore(Path(folder) / how) == {"clock": int(how[-1])}
                     for later in run.microbatches(1):
                         two_optimizers(script, run.backward, later)
-                        seen.append((run.stats.loss, run.updated.together))
+                        seen.append((run.stats.loss, run.updated.in_sync))
                     break
     state = {name: t.clone().numpy() for name, t in run.state().items()}
     average = {name: t.clone().numpy() for name, t in run.state(averaged=True).items()}

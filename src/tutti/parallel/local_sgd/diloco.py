@@ -86,7 +86,7 @@ class DiLoCoSync(LocalSGDSync):
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 for a synchronous update that was skipped because a gradient was
             not finite; ``skipped`` is True if any worker's update was skipped, and then ``nonfinite`` has the names of
-            parameters whose gradient is not finite; ``together`` is True where all workers have the same parameters
+            parameters whose gradient is not finite; ``in_sync`` is True where all workers have the same parameters
             after the step.
 
         Raises:

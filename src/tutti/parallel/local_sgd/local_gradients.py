@@ -23,7 +23,7 @@ from tutti.types.step_records import StepContext, UpdateResult
 class LocalGradients(TrainedGradients):
     """Mixin of ``LocalSGDSync``: ``.grad`` in custom training loops where each logical worker makes its own updates.
 
-    For runs with one worker a rank; it implements methods of ``AloneLoopSync``. The model on a rank and the script's
+    For runs with one worker a rank; it implements methods of ``LocalStepSync``. The model on a rank and the script's
     optimizers are those of the rank's worker, so that ``.grad`` after ``run.backward`` is the whole gradient of the
     worker's own samples, which the script may edit, and differs between workers.
 
@@ -140,7 +140,7 @@ class LocalGradients(TrainedGradients):
             step_context: the step under way, whose ``lr_factor`` multiplies the optimizers' initial learning rates.
 
         Returns:
-            An ``UpdateResult`` with ``updates`` 1, also for a skipped update, and ``together`` False; ``skipped`` says
+            An ``UpdateResult`` with ``updates`` 1, also for a skipped update, and ``in_sync`` False; ``skipped`` says
             whether the update was skipped, and then ``nonfinite`` has the names of up to three of this worker's
             parameters with a non-finite gradient.
         """
@@ -148,8 +148,8 @@ class LocalGradients(TrainedGradients):
         norm = self.norm_of(members, step_context)
         if not finite_by_norm(norm):
             names = nonfinite_names((name, p.grad) for name, p in self.named_trained())
-            return UpdateResult(1, skipped=True, nonfinite=tuple(names[:3]), together=False)
+            return UpdateResult(1, skipped=True, nonfinite=tuple(names[:3]), in_sync=False)
         norm = self.clip_gradients(norm)
         for optimizer in self._optimizer_of.values():
             optimizer_step(optimizer, step_context.lr_factor, norm)
-        return UpdateResult(1, together=False)
+        return UpdateResult(1, in_sync=False)

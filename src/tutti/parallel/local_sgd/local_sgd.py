@@ -212,7 +212,7 @@ class LocalSGDSync(LocalGradients):
         """Make ``.grad`` the gradient of the mean over the worker's own samples, and add its sums of the loss.
 
         A custom training loop, which has one logical worker a rank (fixed share of the global batch), calls this after
-        the worker's last backward in a local step, one for which ``updates_alone`` is True, in place of ``end_worker``;
+        the worker's last backward in a local step, one for which ``is_local_step`` is True, in place of ``end_worker``;
         in the synchronous steps of post-local SGD it calls ``end_worker``. The sums are those that ``reduce_losses``
         adds up over ranks. Divides ``.grad``, in which the worker's backwards have accumulated, in place by the
         worker's count of samples or tokens and by the loss scale. Nothing is clipped or stepped: the script reads the
@@ -329,14 +329,14 @@ class LocalSGDSync(LocalGradients):
         Returns:
             An ``UpdateResult``: ``updates`` is 1, or 0 for a synchronous update that was skipped because a gradient was
             not finite; ``skipped`` is True if any worker's update was skipped, and then ``nonfinite`` has the names of
-            parameters whose gradient is not finite (of each rank up to three); ``together`` is True in synchronous
+            parameters whose gradient is not finite (of each rank up to three); ``in_sync`` is True in synchronous
             steps and in steps that end with an average of the workers' parameters.
 
         Raises:
             UsageError: an optimizer does not take sparse gradients (synchronous steps).
             PeerError: a rank is lost, or does not take part within the timeout.
         """
-        if not self.updates_alone(step_context):
+        if not self.is_local_step(step_context):
             return self._update_all(stats, step_context)
         self._equal = self._due(step_context)
         nonfinite: dict[str, None] = {}
@@ -346,9 +346,9 @@ class LocalSGDSync(LocalGradients):
                 found, "names of gradients that are not finite"
             )
             nonfinite = dict.fromkeys(name for text in gathered for name in text.splitlines())
-        return UpdateResult(1, skipped=not stats.finite, nonfinite=tuple(nonfinite), together=self._due(step_context))
+        return UpdateResult(1, skipped=not stats.finite, nonfinite=tuple(nonfinite), in_sync=self._due(step_context))
 
-    def updates_alone(self, step_context: StepContext) -> bool:
+    def is_local_step(self, step_context: StepContext) -> bool:
         """Return whether each logical worker makes updates of its own in this step; False in synchronous steps.
 
         A logical worker is one of N fixed shares of the global batch. The first steps of post-local SGD are
@@ -381,7 +381,7 @@ class LocalSGDSync(LocalGradients):
             self._take_written(f"step {step_context.local_step + 1}")
             self._adopt_frozen(f"step {step_context.local_step + 1}")
             self._write(self._average())
-        if self.updates_alone(step_context):
+        if self.is_local_step(step_context):
             self._equal = due
         return due
 

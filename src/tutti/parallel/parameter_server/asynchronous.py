@@ -368,7 +368,7 @@ class AsynchronousServerSync(RemoteGradients):
         made, self._updates = self._version - self._updates, self._version
         nonfinite, self._nonfinite = tuple(dict.fromkeys(self._nonfinite)), []
         clock = self._clock if self._config.steps == "all" else None
-        return UpdateResult(max(made, 0), not stats.finite, nonfinite, together=False, global_step=clock)
+        return UpdateResult(max(made, 0), not stats.finite, nonfinite, in_sync=False, global_step=clock)
 
     def clear(self) -> None:
         """Do nothing: ``end_worker`` has set every ``.grad`` to None after its push to the parameter servers."""

@@ -44,15 +44,15 @@ class GradientOrigin:
         optimizers: the script's optimizers.
 
     Attributes:
-        alone: whether local gradients are complete, because this rank computes the whole global batch in one pass
-            through the body of the script's loop.
+        is_whole_batch: whether local gradients are complete, because this rank computes the whole global batch in one
+            pass through the body of the script's loop.
         exchanged: whether gradients have been reduced in the current pass through the body of the script's loop.
     """
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
         self._run, self._optimizers = run, optimizers
         self._sync = run.gradient_sync
-        self.alone = self.exchanged = False
+        self.is_whole_batch = self.exchanged = False
         # Complete gradients: tensor and version. Weak, since a tensor that the script keeps is copied in a reduction.
         self._complete: dict[nn.Parameter, tuple[ReferenceType[Tensor], int]] = {}
         # Gradients of a plain loss.backward(): tensor and version.
@@ -118,7 +118,7 @@ class GradientOrigin:
         (FSDP2), or where gradients are complete because this rank computes the whole global batch in one micro-batch.
         """
         place = self._sync.gradient_at
-        if place == "shards" or (self.alone and place not in SPLIT_OVER_MODEL):
+        if place == "shards" or (self.is_whole_batch and place not in SPLIT_OVER_MODEL):
             return
         for parameter in self.script_parameters():
             # A frozen one takes no hook; each later body looks again.
@@ -289,7 +289,7 @@ class GradientOrigin:
             self._refuse_mixed("the loop's body")
         if gradient is None or isinstance(gradient, IncompleteGradient):
             return False
-        if self.alone and self._sync.gradient_at not in SPLIT_OVER_MODEL:
+        if self.is_whole_batch and self._sync.gradient_at not in SPLIT_OVER_MODEL:
             return False
         complete = self._complete.get(parameter)
         if complete is None or complete[0]() is not gradient:

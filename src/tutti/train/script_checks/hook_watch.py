@@ -29,13 +29,13 @@ class HookWatch:
     Args:
         model: the script's model.
         run_context: the run's device mesh and communicators.
-        alone: whether every gradient is that of a single micro-batch, and not a sum over several.
+        single: whether every gradient is that of a single micro-batch, and not a sum over several.
 
     Raises:
         UsageError: the model has hooks that the strategy cannot call.
     """
 
-    def __init__(self, model: nn.Module, run_context: RunContext, alone: bool) -> None:
+    def __init__(self, model: nn.Module, run_context: RunContext, single: bool) -> None:
         self._rows, self._tensor = run_context.rows, run_context.mesh.tensor > 1
         self._stages, self._model_ranks = run_context.mesh.stage > 1, run_context.comms.model
         self._model = ref(model)
@@ -56,9 +56,9 @@ class HookWatch:
         self._found: str | None = None
         self._elsewhere: str | None = None
         self._hooked: str | None = None
-        self._alone = alone
+        self._single = single
         self._watch([model])
-        self.check_hooks(alone)
+        self.check_hooks(single)
         # Before the model is split, every stage sees all hooks, so that all stages raise the same error.
         self._elsewhere = self._hooked if self._stages else None
 
@@ -116,18 +116,18 @@ class HookWatch:
                 remedy="change the model before tutti.prepare, or take strategy='mirrored'",
             )
 
-    def check_hooks(self, alone: bool) -> None:
+    def check_hooks(self, single: bool) -> None:
         """Check all gradient hooks of the model once, at the beginning of a step. Not collective.
 
         Args:
-            alone: whether every gradient of this step is that of a single micro-batch.
+            single: whether every gradient of this step is that of a single micro-batch.
 
         Raises:
             UsageError: the script has registered a hook that the strategy cannot call with the gradient that plain
-                PyTorch would pass, such as a post-accumulate hook with several micro-batches (not ``alone``) or on
+                PyTorch would pass, such as a post-accumulate hook with several micro-batches (not ``single``) or on
                 sharded parameters, or a hook on a parameter object that sharding has replaced.
         """
-        self._alone = alone
+        self._single = single
         self._check_all()
         self._adapt()
 
@@ -147,7 +147,7 @@ class HookWatch:
         if self._stages:
             modules += [(name, whole) for name, each in self._containers if (whole := each()) is not None]
         tensors = [p for _, p in self._parameters] + [original for _, original, _ in former]
-        seen = self._alone, hook_ids(tensors, [module for _, module in modules])
+        seen = self._single, hook_ids(tensors, [module for _, module in modules])
         if seen != self._seen:
             self._found = None
             for name, parameter in self._parameters:
@@ -172,7 +172,7 @@ class HookWatch:
             )
         if self._tensor and (after or self._stages):
             raise UsageError(what, why="each tensor rank computes a slice of the gradient alone", remedy=_ELSEWHERE)
-        if after and not self._alone:
+        if after and not self._single:
             raise UsageError(
                 f"register_post_accumulate_grad_hook on {name} cannot be combined with several micro-batches"
                 " or workers",

@@ -113,7 +113,7 @@ class ModuleTrials:
 
     def _try(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         run = self._run
-        collective = run.context.comms.model.size > 1 or bool(run.replica.sharded) or run.feed.together
+        collective = run.context.comms.model.size > 1 or bool(run.replica.sharded) or run.feed.workers_as_one
         outside = not torch.is_grad_enabled() or functorch_level() is not None or in_backward()
         if self._key is None or self._trying or outside:
             return

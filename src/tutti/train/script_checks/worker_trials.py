@@ -106,7 +106,7 @@ class WorkerTrials:
             return guarded
         left = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         keys = [micro_batch_key(each, run) for each in left]
-        collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.together
+        collective = run.context.comms.model.size > 1 or run.replica.sharded or run.feed.workers_as_one
         if collective or metric_objects(loss):
             return guarded
         if run.feed.contract.shared:
