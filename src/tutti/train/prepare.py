@@ -268,33 +268,36 @@ def prepare_run(
         MismatchError: models or arguments differ between ranks.
     """
     checked = check_run(model, optimizer, dataset, loss_fn, options)
-    o, choice, contract, world = options, checked.choice, checked.contract, context.current()
-    if o.reproducible:
+    choice, contract, world = checked.choice, checked.contract, context.current()
+    if options.reproducible:
         torch.set_num_threads(1)
         use_deterministic_kernels(world.device)
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     remedy = "call tutti.prepare with the same arguments on every rank"
-    world_communicator(world).agree(checked.settings(o), "the configuration", remedy)
+    world_communicator(world).agree(checked.settings(options), "the configuration", remedy)
     if modes_entered():
         # The function mode of an earlier run that the script has dropped would see each call of PyTorch until the run,
         # which refers to itself, is collected. No rank is in a step of it any more.
         gc.collect()
 
     # The device mesh.
-    run_context = _mesh_context(checked, o)
+    run_context = _mesh_context(checked, options)
     mesh = run_context.mesh
 
     # Values of a model on the meta device.
-    begun = materialise_model(checked.model, run_context.comms.world, o.init_from, o.initial_map)
+    begun = materialise_model(checked.model, run_context.comms.world, options.init_from, options.initial_map)
 
     # Model surgery.
     if checked.made_dense:
         make_gradients_dense(checked.model)
-    in_bf16 = layers_left_in_bf16(checked.model) if o.precision == "fp8" else {}
-    converted, dtype = convert_model(checked.model, o.batch_norm_options, run_context, o.precision, o.channels_last)
-    uncached = o.checkpointing is not None and turn_off_caches(converted)
-    place, loss = placer(world.device, dtype, o.channels_last), cast_loss(loss_fn, world.device.type, o.precision)
-    run_context = _with_trials(run_context, checked, place, loss, o.seed)
+    in_bf16 = layers_left_in_bf16(checked.model) if options.precision == "fp8" else {}
+    converted, dtype = convert_model(
+        checked.model, options.batch_norm_options, run_context, options.precision, options.channels_last
+    )
+    uncached = options.checkpointing is not None and turn_off_caches(converted)
+    place = placer(world.device, dtype, options.channels_last)
+    loss = cast_loss(loss_fn, world.device.type, options.precision)
+    run_context = _with_trials(run_context, checked, place, loss, options.seed)
 
     # Layout: tensor slices, stages, activation checkpointing, compilation.
     strategy_context = _with_one_worker(run_context) if checked.workers_as_one else run_context
@@ -304,7 +307,7 @@ def prepare_run(
     others = other_optimizers(checked.optimizers, converted.parameters()) if sharded else []
     hooks = HookWatch(converted, run_context, _has_single_micro_batch(contract, sync))
     reads = PartialReads(converted, run_context)
-    replica = slow_down(layout.build(converted), o.slowness, world, contract.workers)
+    replica = slow_down(layout.build(converted), options.slowness, world, contract.workers)
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
     grad_hook = sync.attach(replica, factory(checked.trainer, checked.rule, contract.batch, checked.sparse))
@@ -312,13 +315,13 @@ def prepare_run(
     leave_hooks_out_of_copies(checked.model)
 
     # Data.
-    feed = _feed(checked, run_context.comms, place, o)
+    feed = _feed(checked, run_context.comms, place, options)
 
     # The run, and the script's objects, which act on it from now on.
     average = make_average(replica, sync, run_context)
-    noise_probe = _noise_probe(checked, sync, run_context, o.noise_every)
+    noise_probe = _noise_probe(checked, sync, run_context, options.noise_every)
     rates = None if lr_schedule is None else lr_schedule(checked.epochs)
-    settings = _run_settings(checked, o, average, noise_probe, rates, in_bf16, uncached, warn)
+    settings = _run_settings(checked, options, average, noise_probe, rates, in_bf16, uncached, warn)
     conversions = ModelConversions(checked.model, replica, run_context)
     run = Run(
         replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, conversions, settings
@@ -326,12 +329,12 @@ def prepare_run(
     state_loads = _wrap_script_objects(run, checked)
     reads.begin(run)
     refuse_steps(others)
-    if o.init_from is not None:
-        load_warm_start(run, o.init_from, o.initial_map, begun)
+    if options.init_from is not None:
+        load_warm_start(run, options.init_from, options.initial_map, begun)
     if settings.fault_tolerant:
         run.context.comms.tolerate_loss()
     if log.isEnabledFor(logging.INFO):
-        _log_decisions(run, checked, o)
+        _log_decisions(run, checked, options)
     failure.before_report(partial(_explain, contract=contract, hooks=ref(hooks)))
     end_graphs()
     run.begin_script(state_loads)
@@ -345,7 +348,7 @@ def _explain(error: BaseException, contract: BatchContract, hooks: ref[HookWatch
         watch.explain(error)
 
 
-def _mesh_context(checked: CheckedRun, o: RunOptions) -> RunContext:
+def _mesh_context(checked: CheckedRun, options: RunOptions) -> RunContext:
     """Return the device mesh with its communicators, and the workers of this rank. Collective: makes process groups."""
     choice, mesh, contract = checked.choice, checked.mesh, checked.contract
     return RunContext(
@@ -354,12 +357,12 @@ def _mesh_context(checked: CheckedRun, o: RunOptions) -> RunContext:
         workers=contract.workers,
         mine=contract.mine(mesh.data_rank),
         sharers=sharers(contract.workers, mesh.data_ranks, mesh.data_rank) if contract.shared else None,
-        reproducible=o.reproducible,
-        clip=o.clip,
-        averaging=o.averaging,
-        activation_checkpointing=o.checkpointing,
-        compile=o.compile_choice,
-        gradient_variance=o.lr_rule.adaptive,
+        reproducible=options.reproducible,
+        clip=options.clip,
+        averaging=options.averaging,
+        activation_checkpointing=options.checkpointing,
+        compile=options.compile_choice,
+        gradient_variance=options.lr_rule.adaptive,
         rows=choice.sync.shards_parameters(choice.shape(mesh.size)),
     )
 
@@ -392,27 +395,29 @@ def _wrap_script_objects(run: Run, checked: CheckedRun) -> StateLoads:
     return StateLoads(checked.model, run, checked.choice)
 
 
-def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
+def _log_decisions(run: Run, checked: CheckedRun, options: RunOptions) -> None:
     """Log what the preparation has decided, and the option or fact from which each decision follows."""
     mesh, choice, given = run.context.mesh, checked.choice, "given"
     axes = {"data": mesh.data_ranks, "stages": mesh.stage, "tensor": mesh.tensor}
     log.info("strategy %s: %s", choice.name, choice.row.summary)
     shape = " × ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
     log.info("device mesh: %s = %s", counted(mesh.size, "rank"), shape)
-    workers = given if o.workers is not None else "as many as data ranks, because workers is not given"
+    workers = given if options.workers is not None else "as many as data ranks, because workers is not given"
     log.info("logical workers: %d, %s", run.context.workers, workers)
-    if o.batch_size is None:
+    if options.batch_size is None:
         origin = "the loader's" if checked.from_loader else "the default"
         log.info("global batch: %s, %s", counted(run.feed.contract.batch, "sample"), origin)
     for label, text in {**run.replica.summary, **run.feed.describe()}.items():
         log.info("%s: %s", label, text)
     if run.loss_scale is not None:
-        log.info("loss scale: %g, %s", run.loss_scale.value, given if o.loss_scale else "because precision is fp16")
+        log.info(
+            "loss scale: %g, %s", run.loss_scale.value, given if options.loss_scale else "because precision is fp16"
+        )
     if run.settings.in_bf16:
         log.info("layers that precision=fp8 leaves in bfloat16: %s", describe_layers(run.settings.in_bf16))
     if run.settings.uncached:
         log.info("config.use_cache: %s", UNCACHED)
-    if o.reproducible:
+    if options.reproducible:
         log.info("one CPU thread: reproducible sums have one order")
     if checked.sparse:
         log.info("gradients of %s are sparse", ", ".join(checked.sparse))
@@ -426,7 +431,7 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
 
 def _run_settings(
     checked: CheckedRun,
-    o: RunOptions,
+    options: RunOptions,
     average: Average | None,
     noise_probe: NoiseProbe | None,
     lr_schedule: Callable[[int], float] | None,
@@ -437,14 +442,14 @@ def _run_settings(
     """Return the settings of the run's steps, from the checked arguments and the objects made of them."""
     choice, contract = checked.choice, checked.contract
     return RunSettings(
-        max_nonfinite=o.max_nonfinite,
+        max_nonfinite=options.max_nonfinite,
         average=average,
         loss_scale=checked.loss_scale,
         noise=checked.noise,
-        adascale=AdaScale(contract.batch, contract.workers) if o.lr_rule.adaptive else None,
+        adascale=AdaScale(contract.batch, contract.workers) if options.lr_rule.adaptive else None,
         noise_probe=noise_probe,
         lr_schedule=lr_schedule,
-        named_workers=o.workers is not None,
+        named_workers=options.workers is not None,
         # Ranks read a stream in step, and so cannot continue without one of them.
         fault_tolerant=choice.row.fault_tolerant and not isinstance(checked.data, Stream),
         warn=warn,
@@ -463,16 +468,18 @@ def _unlike_steps(length: int) -> Callable[[Duration], int]:
     return lambda duration: int(duration.value) if duration.unit == "st" else length
 
 
-def _feed(checked: CheckedRun, comms: Communicators, place: Callable[[Any], Any], o: RunOptions) -> Feed:
+def _feed(checked: CheckedRun, comms: Communicators, place: Callable[[Any], Any], options: RunOptions) -> Feed:
     """Return the feed of this data rank's part of every global batch, on the device."""
     sampling, data, epochs = checked.sampling, checked.data, checked.epochs
     world, rank = context.current(), checked.mesh.data_rank
     timeout = sampling.timeout or world.timeout
     prefetch = Prefetch(sampling.processes, world.identity.rank, timeout, sampling.begin, sampling.persistent)
-    order = None if isinstance(data, Stream) else sampling.order(o.seed, len(data))
-    reader = make_reader(data, epochs, rank, o.seed, comms, prefetch, order)
+    order = None if isinstance(data, Stream) else sampling.order(options.seed, len(data))
+    reader = make_reader(data, epochs, rank, options.seed, comms, prefetch, order)
     transfer = make_transfer(world.device, data)
-    return Feed(reader, epochs, rank, o.seed, place, prefetch, checked.workers_as_one, transfer, o.reproducible)
+    return Feed(
+        reader, epochs, rank, options.seed, place, prefetch, checked.workers_as_one, transfer, options.reproducible
+    )
 
 
 def _has_single_micro_batch(contract: BatchContract, sync: GradientSync) -> bool:

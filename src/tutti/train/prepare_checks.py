@@ -102,14 +102,14 @@ class CheckedRun:
         """The script's optimizers; empty where the run makes one from options."""
         return _script_optimizers(self.trainer)
 
-    def settings(self, o: RunOptions) -> list[str]:
+    def settings(self, options: RunOptions) -> list[str]:
         """Return lines of text that state the settings that must be equal on all ranks, such as the strategy.
 
         ``tutti.prepare`` compares the list over ranks, before it makes any process group, and raises MismatchError
         where ranks differ. The list itself is made without other ranks.
 
         Args:
-            o: the other options of ``tutti.prepare``, such as precision, clipping and seed.
+            options: the other options of ``tutti.prepare``, such as precision, clipping and seed.
         """
         contract, sampling = self.epochs.first, self.sampling
         collate = "default" if sampling.collate is None else "own"
@@ -120,17 +120,18 @@ class CheckedRun:
             f"a global batch of {contract.batch}, micro-batches of {contract.micro}, identical {contract.identical}",
             f"batch growth {self.epochs.growth}",
             f"{contract.dataset} training samples",
-            f"precision {o.precision}, clip {o.clip}, reproducible {o.reproducible}, seed {o.seed}",
+            f"precision {options.precision}, clip {options.clip}, reproducible {options.reproducible},"
+            f" seed {options.seed}",
             f"shuffle {sampling.shuffle}, sampler {type(sampling.sampler).__name__}, {collate} collate,"
             f" drop_last {sampling.drop_last}",
             f"{processes} loader processes",
-            f"max_nonfinite {o.max_nonfinite}, batch norm {o.batch_norm}, loss_scale {o.loss_scale},"
-            f" gradient noise {self.noise}, noise scale every {o.noise_every}",
+            f"max_nonfinite {options.max_nonfinite}, batch norm {options.batch_norm}, loss_scale {options.loss_scale},"
+            f" gradient noise {self.noise}, noise scale every {options.noise_every}",
             f"callbacks {self.callbacks.names()}",
-            f"compile {o.compile_choice}, activation_checkpointing {_named(o.checkpointing)}",
-            f"ema {o.averaging}, {'given' if o.init_from is not None else 'own'} initial weights, {o.initial_map},"
-            f" model {'on the meta device' if on_meta(self.model) else 'with values'}",
-            *describe_optimizers(self.trainer, o.lr_scale),
+            f"compile {options.compile_choice}, activation_checkpointing {_named(options.checkpointing)}",
+            f"ema {options.averaging}, {'given' if options.init_from is not None else 'own'} initial weights,"
+            f" {options.initial_map}, model {'on the meta device' if on_meta(self.model) else 'with values'}",
+            *describe_optimizers(self.trainer, options.lr_scale),
         ]
 
 
@@ -185,11 +186,13 @@ def check_run(
     whole, given = one_module(model), given_optimizers(optimizer)
     sampling = choose_sampling(dataset, options)
     batch_size = sampling.batch_size or DEFAULT_BATCH_SIZE
-    o = replace(options, batch_size=batch_size, data_workers=sampling.processes)
-    imported = imported_optimizer(given, whole, o.lr_rule, batch_size) if isinstance(given, OptimizerChoice) else []
+    options = replace(options, batch_size=batch_size, data_workers=sampling.processes)
+    imported = (
+        imported_optimizer(given, whole, options.lr_rule, batch_size) if isinstance(given, OptimizerChoice) else []
+    )
     trainer: Sequence[Optimizer] | OptimizerChoice = imported or given
     # The rate of an imported optimizer is scaled as it is made.
-    rule = NoRule() if imported else o.lr_rule
+    rule = NoRule() if imported else options.lr_rule
     optimizers = _script_optimizers(trainer)
     _check_loss(loss_fn)
     check_earlier(whole, optimizers)
@@ -197,30 +200,30 @@ def check_run(
     _check_unwrapped(whole, world.device)
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
     _check_trainable(whole, trainer, sparse)
-    choice = choose_strategy(o.strategy, whole)
+    choice = choose_strategy(options.strategy, whole)
     alike = bool(sparse) and steps_alike(trainer, whole, sparse)
-    _check_strategy(choice, o, world, bool(sparse) and not alike)
+    _check_strategy(choice, options, world, bool(sparse) and not alike)
     mesh = RankMesh(**choice.shape(world.identity.size), rank=world.identity.rank)
-    data = wrap_training_data(sampling, choice, o)
+    data = wrap_training_data(sampling, choice, options)
     made_dense = [] if parallel.exchanges_sparse(choice, mesh.size, is_accelerator(world.device)) else sparse
     sparse = [] if made_dense else sparse
-    contract = _contract(choice, mesh.data_ranks, samples_per_epoch(data, sampling), batch_size, o)
+    contract = _contract(choice, mesh.data_ranks, samples_per_epoch(data, sampling), batch_size, options)
     if choice.row.shared_weights and mesh.data_ranks > 1:
         _check_tables(whole)
-    noise, adaptive = o.gradient_noise, o.lr_rule.adaptive
+    noise, adaptive = options.gradient_noise, options.lr_rule.adaptive
     if isinstance(noise, str):
         noise = check_noise(noise, batch_size, adaptive)
-    epochs = batch_size_schedule(contract, o.growth, whole, o.batch_norm_options, o.lr_rule, noise)
+    epochs = batch_size_schedule(contract, options.growth, whole, options.batch_norm_options, options.lr_rule, noise)
     excluded = "lr_scale='adascale'" if adaptive else "" if choice.row.synchronous else "steps=all"
-    schedulers = Schedulers(o.scheduler, o.scheduler_every, optimizers, excluded)
-    callbacks = _check_callbacks(Callbacks(o.callbacks), choice)
+    schedulers = Schedulers(options.scheduler, options.scheduler_every, optimizers, excluded)
+    callbacks = _check_callbacks(Callbacks(options.callbacks), choice)
     for each in optimizers if not choice.row.optimizer_here else ():
         check_fresh(each)
-    loss_scale = make_loss_scale(o.loss_scale, o.precision, loss_fn)
-    if o.noise_every is not None:
+    loss_scale = make_loss_scale(options.loss_scale, options.precision, loss_fn)
+    if options.noise_every is not None:
         parallel.check_noise_scale(choice, mesh.size, contract, noise is not None)
-    option = per_worker_option(adaptive, noise, o.noise_every)
-    workers_as_one = _compute_as_one(o.batch_norm_options, choice, epochs, o.reproducible, option)
+    option = per_worker_option(adaptive, noise, options.noise_every)
+    workers_as_one = _compute_as_one(options.batch_norm_options, choice, epochs, options.reproducible, option)
     return CheckedRun(
         model=whole,
         trainer=trainer,
@@ -243,17 +246,17 @@ def check_run(
     )
 
 
-def _check_strategy(choice: StrategyChoice, o: RunOptions, world: context.World, sparse: bool) -> None:
+def _check_strategy(choice: StrategyChoice, options: RunOptions, world: context.World, sparse: bool) -> None:
     """Raise UsageError where another option excludes the strategy."""
     parallel.check_strategy(
         choice,
         world.identity.size,
-        workers=o.workers,
-        reproducible=o.reproducible,
-        adaptive=o.lr_rule.adaptive,
-        averaging=o.averaging is not None,
-        compiled=o.compile_choice is not None,
-        graphs=o.compile_choice is not None and o.compile_choice.records_graphs,
+        workers=options.workers,
+        reproducible=options.reproducible,
+        adaptive=options.lr_rule.adaptive,
+        averaging=options.averaging is not None,
+        compiled=options.compile_choice is not None,
+        graphs=options.compile_choice is not None and options.compile_choice.records_graphs,
         accelerated=is_accelerator(world.device),
         sparse=sparse,
     )
@@ -370,11 +373,11 @@ def _check_tables(model: nn.Module) -> None:
             )
 
 
-def _contract(choice: StrategyChoice, ranks: int, count: int | None, batch: int, o: RunOptions) -> BatchContract:
+def _contract(choice: StrategyChoice, ranks: int, count: int | None, batch: int, options: RunOptions) -> BatchContract:
     """Return the batch contract; the strategy may determine the size of micro-batches."""
-    number = o.workers or ranks
-    micro = choice.micro_batch(o.micro_batch, batch, number)
-    return BatchContract(count, batch, number, ranks, micro, o.identical_batches)
+    number = options.workers or ranks
+    micro = choice.micro_batch(options.micro_batch, batch, number)
+    return BatchContract(count, batch, number, ranks, micro, options.identical_batches)
 
 
 def _compute_as_one(

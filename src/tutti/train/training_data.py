@@ -26,7 +26,7 @@ from tutti.train.script_checks.python_state import python_state
 from tutti.types.micro_batch import LossFn
 
 
-def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
+def choose_sampling(dataset: Any, options: RunOptions) -> Sampling:
     """Combine the data set, or ``DataLoader``, with the options into one description of its global batches.
 
     The batch size is that of the options, else of the loader, else 128. The data set is not read; a batch sampler of
@@ -34,7 +34,7 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
 
     Args:
         dataset: the samples, or a ``DataLoader``.
-        o: the options of ``tutti.prepare``, such as ``batch_size``, ``shuffle`` and ``collate``.
+        options: the options of ``tutti.prepare``, such as ``batch_size``, ``shuffle`` and ``collate``.
 
     Returns:
         A ``Sampling``: ``dataset``, ``batch_size``, order (``shuffle`` or ``sampler``, ``drop_last``), ``collate`` and
@@ -45,21 +45,23 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
             ranks, such as one with an ``__iter__`` of its own or a ``DistributedSampler``.
         DataError: the batch sampler yields no list, or anything but lists of indices in the data set.
     """
-    found = given_sampling(dataset, o.batch_size, o.collate, o.shuffle, o.drop_last, o.data_workers)
+    found = given_sampling(
+        dataset, options.batch_size, options.collate, options.shuffle, options.drop_last, options.data_workers
+    )
     return (
         replace(found, batch_size=DEFAULT_BATCH_SIZE)
         if found.batch_size is None and not found.whole
-        else found.sized(o.seed)
+        else found.sized(options.seed)
     )
 
 
-def wrap_training_data(sampling: Sampling, choice: StrategyChoice, o: RunOptions) -> Source | Stream:
+def wrap_training_data(sampling: Sampling, choice: StrategyChoice, options: RunOptions) -> Source | Stream:
     """Wrap the training data set for reading by index (``Source``) or in order (``Stream``), and check the options.
 
     Args:
         sampling: the data set, and how its samples become global batches.
         choice: the run's strategy.
-        o: the options of ``tutti.prepare``.
+        options: the options of ``tutti.prepare``.
 
     Returns:
         A ``Source`` for a map-style data set, a ``Stream`` for an iterable one.
@@ -73,8 +75,8 @@ def wrap_training_data(sampling: Sampling, choice: StrategyChoice, o: RunOptions
         DataError: the data set is empty, or its tensors have different numbers of samples.
     """
     data = adapt_training(sampling.dataset, sampling.collate, sampling.drop_last, sampling.processes)
-    identical, reproducible = o.identical_batches, o.reproducible
-    _check_order(sampling, data, choice, o)
+    identical, reproducible = options.identical_batches, options.reproducible
+    _check_order(sampling, data, choice, options)
     if isinstance(data, Stream) and not choice.row.synchronous:
         raise UsageError(
             "steps=all cannot be combined with a stream",
@@ -94,7 +96,7 @@ def wrap_training_data(sampling: Sampling, choice: StrategyChoice, o: RunOptions
     return data
 
 
-def _check_order(sampling: Sampling, data: Source | Stream, choice: StrategyChoice, o: RunOptions) -> None:
+def _check_order(sampling: Sampling, data: Source | Stream, choice: StrategyChoice, options: RunOptions) -> None:
     """Raise UsageError if the order of samples cannot be kept with the other options."""
     if isinstance(data, Stream) and sampling.shuffle:
         raise UsageError(
@@ -106,7 +108,7 @@ def _check_order(sampling: Sampling, data: Source | Stream, choice: StrategyChoi
             why="its ranks end at different samples, and the smaller batches at the end count with their weight",
             remedy="leave drop_last out",
         )
-    if sampling.drop_last and o.batch_growth is not None:
+    if sampling.drop_last and options.batch_growth is not None:
         raise UsageError(
             "drop_last cannot be combined with batch_growth",
             why="the number of samples that it leaves would change with the batch",
@@ -118,8 +120,8 @@ def _check_order(sampling: Sampling, data: Source | Stream, choice: StrategyChoi
             why="its order is compared over ranks in every epoch, and here each makes as many steps as it can",
             remedy="leave steps=all or the sampler out",
         )
-    several = (o.workers or 0) > 1 or o.micro_batch is not None
-    if sampling.collate is not None and isinstance(o.batch_norm_options, SyncBatchNormConfig) and several:
+    several = (options.workers or 0) > 1 or options.micro_batch is not None
+    if sampling.collate is not None and isinstance(options.batch_norm_options, SyncBatchNormConfig) and several:
         raise UsageError(
             "batch_norm='sync' cannot be combined with an own collate and several workers a device",
             why="a device computes on all its samples at once, and collate makes one batch for each worker",
