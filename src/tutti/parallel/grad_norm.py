@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tutti.comm.communicator import Communicator
-from tutti.parallel.ddp.step_agreement import DIGESTS, digests, digests_agree, refuse_mismatch
+from tutti.parallel.ddp.step_agreement import digests, digests_agree, refuse_mismatch
 from tutti.types.step_records import StepContext
 
 
@@ -36,13 +37,8 @@ def norm_across_model(comm: Communicator, square: float, stop: bool, step_contex
     """
     if comm.size == 1:
         return square, stop
-    digest = digests(step_context)
-    message = torch.tensor([square, stop, *digest], dtype=torch.float64, device=comm.device)
-    comm.start_all_reduce(message, "all_reduce of the gradient norm").wait()
-    total, asked, *together = message.tolist()
-    if not digests_agree(tuple(together), digest, comm.size):
-        refuse_mismatch(comm, step_context)
-    return total, asked > 0
+    [total], asked = _sum_over_replica(comm, torch.tensor([square], dtype=torch.float64), stop, step_context)
+    return total, asked
 
 
 class ReplicaSums:
@@ -85,21 +81,40 @@ class ReplicaSums:
             PeerError: a rank is lost, or does not take part within the timeout.
         """
         comm = self._comm
-        if comm.size > 1:
-            if self._places is None:
-                self._places = [int(n) for n in comm.all_gather(torch.tensor([most]), "parts of the gradient norm")]
-            width = sum(self._places)
-            whole = torch.zeros(len(rows) * width + 1 + DIGESTS, dtype=torch.float64, device=comm.device)
-            start, table = sum(self._places[: comm.rank]), whole[: len(rows) * width].view(len(rows), width)
-            table[:, start : start + len(rows[0])] = torch.tensor(rows, dtype=torch.float64)
-            digest = digests(step_context)
-            whole[-1 - DIGESTS :] = torch.tensor([stop, *digest])
-            comm.start_all_reduce(whole, "all_reduce of the gradient norm").wait()
-            asked, *together = whole[len(rows) * width :].tolist()
-            if not digests_agree(tuple(together), digest, comm.size):
-                refuse_mismatch(comm, step_context)
-            rows, stop = table.tolist(), asked > 0
-        return [_exact_sum(row) for row in rows], stop
+        if comm.size == 1:
+            return [_exact_sum(row) for row in rows], stop
+        if self._places is None:
+            self._places = [int(n) for n in comm.all_gather(torch.tensor([most]), "parts of the gradient norm")]
+        width, start = sum(self._places), sum(self._places[: comm.rank])
+        # Each number has a place of its own, which is 0 on all other ranks: the all-reduce gathers them.
+        table = torch.zeros(len(rows), width, dtype=torch.float64)
+        table[:, start : start + len(rows[0])] = torch.tensor(rows, dtype=torch.float64)
+        numbers, asked = _sum_over_replica(comm, table.flatten(), stop, step_context)
+        return [_exact_sum(numbers[i * width : (i + 1) * width]) for i in range(len(rows))], asked
+
+
+def _sum_over_replica(
+    comm: Communicator, numbers: Tensor, stop: bool, step_context: StepContext
+) -> tuple[list[float], bool]:
+    """All-reduce float64 numbers (n,) over the ranks of one replica, and check that these are in the same step.
+
+    Args:
+        comm: the ranks of one replica.
+        numbers: this rank's summands, on the CPU.
+        stop: whether this rank asks to stop the run.
+        step_context: the step under way, whose digests travel with the numbers.
+
+    Returns:
+        The n sums, and whether any rank asks to stop.
+    """
+    digest = digests(step_context)
+    message = torch.cat([numbers, torch.tensor([stop, *digest], dtype=torch.float64)]).to(comm.device)
+    comm.start_all_reduce(message, "all_reduce of the gradient norm").wait()
+    found = message.tolist()
+    sums, (asked, *together) = found[: len(numbers)], found[len(numbers) :]
+    if not digests_agree(tuple(together), digest, comm.size):
+        refuse_mismatch(comm, step_context)
+    return sums, asked > 0
 
 
 def _exact_sum(row: Sequence[float]) -> float:
