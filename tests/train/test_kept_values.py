@@ -19,7 +19,7 @@ from tests.covering import table
 from tests.scripts.oracle import global_batches
 from tutti.errors import TuttiError
 from tutti.torch_compat import traced_function_modes
-from tutti.train.script_checks.kept_values import CrossStepWatch
+from tutti.train.script_checks.cross_step_watch import CrossStepWatch
 
 Arrays = dict[str, Any]
 BATCH = 12

@@ -18,7 +18,7 @@ from tests import worlds
 from tests.contract.table import largest_difference
 from tutti.errors import TuttiError, UsageError
 from tutti.train.script_checks import written_parameters
-from tutti.train.script_checks.carried_state import CrossWorkerWatch
+from tutti.train.script_checks.cross_worker_watch import CrossWorkerWatch
 
 DATA = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
 

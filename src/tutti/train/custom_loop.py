@@ -27,7 +27,7 @@ from tutti.train.custom_loop_gradients import CustomLoopGradients
 from tutti.train.custom_loop_state import CustomLoopState, GlobalBatchState, Gradients
 from tutti.train.custom_loop_update import CustomLoopUpdate
 from tutti.train.script_checks.body_counters import break_out_of_loop
-from tutti.train.script_checks.carried_state import RecurrentStateCheck
+from tutti.train.script_checks.recurrent_state import RecurrentStateCheck
 from tutti.train.script_checks.skipped_bodies import SkippedBodies
 from tutti.train.script_checks.watched_calls import Root
 from tutti.train.void_body import VoidBody

@@ -20,9 +20,9 @@ from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates, set_learning_rates
 from tutti.train.script_checks.both_watches import BothWatches
-from tutti.train.script_checks.carried_state import CrossWorkerWatch
+from tutti.train.script_checks.cross_step_watch import CrossStepWatch
+from tutti.train.script_checks.cross_worker_watch import CrossWorkerWatch
 from tutti.train.script_checks.iterator_watch import IteratorWatch
-from tutti.train.script_checks.kept_values import CrossStepWatch
 from tutti.train.script_checks.loader_watch import LoaderWatch
 from tutti.train.script_checks.loss_watch import LossWatch
 from tutti.train.script_checks.step_inputs import StepInputs

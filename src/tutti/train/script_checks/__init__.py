@@ -6,17 +6,17 @@ batch, and other mistakes, in the first steps and at intervals. They raise ``Usa
 script's line before the first update that would be wrong; ``mistake_checks`` warns.
 
 Map. ``watch_windows`` chooses the steps that are checked. In these, ``tutti.train.step_lifecycle`` enters a
-torch-function mode, derived from ``loss_watch``, around the code that computes a loss: ``carried_state`` for values
-that pass between micro-batches of a rank, ``kept_values`` for values from earlier steps, or ``both_watches``. The mode
-follows tensors by their storages (``storage_records``), writes to tensors in place (``moved_values``) and Python
-numbers (``followed_numbers``, ``plain_numbers``, ``sample_reads``) from samples to the loss. It does not see values
-that pass through plain Python: ``worker_trials`` computes losses, and ``module_trials`` outputs of modules, again with
-former Python objects (``python_state``).
-The lifecycle also calls ``step_inputs`` (samples that an optimizer's step reads),
-``written_parameters``, ``iterator_watch`` and ``loader_watch``. A custom loop (``tutti.train.custom_loop``) adds
-``gradient_origin``, ``skipped_bodies`` and, where a rank runs the loop's body for several micro-batches,
-``body_comparison``, ``body_counters`` and ``body_trace``. ``tutti.prepare`` and the run use ``hook_watch``,
-``other_optimizers``, ``trainability`` and ``mistake_checks``, which asks ``sample_mixing`` and ``target_mixing``
-whether a loss is a mean over samples, and ``sample_places`` whether it takes samples by their places; the last two
-compute the loss again from a record of its calls (``loss_calls``).
+torch-function mode, derived from ``loss_watch``, around the code that computes a loss: ``cross_worker_watch`` for
+values that pass between micro-batches of a rank, ``cross_step_watch`` for values from earlier steps, or
+``both_watches``. The mode follows tensors by their storages (``storage_records``), writes to tensors in place
+(``in_place_updates``) and Python numbers (``followed_numbers``, ``plain_numbers``, ``sample_reads``) from samples to
+the loss. It does not see values that pass through plain Python: ``worker_trials`` computes losses, and
+``module_trials`` outputs of modules, again with former Python objects (``python_state``). The lifecycle also calls
+``step_inputs`` (samples that an optimizer's step reads), ``written_parameters``, ``iterator_watch`` and
+``loader_watch``. A custom loop (``tutti.train.custom_loop``) adds ``gradient_origin``, ``skipped_bodies`` and, where a
+rank runs the loop's body for several micro-batches, ``recurrent_state``, ``body_comparison``, ``second_updates``,
+``body_counters`` and ``body_loss_comparison``. ``tutti.prepare`` and the run use ``hook_watch``, ``other_optimizers``,
+``trainability`` and ``mistake_checks``, which asks ``sample_mixing`` and ``target_mixing`` whether a loss is a mean
+over samples, and ``sample_places`` whether it takes samples by their places; the last two compute the loss again from a
+record of its calls (``loss_calls``).
 """

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tutti.torch_compat import functorch_level, in_backward, tree_leaves, tree_map_only
+from tutti.train.script_checks.in_place_updates import MicroBatchKey
 from tutti.train.script_checks.loss_watch import WatchHook
-from tutti.train.script_checks.moved_values import MicroBatchKey
 from tutti.train.script_checks.python_state import PythonState, is_of_script, trial_call
 from tutti.types.replica_runner import ReplicaRunner
 

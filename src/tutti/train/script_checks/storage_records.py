@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tutti.parallel.tensor.split_tensor import SplitTensor
-from tutti.torch_compat import FunctionModesDisabled
+from tutti.torch_compat import FunctionModesDisabled, view_base
 
 _FEWEST = 256
 """Number of records from which on those of freed memory are looked for (a guess)."""
@@ -89,3 +89,13 @@ def fills_memory(tensor: Tensor) -> bool:
     """Return whether a tensor has all bytes of its storage; of one split over tensor ranks this rank's slice counts."""
     own = _own(tensor)
     return own.nbytes == own.untyped_storage().nbytes()
+
+
+def is_computed(tensor: Tensor) -> bool:
+    """Return whether calls that autograd records have computed a tensor, which is no parameter or view of one."""
+    if tensor.grad_fn is None:
+        return False
+    # A read that a mode of tensor parallelism sees would gather the tensor.
+    with FunctionModesDisabled():
+        base = view_base(tensor)
+        return base is None or base.grad_fn is not None

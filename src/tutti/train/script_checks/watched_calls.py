@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.nn.script_mode import is_function_mode
 from tutti.nn.swap import buffers
 from tutti.torch_compat import engine_backward, local_tensor, tree_leaves
-from tutti.train.script_checks.moved_values import REPLACING, fills_tensor
+from tutti.train.script_checks.in_place_updates import REPLACING, fills_tensor
 from tutti.train.script_checks.storage_records import fills_memory, memories_of
 
 Root: TypeAlias = "tuple[Tensor, Tensor | None]"

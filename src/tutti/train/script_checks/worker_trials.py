@@ -17,9 +17,9 @@ from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.swap import buffers
 from tutti.nn.written_tensors import ParameterWriteError
-from tutti.train.script_checks.carried_state import micro_batch_key, refuse_cross_worker
+from tutti.train.script_checks.cross_step_watch import CrossStepWatch
+from tutti.train.script_checks.cross_worker_watch import micro_batch_key, refuse_cross_worker
 from tutti.train.script_checks.iterator_watch import iterators_unread
-from tutti.train.script_checks.kept_values import CrossStepWatch
 from tutti.train.script_checks.metric_objects import metric_objects
 from tutti.train.script_checks.plain_numbers import plain_digest
 from tutti.train.script_checks.python_state import PythonState, trial_call

@@ -18,8 +18,8 @@ from tutti.nn.written_tensors import METADATA
 from tutti.torch_compat import tree_leaves
 from tutti.train.script_checks.body_counters import counted_seed
 from tutti.train.script_checks.followed_numbers import FollowedNumber
+from tutti.train.script_checks.in_place_updates import MicroBatchKey
 from tutti.train.script_checks.loss_watch import leaves_of_call, reads_values
-from tutti.train.script_checks.moved_values import MicroBatchKey
 from tutti.train.script_checks.plain_numbers import plain_digest
 from tutti.train.script_checks.sample_reads import SampleReads
 from tutti.train.script_checks.storage_records import memories_of, memory_of
