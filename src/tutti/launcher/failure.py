@@ -111,7 +111,7 @@ _before_report: list[Callable[[BaseException], object]] = []
 
 
 def before_report(function: Callable[[BaseException], object]) -> None:
-    """Let ``function`` be called with an uncaught exception of the script before it is shown, to add a note to it.
+    """Register a function that is called with an uncaught exception of the script before it is shown, to add a note.
 
     Replaces the function of an earlier call.
 
@@ -122,7 +122,7 @@ def before_report(function: Callable[[BaseException], object]) -> None:
 
 
 def add_notes(error: BaseException) -> None:
-    """Call the function of ``before_report`` with an exception of the script that is about to be shown.
+    """Call the function that ``before_report`` has registered, if any, with an exception that is about to be shown.
 
     Args:
         error: the exception, to which the function may add a note.

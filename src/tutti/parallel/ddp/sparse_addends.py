@@ -77,7 +77,9 @@ class SparseAddends(Protocol):
 
 
 class RankAddends:
-    """One term for each data rank: the gradients that autograd has accumulated over the rank's micro-batches.
+    """Sums sparse gradients over the data ranks, each of which contributes one term in a step.
+
+    A rank's term is what autograd has accumulated over its micro-batches. Terms are added in the order of ranks.
 
     Args:
         comm: the data ranks.
@@ -152,7 +154,7 @@ class RankAddends:
 
 
 class WorkerAddends:
-    """Terms of the fixed summation tree over logical workers: the same bits for any number of data ranks.
+    """Sums sparse gradients along the fixed tree over logical workers: the same bits for any number of data ranks.
 
     A logical worker is one of N fixed shares of the global batch. A rank's terms are the sums of its largest subtrees;
     where several ranks share a worker, the term of each call of ``put``.
