@@ -146,4 +146,4 @@ def test_watched_steps_call_few_functions() -> None:
     """
     counts = worlds.run(2, calls_of_watched_steps)
     for rank, (first, later) in enumerate(counts):
-        assert first <= (13_500 if rank else 29_200) and later <= 10_900, counts
+        assert first <= (13_800 if rank else 30_000) and later <= 10_900, counts
