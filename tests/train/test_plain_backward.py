@@ -159,3 +159,51 @@ def test_a_factor_of_the_samples_is_refused_within_a_worker() -> None:
     """Workers may have factors of their own, as each has a loss of its own samples."""
     ((refused, _),) = worlds.run(1, train, loss="times_its_value", strategy="mirrored", micro_batch=2)
     assert "is scaled by a number" in refused and "test_plain_backward.py:" in refused
+
+
+def accumulate(batches: Any, model: nn.Module, optimizer: Optimizer, clear: str) -> None:
+    """Updates after every second batch, the last of which is smaller; and gradients that are cleared in between."""
+    for number, batch in enumerate(batches):
+        if number == 3 and clear:
+            model.zero_grad(set_to_none=clear == "none")
+        (mean(model, batch) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accumulated(strategy: str, clear: str, size: int = 4, **options: Any) -> Any:
+    model, optimizer = build()
+    rows = data()[: 3 * size + 1]
+    if not strategy:
+        batches = [torch.stack([x for x, _ in rows[k : k + size]]) for k in range(0, len(rows), size)]
+        accumulate([(each,) for each in batches], model, optimizer, clear)
+        return {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+    run = tutti.prepare(model, optimizer, rows, strategy=strategy, batch_size=size, shuffle=False, **options)
+    try:
+        accumulate(run.microbatches(0), model, optimizer, clear)
+    except UsageError as error:
+        assert run.updates == 0, str(error)
+        return str(error)
+    return {name: tensor.numpy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "clear"),
+    [
+        *((2, "mirrored", clear) for clear in ("", "none", "zeros")),
+        *((3, "mirrored", ""), (3, "sharded:stage=1", "none"), (2, "central_storage", "")),
+    ],
+)
+def test_gradients_that_add_up_over_batches_have_the_weights_of_their_own(size: int, strategy: str, clear: str) -> None:
+    """Of the last batch, of one sample, one rank has all and the others none."""
+    want = accumulated("", clear)
+    for got in worlds.run(size, accumulated, strategy=strategy, clear=clear):
+        assert isinstance(got, dict), got
+        assert all(abs(got[name] - value).max() <= 1e-10 for name, value in want.items())
+
+
+def test_gradients_that_add_up_over_bodies_of_a_batch_are_refused() -> None:
+    for ranks in (1, 2):
+        for said in worlds.run(ranks, accumulated, strategy="mirrored", clear="", workers=4):
+            assert "leaves gradients of loss.backward(), and no update" in said and "Call run.backward(loss)" in said

@@ -308,6 +308,8 @@ class CustomLoop:
             trained = self.gradients.calls > 0 or bool(self.gradients.shown())
             self._skipped.end_body(micro_batch, trained, self._lifecycle.values.size_lines)
         self._bodies.end_body()
+        if micro_batch is not None and not self._origin.is_whole_batch:
+            self._leave_gradients(micro_batch)
         is_last = self._state.is_last_body
         if self._state.batch.is_local_step and self._local is not None and is_last and micro_batch is not None:
             self.gradients.join_losses(self._local, micro_batch)
@@ -315,6 +317,22 @@ class CustomLoop:
             return
         if micro_batch.last and self.gradients.calls == 1 and self._sync.by_worker:
             self.gradients.end_banked_worker(0, micro_batch.worker)
+
+    def _leave_gradients(self, micro_batch: MicroBatch) -> None:
+        """Weight the gradients of a plain ``loss.backward()`` that the body has left for a later update.
+
+        Raises:
+            UsageError: some rank has several micro-batches.
+        """
+        if not self._bodies.several:
+            self._origin.leave(micro_batch)
+        elif not self.gradients.calls and self._origin.local(self._origin.script_parameters()):
+            raise UsageError(
+                "the loop's body leaves gradients of loss.backward(), and no update, with several micro-batches a rank",
+                where=f"step {self._run.global_step + 1}",
+                why="each body begins with the complete gradients of global batches, of which these are none yet",
+                remedy="call run.backward(loss), whose gradients add up until the update",
+            )
 
     def _end_batch(self) -> None:
         """End the step after the rank's last body, and count the batch if no update has."""

@@ -263,10 +263,10 @@ class CustomLoopGradients:
                 remedy="call run.backward(losses) with one loss a sample, or leave gradient_noise out",
             )
         self._mixed |= bool(local)
-        weight, found = micro_batch.share, {}
+        found = {}
         for parameter in local:
-            if parameter.grad is not None and micro_batch.samples:
-                found[parameter] = parameter.grad * weight
+            if parameter.grad is not None and (weighted := self._origin.weighted(parameter, micro_batch)) is not None:
+                found[parameter] = weighted
             parameter.grad = None
         return found
 

@@ -57,6 +57,8 @@ class GradientOrigin:
         self._complete: dict[nn.Parameter, tuple[ReferenceType[Tensor], int]] = {}
         # Gradients of a plain loss.backward(): tensor and version.
         self._made: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        # Such gradients that earlier bodies have left: tensor, its values, and these weighted by the bodies' shares.
+        self._left: dict[nn.Parameter, tuple[Tensor, Tensor, Tensor]] = {}
         # Gradients of losses that are no mean over samples, each with a function that makes the error; and the function
         # for the loss whose backward runs. An error that has been raised would hold the script's frames.
         self._unfit: dict[nn.Parameter, tuple[Tensor, Callable[[], UsageError]]] = {}
@@ -187,7 +189,10 @@ class GradientOrigin:
         if self._in_own_backward or parameter.grad is None:
             return
         parameter = cast(nn.Parameter, parameter)
-        gradient = cast(Tensor, parameter.grad)
+        gradient, before = cast(Tensor, parameter.grad), self._made.get(parameter)
+        if before is not None and before[0] is gradient and tensor_version(gradient) != before[1] + 1:
+            # Zeroed in place since.
+            self._left.pop(parameter, None)
         self._made[parameter] = gradient, tensor_version(gradient)
         if self._error is not None:
             self._unfit[parameter] = gradient, self._error
@@ -210,6 +215,7 @@ class GradientOrigin:
         self._norms = self._norms_here() if place == "sliced_rows" or is_due else {}
         self._mixed.clear()
         self._made.clear()
+        self._left.clear()
         self._unfit.clear()
         if (edits := self._run.replica.edits) is not None:
             edits.forget(gradient for _, gradient in there)
@@ -226,11 +232,43 @@ class GradientOrigin:
         for parameter in members if self._mixed or self._made or self._unfit else ():
             self._mixed.pop(parameter, None)
             self._made.pop(parameter, None)
+            self._left.pop(parameter, None)
             self._unfit.pop(parameter, None)
         for parameter in members:
             if (zeros := parameter.grad) is not None:
                 # The same on every rank.
                 self._complete[parameter] = ref(zeros), tensor_version(zeros)
+
+    # --- gradients that are left for the next body ---
+
+    def leave(self, micro_batch: MicroBatch) -> None:
+        """Record the local gradients that a body leaves in ``.grad``, to which the next body's may be added.
+
+        Each has the weight of its own micro-batch in the gradient of its global batch. Not collective.
+
+        Args:
+            micro_batch: the micro-batch of the body.
+        """
+        there = [p for p, (gradient, version) in self._made.items() if _is_still(p.grad, gradient, version)]
+        weighted = {p: found for p in there if (found := self.weighted(p, micro_batch)) is not None}
+        for p in there:
+            gradient = cast(Tensor, p.grad)
+            self._left[p] = gradient, gradient.clone(), weighted.get(p, torch.zeros_like(gradient))
+
+    def weighted(self, parameter: nn.Parameter, micro_batch: MicroBatch) -> Tensor | None:
+        """Return a local gradient times the weight of its micro-batch, plus weighted ones that earlier bodies left.
+
+        Args:
+            parameter: the parameter, whose ``.grad`` is local.
+            micro_batch: the micro-batch of the body that has computed ``.grad``, or added to it.
+
+        Returns:
+            A new tensor; None where only a dummy micro-batch has computed the gradient.
+        """
+        gradient, left = cast(Tensor, parameter.grad), self._left.get(parameter)
+        if left is None or left[0] is not gradient:
+            return gradient * micro_batch.share if micro_batch.samples else None
+        return left[2] + (gradient - left[1]) * micro_batch.share if micro_batch.samples else left[2]
 
     # --- local gradients: of one micro-batch alone -----------------------------------------------------------------
 
@@ -495,3 +533,8 @@ def _scalar(root: Root) -> Tensor:
         if bool((gradient == 1).all()):
             return loss.sum() if loss.numel() > 1 else loss
         return loss * gradient if loss.numel() == 1 else loss
+
+
+def _is_still(gradient: Tensor | None, made: Tensor, version: int) -> bool:
+    """Return whether a ``.grad`` is the gradient that a backward has made, and nothing has written to it since."""
+    return gradient is made and tensor_version(made) == version
