@@ -28,16 +28,18 @@ def epochs(ranks: int = 1, growth: BatchGrowth | None = GROWN) -> Epochs:
 
 def sizes(found: Epochs) -> list[list[int]]:
     """Samples of every step of every epoch."""
-    return [[c.samples(step) for step in range(c.steps_per_epoch)] for c in map(found.at, range(SPENT))]
+    return [[c.samples(step) for step in range(c.steps_per_epoch)] for c in map(found.contract_of, range(SPENT))]
 
 
 def test_every_epoch_has_its_batch_and_its_rate() -> None:
     found = epochs()
-    assert [found.at(epoch).batch for epoch in range(SPENT)] == BATCHES
+    assert [found.contract_of(epoch).batch for epoch in range(SPENT)] == BATCHES
     rates = [found.phase(epoch).rate for epoch in range(SPENT)]
     assert rates == pytest.approx([1, 1, 1, 30 / 50, 30 / 50, 30 / 125, 30 / 125])
     assert all(sum(epoch) == DATASET for epoch in sizes(found))
-    assert epochs(growth=None).phase(99).rate == 1 and epochs(growth=None).at(99) == BatchContract(DATASET, 8, 4)
+    assert epochs(growth=None).phase(99).rate == 1 and epochs(growth=None).contract_of(99) == BatchContract(
+        DATASET, 8, 4
+    )
 
 
 @pytest.mark.parametrize("growth", [None, GROWN])
@@ -47,7 +49,7 @@ def test_steps_and_samples_are_those_of_the_epochs_one_by_one(growth: BatchGrowt
     for steps in range(len(taken) + 1):
         assert found.consumed(steps) == sum(taken[:steps])
     places = [(epoch, batch) for epoch, batches in enumerate(sizes(found)) for batch in range(len(batches))]
-    assert [found.place(steps) for steps in range(len(taken))] == places
+    assert [found.position_after(steps) for steps in range(len(taken))] == places
     for whole in range(SPENT + 1):
         assert found.steps(Duration(whole, "ep")) == sum(map(len, sizes(found)[:whole]))
     for samples in range(sum(taken) + 1):
@@ -59,7 +61,7 @@ def test_steps_and_samples_are_those_of_the_epochs_one_by_one(growth: BatchGrowt
 def test_a_part_of_an_epoch_is_a_part_of_its_own_steps() -> None:
     found = epochs()
     before = found.steps(Duration(3, "ep"))
-    assert found.at(3).steps_per_epoch == 4
+    assert found.contract_of(3).steps_per_epoch == 4
     assert [found.steps(Duration(3 + part, "ep")) - before for part in (0, 0.25, 0.5, 0.75, 1)] == [0, 1, 2, 3, 4]
 
 

@@ -112,7 +112,7 @@ class Epochs:
         """
         return next(phase for phase in self.phases if epoch < phase.end)
 
-    def at(self, epoch: int) -> BatchContract:
+    def contract_of(self, epoch: int) -> BatchContract:
         """Return the batch contract of an epoch: its global batch size, and how it is divided over workers and ranks.
 
         Workers are logical workers, a fixed number of shares of the global batch, of which a rank computes one or more.
@@ -169,7 +169,7 @@ class Epochs:
             total, steps = total + phase.contract.consumed(here), steps - here
         return total
 
-    def place(self, steps: int) -> tuple[int, int]:
+    def position_after(self, steps: int) -> tuple[int, int]:
         """Return the position in the training data after the first steps of a run.
 
         Each epoch counts with its own batch size and number of samples.

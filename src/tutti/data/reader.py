@@ -212,7 +212,7 @@ class MapReader:
             UsageError: the item that is read twice differs, though its random draws are the same.
             LoaderError: a loader process ended, or gave no batch within the timeout.
         """
-        contract = self._epochs.at(epoch)
+        contract = self._epochs.contract_of(epoch)
         steps = self._order.batches(epoch, contract.batch)
         self._compare(epoch)
         self._epoch = epoch

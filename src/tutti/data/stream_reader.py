@@ -94,7 +94,7 @@ class ReplicatedStream:
                 the same samples.
             LoaderError: a loader process ended, or gave no batch within the timeout.
         """
-        batch = self._epochs.at(epoch).batch
+        batch = self._epochs.contract_of(epoch).batch
         reading = StreamReading(
             stream=self.source, epoch=epoch, key=self._seed, batch=batch, start=start, keep=self._part
         )

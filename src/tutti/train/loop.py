@@ -171,7 +171,10 @@ class _TrainLoop:
         run = self._run
         heartbeat.training.enter(Phase.REPORT)
         self._look_at_windows()
-        epoch = number if run.local_step == run.global_step else run.feed.epochs.place(max(run.global_step - 1, 0))[0]
+        epoch = number
+        if run.local_step != run.global_step:
+            # Asynchronous servers count the steps of all workers together.
+            epoch, _ = run.feed.epochs.position_after(max(run.global_step - 1, 0))
         self._report(epoch)
         if self._unchecked and self._held_out is not None:
             self._check_metrics()

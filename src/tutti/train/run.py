@@ -270,7 +270,7 @@ class Run:
         Raises:
             UsageError: the training data are a stream of unknown length.
         """
-        return self.feed.epochs.at(epoch).steps_per_epoch
+        return self.feed.epochs.contract_of(epoch).steps_per_epoch
 
     @property
     def progress(self) -> int:
@@ -939,7 +939,7 @@ class Run:
         place = self.data_position
         if self.local_step != self.global_step:
             # Asynchronous servers count the steps of all workers together.
-            place = Position(*self.feed.epochs.place(self.global_step))
+            place = Position(*self.feed.epochs.position_after(self.global_step))
         return {**place._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
 
     def seek(self, position: Mapping[str, Any]) -> None:

@@ -187,7 +187,7 @@ class StepLifecycle:
             self.stop_asked,
             run.loss_scale.value if run.loss_scale is not None else 1.0,
             settings=run.shared_settings.text(),
-            place=(0, 0) if drawn is None else (drawn.after.epoch, drawn.after.batch),
+            data_position=(0, 0) if drawn is None else (drawn.after.epoch, drawn.after.batch),
             written=self._digest(),
             compare=self._compare,
             edits=edited,

@@ -22,8 +22,8 @@ class StepContext:
         call: index of this gradient synchronisation within the step, from 0; a custom training loop may make several.
         whole: whether the global batch is a single micro-batch, whose backward divides by the loss's count.
         settings: learning rates, momenta and weight decays of the script's optimizers, compared over data ranks.
-        place: epoch and global batch after which the data stand, compared over data ranks; (0, 0) for a batch that the
-            caller made.
+        data_position: epoch and global batch after which the data stand, compared over data ranks; (0, 0) for a batch
+            that the caller made.
         written: returns the digest of the parameters if the script or a forward has written them since the last
             update, compared over data ranks; 0 if not. To be called after the rank's last forward.
         compare: function that compares the parameters over the data ranks and raises UsageError where they differ. It
@@ -42,7 +42,7 @@ class StepContext:
     call: int = 0
     whole: bool = False
     settings: str = ""
-    place: tuple[int, int] = (0, 0)
+    data_position: tuple[int, int] = (0, 0)
     written: Callable[[], int] = int
     compare: Callable[[], None] | None = None
     edits: Sequence[str] = ()

@@ -216,7 +216,7 @@ class SharedReducer:
 
     def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         now = step_context
-        steps = (now.local_step, now.samples, now.call, *now.place)
+        steps = (now.local_step, now.samples, now.call, *now.data_position)
         facts = (*steps, name_key(now.settings), now.written(), edits_key(now))
         # Of integers Python's hash is the same in every process.
         self._digests[self._comm.rank][_DIGEST] = hash((self._key, *facts))

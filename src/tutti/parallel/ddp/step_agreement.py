@@ -28,9 +28,9 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
 
     Args:
         step_context: facts of the step. Hashed are its number, the index of the reduction within the step (``call``)
-            and the batch size; unless ``key`` is 0 also the optimizers' settings, the position in the data (``place``)
-            and a digest of the parameters that the script has written (``written``). Its ``edits``, the script's edits
-            of parameters that are split over ranks, are hashed in any case.
+            and the batch size; unless ``key`` is 0 also the optimizers' settings, the position in the data
+            (``data_position``) and a digest of the parameters that the script has written (``written``). Its ``edits``,
+            the script's edits of parameters that are split over ranks, are hashed in any case.
         key: hash of the model's parameters, from ``layout_key``, for data ranks, which hold equal parameters; 0 for the
             pipeline stages and tensor ranks of one replica, which do not.
 
@@ -44,7 +44,7 @@ def digests(step_context: StepContext, key: int = 0) -> list[int]:
         now = step_context
         # In both, because writes are compared in one step only.
         a = (a + now.written()) % 251
-        b = mix(b, name_key(now.settings), now.local_step, *now.place, now.written()) % 251
+        b = mix(b, name_key(now.settings), now.local_step, *now.data_position, now.written()) % 251
     if edits := edits_key(step_context):
         a, b = (a + edits) % 251, mix(b, edits) % 251
     return [a, a * a, b, b * b]
@@ -112,8 +112,8 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
             parameters that are split over ranks differ between these ranks.
     """
     lines = [f"step {step_context.local_step + 1}", f"a global batch of {step_context.samples} samples"]
-    if step_context.place != (0, 0):
-        epoch, batch = step_context.place
+    if step_context.data_position != (0, 0):
+        epoch, batch = step_context.data_position
         lines.append(f"data of epoch {epoch + 1} up to batch {batch}" if batch else f"the last data of epoch {epoch}")
     comm.agree(
         lines,
