@@ -70,7 +70,7 @@ class ParameterAverage:
         """
         new = {n: p for n, p in parameters(self._replica.parts) if n in names and n not in self._names}
         for name, parameter in new.items():
-            if name not in self._replica.sharded and self._run_context.rows:
+            if name not in self._replica.sharded and self._run_context.shards_parameters:
                 raise UsageError(
                     f"{name} is thawed between a forward and its backward, which cannot be combined with ema= here",
                     why="the average is sharded, and this parameter is sharded after the step alone",

@@ -37,7 +37,7 @@ class ModelConversions:
 
     def __init__(self, model: nn.Module, replica: ReplicaRunner, run_context: RunContext) -> None:
         self._replica, mesh = replica, run_context.mesh
-        self._in_parts = run_context.rows or mesh.tensor > 1 or mesh.stage > 1
+        self._in_parts = run_context.shards_parameters or mesh.tensor > 1 or mesh.stage > 1
         self._device = run_context.comms.world.device
         self._line: str | None = None
         self._before = {name: _place(p) for name, p in parameters(replica.parts)}

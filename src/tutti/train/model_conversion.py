@@ -55,7 +55,7 @@ def convert_model(
         UsageError: the precision is unknown; ``fp64`` on a device without float64; or ``fp8`` on a CPU, with tensor
             parallelism, without torchao, or for a model of which no layer can be converted.
     """
-    if run_context.rows and run_context.comms.world.device.type == "cpu" and _is_large(model):
+    if run_context.shards_parameters and run_context.comms.world.device.type == "cpu" and _is_large(model):
         free_at_once()
     with as_built(model):
         model = _normalised(model, batch_norm, run_context)

@@ -41,7 +41,7 @@ class PartialReads:
     """
 
     def __init__(self, model: nn.Module, run_context: RunContext) -> None:
-        mesh, rows = run_context.mesh, run_context.rows
+        mesh, rows = run_context.mesh, run_context.shards_parameters
         self._partial = rows or mesh.tensor > 1 or mesh.stage > 1
         # An average reads parameters element by element: stages' parameters, rows and slices are gathered for it.
         several = (mesh.stage > 1) + rows + (mesh.tensor > 1)

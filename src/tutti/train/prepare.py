@@ -363,7 +363,7 @@ def _mesh_context(checked: CheckedRun, options: RunOptions) -> RunContext:
         activation_checkpointing=options.checkpointing,
         compile=options.compile_choice,
         gradient_variance=options.lr_rule.adaptive,
-        rows=choice.sync.shards_parameters(choice.shape(mesh.size)),
+        shards_parameters=choice.sync.shards_parameters(choice.shape(mesh.size)),
     )
 
 

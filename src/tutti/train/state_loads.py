@@ -46,7 +46,7 @@ class StateLoads:
     def __init__(self, model: nn.Module, run: Run, choice: StrategyChoice) -> None:
         self._run, self._row = run, choice.row
         mesh = run.context.mesh
-        self._in_parts = run.context.rows or mesh.tensor > 1 or mesh.stage > 1
+        self._in_parts = run.context.shards_parameters or mesh.tensor > 1 or mesh.stage > 1
         self._several = run.context.workers > mesh.data_ranks
         self._names = {module: name for name, module in model.named_modules()}
         self._loaded: tuple[nn.Module, Collection[str]] | None = None

@@ -39,7 +39,8 @@ class RunContext:
             training data, or with at most ``most`` samples of that; it is not collective. None without a loss function.
         forward_trial: the function ``trial`` where the run has a loss function; otherwise a function with the same
             arguments that calls ``model`` on the inputs of the first micro-batch.
-        rows: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device itself.
+        shards_parameters: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device
+            itself.
     """
 
     mesh: RankMesh
@@ -57,7 +58,7 @@ class RunContext:
     synchronous: bool = True
     trial: Callable[..., Any] | None = None
     forward_trial: Callable[..., Any] | None = None
-    rows: bool = False
+    shards_parameters: bool = False
 
     @property
     def begins_worker(self) -> bool:

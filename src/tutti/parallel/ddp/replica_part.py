@@ -102,8 +102,8 @@ class ReplicaPart:
         self.parts: Sequence[nn.Module] = (module, *others)
         self.plain = module if plain is None else plain
         for part in self.parts:
-            _move(part, device, parameters=not run_context.rows)
-        load_spilled(self.parts, trained=not run_context.rows)
+            _move(part, device, parameters=not run_context.shards_parameters)
+        load_spilled(self.parts, trained=not run_context.shards_parameters)
         tied = other_names(self.parts if plain is None else [plain])
         state = {name: p.data for name, p in parameters(self.parts)}
         state |= {slot.name: slot.get() for slot in buffers(self.parts)}

@@ -141,7 +141,7 @@ class ShardedSync:
         self._shards.share_memory(like=comm)
         agree_on_state(comm, replica.parts)
         broadcast_state(comm, replica.parts)
-        in_turn = not self._run_context.rows
+        in_turn = not self._run_context.shards_parameters
         self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned, in_turn)
         named = parameters(replica.parts)
         for _, parameter in named:

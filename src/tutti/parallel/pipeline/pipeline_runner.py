@@ -108,7 +108,7 @@ class PipelineRunner(ReplicaPart):
         if not self.own_backward:
             self._relay = StageRelay(self.passes[0])
         owners = {p: (name, holding.stages[name][0] % self._ranks) for name, p in parameters([plain])}
-        whole = run_context.mesh.tensor == 1 and not run_context.rows
+        whole = run_context.mesh.tensor == 1 and not run_context.shards_parameters
         self.script_parameters = StageParameters(owners, self._comm if whole else None)
         held = [stage.holder for each in self.passes for stage in each.virtual_stages]
         if not has_compiled_code(held, run_context):

@@ -32,14 +32,15 @@ class VirtualStage:
         incoming: names of the values that the stage receives from the previous stage.
         outgoing: names of the values that the stage sends to the next stage; empty for the last stage, which returns
             the model's output.
-        alone: whether ``module`` returns a single value; otherwise it returns a tuple of the values of ``outgoing``.
+        single_output: whether ``module`` returns a single value; otherwise it returns a tuple of the values of
+            ``outgoing``.
     """
 
     module: nn.Module
     given: tuple[str, ...] = ()
     incoming: tuple[str, ...] = ()
     outgoing: tuple[str, ...] = ()
-    alone: bool = False
+    single_output: bool = False
 
     @property
     def holder(self) -> nn.Module:
@@ -148,7 +149,7 @@ def cut_into_stages(
             stage.hold(also[number], plain)
             _tidy(stage, plain)
             names = tuple(n.name for n in crossing[number]), tuple(n.name for n in passed)
-            stages.append(VirtualStage(stage, ("args", "kwargs"), *names, alone=end is not None))
+            stages.append(VirtualStage(stage, ("args", "kwargs"), *names, single_output=end is not None))
             continue
         given = _given(graph, nodes[low:high], end)
         stages.append(_section(plain, given, nodes[low:high], crossing[number], passed, end, also[number]))
@@ -207,7 +208,7 @@ def _section(
     names = tuple(n.name for n in incoming), tuple(n.name for n in outgoing)
     chain = None if also else _chain(plain, nodes, [*given, *incoming], outgoing, output)
     if chain is not None:
-        return VirtualStage(chain, tuple(str(n.target) for n in given), *names, alone=True)
+        return VirtualStage(chain, tuple(str(n.target) for n in given), *names, single_output=True)
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in (*given, *incoming)}
 
@@ -226,7 +227,7 @@ def _section(
         graph.output(tuple(copied(n) for n in outgoing))
     module = fx.GraphModule(plain, graph, class_name="Section")
     _tidy(module, plain)
-    return VirtualStage(module, tuple(str(n.target) for n in given), *names, alone=output is not None)
+    return VirtualStage(module, tuple(str(n.target) for n in given), *names, single_output=output is not None)
 
 
 def _given(whole: fx.Graph, nodes: Sequence[fx.Node], output: fx.Node | None) -> list[fx.Node]:
@@ -278,10 +279,10 @@ def crossing_values(outputs: Any, stage: VirtualStage) -> list[Any]:
     """Return the result of a pipeline stage's module as a list of values to send to the next stage.
 
     Args:
-        outputs: result of ``stage.module``: a single value where ``stage.alone`` is true, otherwise a tuple.
+        outputs: result of ``stage.module``: a single value where ``stage.single_output`` is true, otherwise a tuple.
         stage: the virtual stage that has computed ``outputs``; not the last one, which sends nothing.
     """
-    return [outputs] if stage.alone else list(outputs)
+    return [outputs] if stage.single_output else list(outputs)
 
 
 def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None:

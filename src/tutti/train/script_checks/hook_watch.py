@@ -36,7 +36,7 @@ class HookWatch:
     """
 
     def __init__(self, model: nn.Module, run_context: RunContext, single: bool) -> None:
-        self._rows, self._tensor = run_context.rows, run_context.mesh.tensor > 1
+        self._rows, self._tensor = run_context.shards_parameters, run_context.mesh.tensor > 1
         self._stages, self._model_ranks = run_context.mesh.stage > 1, run_context.comms.model
         self._model = ref(model)
         self._originals = {name: ref(p) for name, p in parameters([model])}
