@@ -8,6 +8,7 @@ does. ``TESTS_EXEC=1`` in a command's environment lets it start new Pythons, as 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import inspect
 import os
 import signal
@@ -24,7 +25,6 @@ from typing import Any, NoReturn
 EXEC = "TESTS_EXEC"
 # Options of Popen that a fork does not follow.
 _OTHER = ("executable", "preexec_fn", "shell", "gid", "gids", "uid")
-_FREE = 64
 
 
 def install(run: Callable[[list[str]], None]) -> None:
@@ -106,8 +106,8 @@ def _become_new(told: dict[str, Any], environ: dict[str, str]) -> None:
     elif told["process_group"] >= 0:
         os.setpgid(0, told["process_group"])
     streams = [told["p2cread"], told["c2pwrite"], told["errwrite"]]
-    # Above all numbers that are in use here, so that no stream takes the place of another one.
-    high = [number if stream == -1 else os.dup2(stream, _FREE + number) for number, stream in enumerate(streams)]
+    # Copies with other numbers, so that no stream takes the place of another one.
+    high = [n if stream == -1 else fcntl.fcntl(stream, fcntl.F_DUPFD, 3) for n, stream in enumerate(streams)]
     for number, stream in enumerate(high):
         if stream != number:
             os.dup2(stream, number)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import forkserver
+from tests.launching import SAFETY_NET
 from tutti import cgroup
 from tutti.cli import doctor_command
 from tutti.doctor import collective_probe, limits, machine
@@ -58,12 +57,22 @@ KEYS = {
 }
 
 
-def run_doctor(
-    *words: str, cwd: Path, before: Callable[[], None] | None = None, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    """One real run, piped, without variables of the test's own surroundings."""
+FEW_FILES = """
+import resource, sys
+from tutti.cli.app import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+sys.exit(main(["doctor"]))
+"""
+
+
+def own_variables() -> dict[str, str]:
+    """The environment without variables of the test's own surroundings."""
     foreign = ("OMP_", "GLOO_", "RANK", "WORLD_SIZE", "SLURM_", "OMPI_", "HOROVOD_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+
+def run_doctor(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """One real run, piped."""
     return subprocess.run(
         # As the command itself does, and not as python -m, which looks into the current directory first.
         [sys.executable, "-P", "-m", "tutti", "doctor", *words],
@@ -71,8 +80,7 @@ def run_doctor(
         text=True,
         timeout=300,
         cwd=cwd,
-        env={**kept, "PYTHONPATH": str(ROOT / "src"), **environ},
-        preexec_fn=before,
+        env={**own_variables(), "PYTHONPATH": str(ROOT / "src"), **environ},
     )
 
 
@@ -139,8 +147,9 @@ def test_gpus_that_torch_cannot_use_are_a_note(healthy: dict[str, Any]) -> None:
 
 def test_what_is_broken_is_a_problem_with_a_remedy_and_the_exit_code(tmp_path: Path) -> None:
     path = fake_nvidia_smi(tmp_path, "echo 'NVIDIA-SMI has failed: no driver'; exit 9")
-    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
-    done = run_doctor(cwd=tmp_path, before=few, GLOO_SOCKET_IFNAME="nonexistent", PATH=path)
+    (tmp_path / "few.py").write_text(FEW_FILES)
+    changes = {"PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": "nonexistent", "PATH": path}
+    done = forkserver.run(["few.py"], tmp_path, own_variables() | changes, SAFETY_NET)
     assert done.returncode == ExitCode.PEER, done.stderr
     shown = done.stdout.splitlines()
     assert len(shown) <= LINES and max(map(len, shown)) <= COLUMNS
