@@ -81,6 +81,7 @@ def test_a_script_runs_as_it_is(tmp_path: Path, words: tuple[str, ...]) -> None:
 SPAWNING = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from horovod.common.util import split_list
 import horovod.torch as hvd
 import tutti.horovod
 

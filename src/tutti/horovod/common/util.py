@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache as _cache  # noqa: F401 (as in Horovod)
-from itertools import pairwise
-from typing import TypeVar
 
 from tutti.horovod.torch.job import ccl_built, ddl_built, gloo_built, mpi_built, nccl_built
+from tutti.horovod.torch.optimizer import split_list
 
 __all__ = [
     "ccl_built",
@@ -21,8 +19,6 @@ __all__ = [
     "num_rank_is_power_2",
     "split_list",
 ]
-
-T = TypeVar("T")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -49,15 +45,3 @@ def env(**kwargs: str | None) -> AbstractContextManager[None]:
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Return whether a number of ranks, at least 1, is a power of two, as ``hvd.Adasum`` demands."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
-
-
-def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
-    """Divide a sequence into ``n`` parts of consecutive elements, whose lengths differ by at most 1, longer ones first.
-
-    Args:
-        values: the sequence, such as the parameters of an optimizer.
-        n: number of parts, at least 1; of more parts than values the last ones are empty.
-    """
-    short, longer = divmod(len(values), n)
-    starts = [part * short + min(part, longer) for part in range(n + 1)]
-    return [values[start:end] for start, end in pairwise(starts)]

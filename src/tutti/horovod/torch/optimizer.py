@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from tutti.comm.collective_session import CollectiveHandle
 from tutti.comm.process_set import ProcessSet
 from tutti.comm.process_set import all_ranks as global_process_set
 from tutti.horovod.common.exceptions import translated
-from tutti.horovod.common.util import split_list
 from tutti.horovod.torch import job, mpi_ops
 from tutti.horovod.torch.bucket_autotune import BUCKET_BYTES, make_autotune
 from tutti.horovod.torch.compression import Compression
@@ -31,6 +30,8 @@ from tutti.horovod.torch.functions import group_name
 from tutti.horovod.torch.mpi_ops import Adasum, Average, Sum
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.torch_compat import accept_gradient_scale, is_wrapped_by_scheduler, mark_stepped, tensor_version
+
+T = TypeVar("T")
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _OVERTAKEN = (
@@ -725,3 +726,15 @@ def _checked_groups(
                 raise ValueError("A parameter can only appear once in groups.")
             seen.add(parameter)
     return [[p for p in group if p.requires_grad] for group in groups if any(p.requires_grad for p in group)]
+
+
+def split_list(values: Sequence[T], n: int) -> list[Sequence[T]]:
+    """Divide a sequence into ``n`` parts of consecutive elements, whose lengths differ by at most 1, longer ones first.
+
+    Args:
+        values: the sequence, such as the parameters of an optimizer.
+        n: number of parts, at least 1; of more parts than values the last ones are empty.
+    """
+    short, longer = divmod(len(values), n)
+    starts = [part * short + min(part, longer) for part in range(n + 1)]
+    return [values[start:end] for start, end in itertools.pairwise(starts)]
