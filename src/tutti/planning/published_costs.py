@@ -11,7 +11,7 @@ import numpy as np
 from tutti.comm.collective_schedules import LinkCost
 from tutti.errors import UsageError
 from tutti.planning.cluster_network import Network
-from tutti.planning.collective_laws import ring_seconds
+from tutti.planning.collective_laws import ring_passes
 from tutti.planning.hardware_anchor import (
     ONE_SOURCE,
     anchored_rate,
@@ -26,8 +26,9 @@ from tutti.planning.step_costs import StepCosts
 from tutti.planning.strategy_work import StrategyWork
 from tutti.workload.workload_file import PassWork
 
-_HOST_HOP, _NODE_HOP = 1e-5, 3e-5
-"""Latencies of a message within and between nodes of published hardware, in seconds: guesses."""
+_HOST_HOP, _NODE_HOP = 5e-6, 1.5e-5
+"""Latencies of a message within and between nodes of published hardware, in seconds: that of published all-reduces over
+eight A100 of a node, and a guess by which a ring over eight such nodes has the hops fitted to published jobs."""
 _LAUNCH = 5e-6
 """Seconds in which a host launches an operator on an accelerator: a guess."""
 
@@ -136,7 +137,9 @@ class PublishedCosts(StepCosts):
         return np.zeros(DRAWS)
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1, together: int | None = None) -> Array:
-        """Return the seconds of a collective: the closed form of a ring within a node, plus that of one between nodes.
+        """Return the seconds of a collective: the closed form of one ring over all ranks, whose slowest link counts.
+
+        Of the links within nodes and the node's link, the slower one passes the bytes meanwhile; latencies add up.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``broadcast``.
@@ -151,12 +154,13 @@ class PublishedCosts(StepCosts):
         if ranks < 2:
             return np.zeros(DRAWS)
         here, nodes = self.network.spread(ranks, apart)
-        found = ring_seconds(kind, here, size, self.within())
+        within = self.within()
+        latency, slowest = (here - 1) * within.alpha, (here - 1) / here / within.beta
         if nodes > 1:
-            found += ring_seconds(
-                kind, nodes, size * self.network.sharing(apart, together), self._between(self.network.per_node)
-            )
-        return np.full(DRAWS, found)
+            between = self._between(self.network.per_node)
+            latency += (nodes - 1) * between.alpha
+            slowest = max(slowest, (nodes - 1) / nodes * self.network.sharing(apart, together) / between.beta)
+        return np.full(DRAWS, ring_passes(kind) * (latency + size * slowest))
 
     def within(self) -> LinkCost:
         """Return the guessed cost of a transfer within a node; a line on it is added to the list ``guesses``.
