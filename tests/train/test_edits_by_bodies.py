@@ -230,6 +230,62 @@ def halves_momentum(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any
             state["momentum_buffer"].mul_(0.5)
 
 
+def at_a_milestone(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    for number, batch in enumerate(run.microbatches(0)):
+        if number in (4, 6):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.1
+        body(model, optimizer, batch, run.backward)
+        optimizer.step()
+
+
+def adjusted(optimizer: torch.optim.Optimizer, number: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * 0.5 ** (number // 4)
+
+
+def in_a_function(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    for number, batch in enumerate(run.microbatches(0)):
+        adjusted(optimizer, number)
+        body(model, optimizer, batch, run.backward)
+        optimizer.step()
+
+
+def scheduled(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for number, batch in enumerate(run.microbatches(0)):
+        body(model, optimizer, batch, run.backward)
+        optimizer.step()
+        if (number + 1) % 4 == 0:
+            scheduler.step()
+
+
+def frozen(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    for number, batch in enumerate(run.microbatches(0)):
+        if number == 4:
+            next(model.parameters()).requires_grad_(False)
+        body(model, optimizer, batch, run.backward)
+        optimizer.step()
+
+
+def rates_of_batches(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    """Change rates and frozen layers by global batches, beside logs by bodies that only read the rate."""
+    scheduler, shown = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), []
+    for epoch in range(2):
+        for number, batch in enumerate(run.microbatches(epoch)):
+            if number == 0 and epoch == 1:
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.7
+                next(model.parameters()).requires_grad_(False)
+            adjusted(optimizer, run.global_step) if epoch == 3 else None
+            body(model, optimizer, batch, run.backward)
+            optimizer.step()
+            if number % 4 == 3:
+                shown.append(scheduler.get_last_lr())
+            if run.stepped:
+                scheduler.step()
+
+
 class Plain:
     """One device without tutti, with the methods that the loops call."""
 
@@ -279,7 +335,17 @@ def test_a_loop_that_is_left_before_its_updates_is_refused(loop: Callable[..., N
     assert "was left" in said and "test_edits_by_bodies.py" in said
 
 
-@pytest.mark.parametrize("loop", [every_second_batch, by_norm_with_a_log, left_after_batches])
+@pytest.mark.parametrize("loop", [at_a_milestone, in_a_function, scheduled, frozen])
+def test_a_rate_that_changes_by_a_count_of_bodies_is_refused(loop: Callable[..., None]) -> None:
+    [(said, updates)] = worlds.run(1, looped, loop=loop, workers=2)
+    assert "by a count of its bodies" in said and "test_edits_by_bodies.py" in said
+    assert updates == 2
+    want = worlds.alone(looped, loop=loop, workers=0)
+    [got] = worlds.run(1, looped, loop=loop, workers=1)
+    assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+@pytest.mark.parametrize("loop", [every_second_batch, by_norm_with_a_log, left_after_batches, rates_of_batches])
 def test_loops_that_count_global_batches_are_right(loop: Callable[..., None]) -> None:
     want = worlds.alone(looped, loop=loop, workers=0)
     [got] = worlds.run(1, looped, loop=loop, workers=2)

@@ -20,7 +20,7 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import parameters
 from tutti.python_compat import LiveObjects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version, tree_leaves
-from tutti.train.script_checks.body_counters import counted_loss, edit_condition
+from tutti.train.script_checks.body_counters import counted_loss, edit_condition, setting_condition
 from tutti.train.script_checks.second_updates import SecondUpdates
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ class BodyComparison:
         self._events: list[tuple[str, int]] = []
         self._first: list[tuple[str, int]] | None = None
         self._settings: dict[int, str] = {}
+        # Settings and trained parameters of the last global batch, and whether two batches in a row had the same.
+        self._kept: tuple[str, list[bool]] | None = None
+        self._steady = False
         self._written: tuple[list[int], list[float] | None] = ([], None)
         self._states: list[int] = []
         self._at_forward: list[bool] | None = None
@@ -177,6 +180,8 @@ class BodyComparison:
             self._check_writes()
             if kind == "step":
                 self._check_settings()
+                if self._first is None and index <= 0:
+                    self._check_counted_settings()
         self._events.append((kind, index))
         self._at_forward = None
 
@@ -218,6 +223,26 @@ class BodyComparison:
                 why=f"this rank runs the body several times a global batch: {before} in the first, {now} now",
                 remedy="change them where run.stepped is true, as a function of run.global_step, or by tutti.prepare's"
                 " scheduler=",
+            )
+
+    def _check_counted_settings(self) -> None:
+        """Raise UsageError if settings or trained parameters change between batches by a count of bodies.
+
+        Searched is only where they change after global batches in which they have stayed.
+        """
+        now, before = (self._run.shared_settings.text(), self._trained()), self._kept
+        self._kept = now
+        if before is None or now == before:
+            self._steady = self._steady or before is not None
+        elif self._steady and (line := setting_condition(self._run.updates)):
+            raise UsageError(
+                "the loop changes learning rates, or freezes parameters, by a count of its bodies, with several"
+                " micro-batches a rank",
+                where=f"step {self._run.global_step + 1}, {line}",
+                why="this rank runs the body several times a global batch, so that the change comes too early, and at"
+                " another step on another number of devices",
+                remedy="count global batches (run.global_step), not bodies, under 'if run.stepped:'; or take as many"
+                f" workers as data ranks ({self._run.context.mesh.data_ranks}), and no micro_batch",
             )
 
     def _check_schedulers(self) -> None:

@@ -7,13 +7,18 @@ body, and not in every 8th global batch as in plain PyTorch.
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.python_compat import calling_frame
+from tutti.train.script_checks.shared_settings import SETTINGS
 from tutti.train.script_checks.skipped_bodies import parsed_source
 
 _METHOD = "microbatches"
@@ -72,6 +77,97 @@ def counted_seed() -> str:
     return ""
 
 
+def setting_condition(updates: int) -> str:
+    """Find code of a running loop that sets learning rates or freezes parameters by a number that counts runs.
+
+    Such code is under an ``if`` on a number that each run of the loop's body increases: ``if number in milestones``,
+    not ``if number == 0``; or it is a function that gets the number. It steps a PyTorch scheduler, assigns one of
+    ``SETTINGS`` or ``requires_grad``, or calls a function of the script that does.
+
+    Args:
+        updates: number of updates of the run. A scheduler that has made as many steps is right.
+
+    Returns:
+        The ``if`` or the call as ``FILE:LINE``; an empty text for none.
+    """
+    for frame, loop in _looping_frames():
+        file = frame.f_code.co_filename
+        counters, names = _counters(loop, file), {**frame.f_globals, **frame.f_locals}
+        for each in _conditions(loop):
+            found = (_sets(child, names, updates) for child in (*each.body, *each.orelse))
+            if counters.decide_later(each.test) and any(found):
+                return f"{file}:{each.lineno}"
+        for call in (each for each in ast.walk(loop) if isinstance(each, ast.Call)):
+            if any(map(counters.are_passed, call.args)) and _sets(call, names, updates):
+                return f"{file}:{call.lineno}"
+    return ""
+
+
+def _sets(node: ast.AST, names: dict[str, Any], updates: int, depth: int = 2) -> bool:
+    """Return whether code sets a setting of an optimizer, or freezes parameters, itself or in functions that it calls.
+
+    Args:
+        node: the code.
+        names: the values of the variables that it reads.
+        updates: number of updates of the run.
+        depth: how many functions in one another are searched.
+    """
+    for each in ast.walk(node):
+        match each:
+            case ast.Assign(targets=targets) if any(map(_is_setting, targets)):
+                return True
+            case ast.AugAssign(target=target) if _is_setting(target):
+                return True
+            case ast.Call(func=ast.Attribute(attr="requires_grad_")):
+                return True
+            case ast.Call(func=function):
+                called = _value_of(function, names)
+                owner = getattr(called, "__self__", None)
+                if isinstance(owner, LRScheduler):
+                    # A step after each update is what ``if run.stepped`` says, too.
+                    if called.__name__ == "step" and owner.last_epoch != updates:
+                        return True
+                elif depth and (body := _source_of(called)) is not None:
+                    inner = {**called.__globals__} if isinstance(called, FunctionType) else {"self": owner}
+                    if _sets(body, inner, updates, depth - 1):
+                        return True
+    return False
+
+
+def _is_setting(target: ast.expr) -> bool:
+    match target:
+        case ast.Subscript(slice=ast.Constant(value=key)):
+            return key in SETTINGS
+        case ast.Attribute(attr="requires_grad"):
+            return True
+    return False
+
+
+def _value_of(node: ast.expr, names: dict[str, Any]) -> Any:
+    """Return the value of a variable, or of an attribute of one; None where this would run code, or finds nothing."""
+    match node:
+        case ast.Name(id=name):
+            return names.get(name)
+        case ast.Attribute(value=value, attr=attribute):
+            owner = _value_of(value, names)
+            kept = getattr(owner, "__dict__", {}).get(attribute)
+            if kept is None and owner is not None and inspect.isfunction(getattr(type(owner), attribute, None)):
+                return getattr(owner, attribute)
+            return kept
+    return None
+
+
+def _source_of(function: Any) -> ast.AST | None:
+    """Return the definition of a function of a script; None of anything else, as of PyTorch's and tutti's."""
+    if not isinstance(function, FunctionType | MethodType):
+        return None
+    code, package = function.__code__, function.__module__.partition(".")[0]
+    if package in ("torch", "tutti"):
+        return None
+    found = (each for each in ast.walk(parsed_source(code.co_filename)) if isinstance(each, ast.FunctionDef))
+    return next((each for each in found if each.name == code.co_name and _has(each, code.co_firstlineno)), None)
+
+
 def break_out_of_loop() -> tuple[str, bool]:
     """Return the ``break`` or ``return`` by which the script leaves a loop over micro-batches at this moment.
 
@@ -91,12 +187,17 @@ def break_out_of_loop() -> tuple[str, bool]:
 
 def _running_loops() -> Iterator[tuple[str, int, ast.For]]:
     """Yield the loops over ``microbatches`` that are running, innermost first, with their files and present lines."""
+    for frame, loop in _looping_frames():
+        yield frame.f_code.co_filename, frame.f_lineno, loop
+
+
+def _looping_frames() -> Iterator[tuple[FrameType, ast.For]]:
+    """Yield the loops over ``microbatches`` that are running, innermost first, with their frames."""
     frame: FrameType | None = calling_frame(1)
     while frame is not None:
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        for loop in _loops(file):
-            if _has(loop, line):
-                yield file, line, loop
+        for loop in _loops(frame.f_code.co_filename):
+            if _has(loop, frame.f_lineno):
+                yield frame, loop
         frame = frame.f_back
 
 
@@ -234,6 +335,23 @@ class _Counters:
                 case ast.Compare() | ast.BinOp(op=ast.Mod() | ast.FloorDiv()) if self.are_in(each):
                     return True
         return False
+
+    def decide_later(self, test: ast.expr) -> bool:
+        """Return whether a condition decides by one of these numbers, other than on the first body (``== 0``)."""
+        for each in ast.walk(test):
+            match each:
+                case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=0)]) if self._is_counter(
+                    left
+                ):
+                    continue
+                case ast.Compare() | ast.BinOp(op=ast.Mod() | ast.FloorDiv()) if self.are_in(each):
+                    return True
+        return False
+
+    def are_passed(self, argument: ast.expr) -> bool:
+        """Return whether an argument of a call has one of these numbers, not divided to count something else."""
+        divided = any(isinstance(each, ast.FloorDiv | ast.Mod) for each in ast.walk(argument))
+        return not divided and self.are_in(argument)
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         """Follow an assignment: a number that is computed from a counter is a counter, too."""

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tutti.python_compat import LiveObjects
 
 _SCHEDULERS = LiveObjects(LRScheduler)
-_NAMES = ("lr", "momentum", "betas", "weight_decay")
+SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 """What scripts and schedulers change during training; other entries of a group may be an optimizer's own counts."""
 
 
@@ -39,7 +39,7 @@ class SharedSettings:
         values = [
             (name, value if type(value := group[name]) in (float, int) else _plain(value))
             for group in groups
-            for name in _NAMES
+            for name in SETTINGS
             if name in group
         ]
         if values != self._values:
