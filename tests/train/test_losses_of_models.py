@@ -208,6 +208,35 @@ def test_losses_of_stages_that_do_not_add_up_are_refused_on_every_rank(loss: str
         assert failure is not None and failure.kind == UsageError.__name__ and what in failure.text
 
 
+def train_terms(together: bool) -> dict[str, Any]:
+    """Train with a mean over tokens and a penalty, in one backward or in one for each term."""
+    torch.manual_seed(0)
+    model = Language().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tutti.prepare(model, optimizer, data(), batch_size=BATCH)
+    for batch in run.microbatches(0):
+        found = model(**batch)
+        penalty = 0.1 * found["scores"].pow(2).mean()
+        if together:
+            run.backward(found["loss"] + penalty)
+        else:
+            run.backward(found["loss"], retain_graph=True)
+            run.backward(penalty)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_terms_with_a_backward_each_have_counts_of_their_own(size: int) -> None:
+    """As the refusal of their sum says, of which one count cannot be given."""
+    with pytest.raises(worlds.RankError, match="run.backward\\(term, retain_graph=True\\) for each term"):
+        worlds.run(size, train_terms, together=True)
+    [want] = worlds.run(1, train_terms, together=True)
+    for state in worlds.run(size, train_terms, together=False):
+        assert all(abs(state[name] - value).max() < 1e-10 for name, value in want.items())
+
+
 class Cache:
     """Keys and values of a model, which training does not use."""
 

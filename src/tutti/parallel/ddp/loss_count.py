@@ -123,6 +123,8 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
                 f"the loss adds other terms to a mean over {float(term.total):g} of {term.targets} targets",
                 "other micro-batches have another number of targets, so that over the global batch the terms' means"
                 " have other weights",
+                "; or, in a loop of your own, call run.backward(term, retain_graph=True) for each term, which has a"
+                " count of its own",
             )
     return None
 
@@ -199,12 +201,12 @@ def _count(term: _Term, micro_batch: MicroBatch) -> Tensor | None:
     )
 
 
-def _refused(what: str, why: str) -> UsageError:
+def _refused(what: str, why: str, otherwise: str = "") -> UsageError:
     return UsageError(
         what,
         where=script_line(),
         why=why,
         remedy="return (sum, count), with the terms in one sum (reduction='sum', and as the count the targets that are"
         " not ignored, or the sum of their class weights); a model of transformers returns the sum for"
-        " model(**batch, num_items_in_batch=1)",
+        f" model(**batch, num_items_in_batch=1){otherwise}",
     )
