@@ -230,7 +230,7 @@ def train_terms(together: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_terms_with_a_backward_each_have_counts_of_their_own(size: int) -> None:
     """As the refusal of their sum says, of which one count cannot be given."""
-    with pytest.raises(worlds.RankError, match="run.backward\\(term, retain_graph=True\\) for each term"):
+    with pytest.raises(worlds.RankError, match=r"run.backward\(term, retain_graph=True\) for each term"):
         worlds.run(size, train_terms, together=True)
     [want] = worlds.run(1, train_terms, together=True)
     for state in worlds.run(size, train_terms, together=False):
