@@ -98,6 +98,21 @@ def chosen(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Te
 
 
 @refused
+def indexed(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    """A column, and columns, by numbers of NumPy."""
+    column = own.setdefault("noise", np.random.default_rng(0)).integers(0, 4)
+    outputs = model(inputs)
+    return (outputs - targets).square().mean() + (inputs[:, column] * outputs[:, 0]).mean()
+
+
+@refused
+def sliced(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
+    own["step"] += 1
+    first = own["step"] % 3
+    return (model(inputs) - targets).square().mean() * inputs[:, first : first + 2].square().mean()
+
+
+@refused
 def seeded(run: Any, model: Any, average: nn.Module, inputs: Tensor, targets: Tensor, own: dict[str, Any]) -> Tensor:
     """Noise of PyTorch's generator, which each body seeds by its count."""
     own["step"] += 1

@@ -180,8 +180,10 @@ class BodyLossComparison:
 
     def _number(self, value: Any) -> Any:
         """Return a number among a call's arguments, or a hash of numbers; None for another argument."""
-        if type(value) in (int, float):
+        if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
             return float(value)
+        if type(value) is slice:
+            value = value.start, value.stop, value.step
         if type(value) is tuple:
             return tuple(map(self._number, value))
         if type(value) is list:

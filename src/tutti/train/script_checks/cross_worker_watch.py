@@ -622,6 +622,8 @@ class CrossWorkerWatch(LossWatch):
         if memory is None:
             return
         if memory in self._given:
-            self._leaves[id(tensor)] = ref(tensor), self._here
+            # A view of samples, which a number that bodies move may have chosen.
+            place = next((each for each in origins if each.moved), self._here)
+            self._leaves[id(tensor)] = ref(tensor), place
         else:
             self._found[memory] = self._found.get(memory, {}) | origins
