@@ -308,14 +308,16 @@ def test_seeds_of_python_and_numpy_by_a_count_of_bodies_are_refused(how: str) ->
 def bodies(found: list[str]) -> Iterator[Tensor]:
     """Yields two batches, and records what ``counted_loss`` finds in the loop."""
     for inputs in DATA.tensors[0][:4].split(2):
-        found.append(counted_loss())
+        found.append(counted_loss(draws=True))
         yield inputs
 
 
 def counting(how: str, found: list[str]) -> None:
     """Loops whose loss depends on a count of bodies, or does not."""
-    model, number, history = made(), 0, list[int]()
+    model, number, history = made(), 0.0, list[int]()
     numbers = itertools.count()
+    drawing = np.random.default_rng(0)
+    again = random.Random(0)
     match how:
         case "remainder":
             for at, inputs in enumerate(bodies(found)):
@@ -342,6 +344,34 @@ def counting(how: str, found: list[str]) -> None:
                 if len(history) // 50 % 2:
                     continue
                 model(inputs).mean().backward()
+        case "drawn":
+            for inputs in bodies(found):
+                loss = model(inputs).mean()
+                if drawing.random() < 0.5:
+                    loss = loss * 2
+                loss.backward()
+        case "drawn before":
+            for inputs in bodies(found):
+                share = float(drawing.random())
+                late = share > 0.5
+                (model(inputs).mean() * (2 if late else 1)).backward()
+        case "drawn once":
+            for inputs in bodies(found):
+                if inputs is None:
+                    number = drawing.random()
+                model(inputs).mean().mul(2 if number > 0.5 else 1).backward()
+        case "drawn for a log":
+            for inputs in bodies(found):
+                model(inputs).mean().backward()
+                if drawing.random() < 0.1:
+                    history.append(1)
+        case "seeded":
+            for inputs in bodies(found):
+                again.seed(3)
+                model(inputs).mean().mul(2 if again.random() > 0.5 else 1).backward()
+        case "keyed":
+            for inputs in bodies(found):
+                model(inputs).mean().mul(2 if random.random() > 0.5 else 1).backward()
         case "logged":
             for at, inputs in enumerate(bodies(found)):
                 out = model(inputs)
@@ -374,15 +404,15 @@ def counting(how: str, found: list[str]) -> None:
                     losses[0].backward()
 
 
-@pytest.mark.parametrize(
-    "how", ["remainder", "next", "threshold", "length", "logged", "updates", "denominator", "parts"]
-)
+COUNTED = ["remainder", "next", "threshold", "length", "drawn", "drawn before"]
+UNCOUNTED = ["logged", "updates", "denominator", "parts", "drawn once", "drawn for a log", "seeded", "keyed"]
+
+
+@pytest.mark.parametrize("how", [*COUNTED, *UNCOUNTED])
 def test_a_loss_by_a_count_of_bodies_is_found_before_it_differs(how: str) -> None:
     found = list[str]()
     counting(how, found)
-    assert len(found) == 2 and all(
-        bool(each) == (how in ("remainder", "next", "threshold", "length")) for each in found
-    ), found
+    assert len(found) == 2 and all(bool(each) == (how in COUNTED) for each in found), found
     assert all("test_body_trace.py:" in each for each in found if each)
 
 

@@ -98,17 +98,22 @@ class BodyComparison:
             self._watch_forward()
             self.second_updates.begin_body()
             if self._first is None:
-                if self._compares_values() and (line := counted_loss()):
+                if self._compares_values() and (line := counted_loss(self._shares_generators())):
                     raise UsageError(
                         "the loop computes a different loss in every n-th body, with several micro-batches a rank",
                         where=line,
                         why="this rank runs the body several times a global batch, so that on another number of devices"
                         " another part of the samples would get that loss",
-                        remedy="count global batches (run.global_step), not bodies; or take as many workers as data"
-                        f" ranks ({self._run.context.mesh.data_ranks}), and no micro_batch",
+                        remedy="count global batches (run.global_step), not bodies; draw by the global generators, or"
+                        " seed your own by run.global_step in each body; or take as many workers as data ranks"
+                        f" ({self._run.context.mesh.data_ranks}), and no micro_batch",
                     )
                 own = self._run.shared_settings.schedulers() if self._compares_values() else []
                 self._schedulers = [(each, _steps_of(each)) for each in own]
+
+    def _shares_generators(self) -> bool:
+        """Return whether a generator of the script draws for several workers here, or ranks share a worker."""
+        return len(self._run.feed.workers) > 1 or self._run.feed.contract.shared
 
     def end_body(self) -> None:
         """Check that the loop body has made as many backward passes and optimizer steps as for the first micro-batch.

@@ -24,6 +24,10 @@ from tutti.train.script_checks.skipped_bodies import parsed_source
 _METHOD = "microbatches"
 _EDITS = re.compile("grad|clip|noise", re.IGNORECASE)
 """Parts of names in code that edits gradients (a guess)."""
+_GENERATORS = frozenset(("Random", "RandomState", "default_rng"))
+"""Names of functions that make generators of Python and NumPy."""
+_SETS_STATE = frozenset(("seed", "setstate", "set_state", "bit_generator"))
+"""Names of attributes of these by which a script seeds them or sets their states."""
 _SEEDS = frozenset(("seed", "manual_seed", "set_seed", "seed_everything"))
 """Names of functions that seed generators."""
 _NUMBERS = frozenset(("len", "next", "int", "float", "min", "max", "abs", "round"))
@@ -214,12 +218,15 @@ def _words(node: ast.AST) -> Iterator[str]:
             yield each.attr
 
 
-def counted_loss() -> str:
+def counted_loss(draws: bool) -> str:
     """Find a ``backward`` in a loop of the script whose loss depends on a number that counts runs of the loop's body.
 
     To be called while the iterator of the ``for`` loop advances. A loss depends on the number if it is computed from a
     comparison, remainder or floor division of it, as by ``if number % 8 == 0: loss = loss + penalty``, or if its
     ``backward`` is under such a condition. Functions that the body calls are not searched.
+
+    Args:
+        draws: whether numbers from a generator of the script's own count, too, as several workers would share it.
 
     Returns:
         The ``backward`` as ``FILE:LINE``; an empty text for none.
@@ -227,21 +234,21 @@ def counted_loss() -> str:
     frame: FrameType | None = calling_frame(1)
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package != "tutti" and (line := _counted_backward(file, frame.f_lineno)):
+        if package != "tutti" and (line := _counted_backward(file, frame.f_lineno, draws)):
             return f"{file}:{line}"
         frame = frame.f_back
     return ""
 
 
 @cache
-def _counted_backward(file: str, line: int) -> int:
+def _counted_backward(file: str, line: int, draws: bool) -> int:
     """Return the line of the ``backward`` that ``counted_loss`` looks for in the loop whose header is at a line."""
     if not any("backward(" in each for each in linecache.getlines(file)):
         # To parse a library takes tenths of a second.
         return 0
     for loop in ast.walk(parsed_source(file)):
         if isinstance(loop, ast.For) and loop.lineno <= line <= (loop.iter.end_lineno or line):
-            flow = _LossFlow(_Counters(loop, file))
+            flow = _LossFlow(_Counters(loop, file, draws))
             flow.follow(loop.body)
             return flow.line
     return 0
@@ -267,18 +274,34 @@ class _Counters:
     These are the number of ``enumerate``; a variable or attribute that every body adds a constant to; ``next`` of an
     ``itertools.count`` in the file, also as a member of ``zip``; and the length of a list that every body appends to.
     A variable or list that the body sets anew before, such as a denominator or the losses of its parts, is none.
+    With ``draws`` numbers that every body draws from a generator of the script's own count, too.
 
     Args:
         loop: the loop.
         file: its source file.
+        draws: whether they do.
     """
 
-    def __init__(self, loop: ast.For, file: str) -> None:
+    def __init__(self, loop: ast.For, file: str, draws: bool = False) -> None:
         self._names, self._lists, self._counts = set[str](), set[str](), set[str]()
+        self._generators = set[str]()
         for each in ast.walk(parsed_source(file)):
             match each:
                 case ast.Assign(targets=[target], value=value) if _is_count(value):
                     self._counts.add(ast.unparse(target))
+                case ast.Assign(targets=[target], value=ast.Call(func=made)) if draws and not _GENERATORS.isdisjoint(
+                    _words(made)
+                ):
+                    self._generators.add(ast.unparse(target))
+        for each in ast.walk(loop):
+            match each:
+                case ast.Assign(targets=[target]):
+                    self._generators.discard(ast.unparse(target))
+                case ast.Attribute(value=held, attr=name) if name in _SETS_STATE:
+                    self._generators.discard(ast.unparse(held))
+        # Draws under an ``if``, such as ``if run.stepped``, may be made once a global batch.
+        branches = [statement for each in _conditions(loop) for statement in (*each.body, *each.orelse)]
+        self._seldom = {id(node) for statement in branches for node in ast.walk(statement)}
         match loop:
             case ast.For(target=ast.Tuple(elts=[ast.Name(id=name), *_]), iter=ast.Call(func=ast.Name(id="enumerate"))):
                 self._names.add(name)
@@ -319,6 +342,8 @@ class _Counters:
                 return self._is_counting(counted)
             case ast.Call(func=ast.Name(id="len"), args=[counted]):
                 return ast.unparse(counted) in self._lists
+            case ast.Call(func=ast.Attribute(value=held)):
+                return ast.unparse(held) in self._generators and id(node) not in self._seldom
             case ast.Name() | ast.Attribute():
                 return ast.unparse(node) in self._names
         return False
@@ -356,7 +381,8 @@ class _Counters:
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         """Follow an assignment: a number that is computed from a counter is a counter, too."""
         calls = (each for each in ast.walk(value) if isinstance(each, ast.Call))
-        name, is_number = ast.unparse(target), all(ast.unparse(each.func) in _NUMBERS for each in calls)
+        name = ast.unparse(target)
+        is_number = all(ast.unparse(each.func) in _NUMBERS or self._is_counter(each) for each in calls)
         if is_number and self.are_in(value):
             self._names.add(name)
 
