@@ -44,6 +44,7 @@ def _picture() -> Any:
 
 ALIKE: dict[str, Callable[[int, int], Any]] = {
     "float32": lambda index, rank: (torch.linspace(-1, 2, 500) + index) * (1 + 3e-7 * rank),
+    "many": lambda index, rank: torch.linspace(1, 2, 1_100_000) * (1 + 3e-7 * rank),
     "near zero": lambda index, rank: torch.tensor([1.0, 2.0, 1e-7 * rank]),
     "float64": lambda index, rank: np.linspace(1, 2, 700) * (1 + 1e-14 * rank),
     "bfloat16": lambda index, rank: torch.full((3,), 1 + 2**-7 * rank, dtype=torch.bfloat16),
@@ -62,6 +63,7 @@ UNLIKE: dict[str, Callable[[int, int], Any]] = {
     "another float64": lambda index, rank: np.full(4, 1 + 1e-7 * rank),
     "a word of many": _wide,
     "one of many": lambda index, rank: torch.ones(3000).index_fill_(0, torch.tensor([2999]), 1.0 + rank),
+    "one of millions": lambda index, rank: torch.ones(2_100_000).index_fill_(0, torch.tensor([2_099_999]), 1.2 + rank),
     "beside a large one": lambda index, rank: torch.tensor([1.7e9, 1 + 0.01 * rank, 0.5], dtype=torch.float64),
     "label": lambda index, rank: (torch.ones(3), index + rank),
     "pixel": lambda index, rank: torch.full((4, 4), 100 + rank, dtype=torch.uint8),
