@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.nn import functional
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_output import read_loss
 from tutti.parallel.ddp.loss_shape import undivided_sum
+from tutti.train.script_checks.batch_statistics import BatchStatistics
+from tutti.train.script_checks.storage_records import memories_of
 from tutti.types.micro_batch import MicroBatch
 
 SAMPLES = 8
@@ -316,6 +319,20 @@ def test_a_sum_over_samples_that_nothing_divides_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", [*DIVIDED, *(name for name in TAKEN if name not in PAIRS)])
 def test_a_mean_over_samples_is_no_undivided_sum(name: str) -> None:
     assert not adds((TAKEN | DIVIDED)[name], may_divide=True)
+
+
+def test_a_sum_over_two_samples_may_be_divided_by_a_sum_over_them() -> None:
+    """As the mean over observed times of transformers' time series; two may also be a number of a formula."""
+    losses, observed = nn.Linear(3, 5)(torch.randn(2, 3)).square(), torch.ones(2, 5)
+    for batch in ((), memories_of([observed])):
+        statistics = BatchStatistics(2, batch)
+        number = observed.sum()
+        statistics.note("sum", (observed,), number)
+        divisor = number.clamp(min=1.0)
+        statistics.note("clamp", (number,), divisor)
+        may_divide = partial(statistics.may_divide, reads_sizes=False)
+        for loss, is_found in (((losses * observed).sum() / divisor, False), (losses.sum() / 10, True)):
+            assert undivided_sum(loss.grad_fn, 2, may_divide, may_scale=False) == is_found
 
 
 def test_a_single_sample_may_be_divided_by_one() -> None:

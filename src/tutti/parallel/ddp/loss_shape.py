@@ -264,8 +264,8 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
     Args:
         root: ``grad_fn`` of the loss.
         samples: number of samples of the micro-batch.
-        may_divide: function of a constant factor of several elements; returns whether it may already include 1 /
-            samples.
+        may_divide: function of a constant factor of several elements, which returns whether it may already include 1 /
+            samples, and of a divisor of one element, which returns whether it is a sum over the samples.
         may_scale: whether a constant factor above 1 may be (samples of the whole data set) / (samples of the batch),
             and so count as a division.
     """
@@ -307,7 +307,9 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
         ):
             number = _divisor_in(node)
             below = divisors if number is None else (*divisors, number)
-            if label_smoothing_of(node) is None:
+            divisor = factor_of_node(node) if name == "Div" else None
+            by_sum = divisor is not None and divisor.numel() == 1 and may_divide(divisor)
+            if label_smoothing_of(node) is None and not by_sum:
                 ahead += [(*edge, below) for edge in (before[:1] if name == "Div" else before)]
     return False
 

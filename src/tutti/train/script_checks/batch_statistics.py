@@ -117,10 +117,14 @@ class BatchStatistics:
         """Return whether a script may have divided a tensor of weights by the number of samples, or a sum over them.
 
         Args:
-            weights: a tensor of several elements that is a factor of the samples' losses.
+            weights: a tensor of several elements that is a factor of the samples' losses; or a divisor of one element,
+                which divides by the samples if it is a sum over them.
             reads_sizes: whether the script has read a size of the micro-batch; the result for a tensor that was not
                 computed from the batch, such as class weights.
         """
+        if weights.numel() == 1:
+            found = self._statistic(weights)
+            return found is not None and found[0] != 1.0
         memory = memory_of(weights)
         is_divided = None if memory is None else self._divided.get(memory)
         return reads_sizes if is_divided is None else is_divided
