@@ -170,18 +170,39 @@ def surgery(model: nn.Module, step: int, state: State) -> None:
         state[name] = parameter.grad.flatten()
 
 
-EDITS: dict[str, Edit] = {
-    edit.__name__: edit
-    for edit in (
-        noise, decay, sign, centred, normalised, masked, by_its_figures, momentum, plain_sgd, of_others, drawn,
-        lists, data, kept, old, flattened, composite, through_views, surgery,
-    )
-}  # fmt: skip
+def rows(model: nn.Module, step: int, state: State) -> None:
+    """As scripts freeze rows of an embedding."""
+    kept = torch.ones(6, 1, dtype=torch.float64)
+    kept[2:4] = 0
+    model[0].weight.grad.mul_(kept)
+    model[0].weight.grad[0] = 0
+    model[2].weight.grad[-2:] = 0.01
+    model[2].weight.grad[torch.tensor([1, 4])] = model[2].weight.grad[0].clone()
+    model[4].bias.grad.data[1] = 0
+
+
+def finite(model: nn.Module, step: int, state: State) -> None:
+    for parameter in model.parameters():
+        parameter.grad[step] = float("nan")
+        torch.nan_to_num(parameter.grad, nan=0.01, posinf=1e5, neginf=-1e5, out=parameter.grad)
+        torch.neg(parameter.grad.data, out=parameter.grad.data)
+        parameter.grad.div_(parameter.grad != 0).nan_to_num_(posinf=0.02)
 
 
 def list_of_terms(model: nn.Module, step: int, state: State) -> None:
     gradients = [p.grad for p in model.parameters()]
     torch._foreach_add_(gradients, [torch.ones(p.shape, dtype=p.dtype) for p in model.parameters()])
+    torch._foreach_mul_(gradients, [0.1 * k for k in range(len(gradients))])
+
+
+EDITS: dict[str, Edit] = {
+    edit.__name__: edit
+    for edit in (
+        noise, decay, sign, centred, normalised, masked, by_its_figures, momentum, plain_sgd, of_others, drawn,
+        lists, data, kept, old, flattened, composite, through_views, surgery, rows, finite,
+        list_of_terms,
+    )
+}  # fmt: skip
 
 
 def written_later(model: nn.Module, step: int, state: State) -> None:
@@ -200,7 +221,7 @@ def own_rows(model: nn.Module, step: int, state: State) -> None:
     model[0].weight.grad[mask] = 0.0
 
 
-REFUSED: dict[str, Edit] = {edit.__name__: edit for edit in (list_of_terms, written_later, own_term, own_rows)}
+REFUSED: dict[str, Edit] = {edit.__name__: edit for edit in (written_later, own_term, own_rows)}
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -242,6 +263,8 @@ CASES = {
     ("sharded:stage=1", 3): 3,
     ("tensor:least=1", 2): 1,
     ("tensor:least=1", 3): 1,
+    ("pipeline", 2): 1,
+    ("pipeline", 3): 1,
     ("hybrid:tensor=2,least=1", 4): 2,
 }
 
@@ -261,6 +284,23 @@ def test_edits_equal_one_device(name: str, strategy: str, devices: int) -> None:
     for got in worlds.run(devices, train, name=name, strategy=strategy, workers=CASES[strategy, devices]):
         assert isinstance(got, dict), got[0]
         assert largest_difference(got, plain(name)) <= 1e-10
+
+
+SHARDED = [("sharded", 2, "rows"), ("sharded:stage=2", 3, "rows"), ("sharded", 3, "finite")]
+"""Gradients in DTensors, of which PyTorch gathers rows."""
+
+
+@pytest.mark.parametrize(("strategy", "devices", "name"), SHARDED)
+def test_rows_of_sharded_gradients_are_written(strategy: str, devices: int, name: str) -> None:
+    for got in worlds.run(devices, train, name=name, strategy=strategy, workers=devices):
+        assert isinstance(got, dict), got[0]
+        assert largest_difference(got, plain(name)) <= 1e-10
+
+
+def test_rows_of_sharded_gradients_that_differ_by_rank_are_refused() -> None:
+    for got in worlds.run(2, train, name="own_rows", strategy="sharded", workers=2):
+        assert isinstance(got, tuple) and got[1] and "other" in got[0], got
+    worlds.forget(2)
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native"])

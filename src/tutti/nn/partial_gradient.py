@@ -13,7 +13,7 @@ from tutti.comm.communicator import Communicator
 from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError, script_line
 from tutti.nn.incomplete_gradient import CLEARING, IncompleteGradient
-from tutti.nn.script_mode import acts_by_element
+from tutti.nn.script_mode import acts_by_element, is_of_lists
 from tutti.nn.written_tensors import METADATA, may_write, read_only, share_memory
 from tutti.torch_compat import TorchFunctionDisabled, in_backward, tensor_version, tree_leaves, tree_map_only
 from tutti.types.optimizer_protocols import FullTensorGatherer
@@ -263,6 +263,14 @@ class PartGradient(IncompleteGradient):
         """Call functions of PyTorch that are made of others with the whole gradient; the rest operator by operator."""
         kwargs = kwargs or {}
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, PartGradient)]
+        if isinstance(out := kwargs.get("out"), Tensor):
+            given = {key: value for key, value in kwargs.items() if key != "out"}
+            return out.copy_(func(*args, **given))
+        if _adds_to_each(func, args):
+            for place in zip(*(each for each in args if isinstance(each, list | tuple)), strict=True):
+                numbers = [each for each in args if not isinstance(each, list | tuple)]
+                getattr(place[0], _base_of_list(func))(*place[1:], *numbers, **kwargs)
+            return None
         if not _needs_whole(func, args, kwargs, found):
             return super().__torch_function__(func, types, args, kwargs)
         wholes = {id(each): each.assembled() for each in found}
@@ -285,11 +293,7 @@ class PartGradient(IncompleteGradient):
         if not in_backward() and all(each.elsewhere or each.own() is not None for each in found):
             if _acts_on_parts(name, args, kwargs):
                 return _norm_or_scale(name, func, args, kwargs, found)
-            if name not in CLEARING and all(each.whole for each in found):
-                result = _on_whole(name, func, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            elif name not in CLEARING and all(each.how_split is not None for each in found):
+            if name not in CLEARING and all(each.readable for each in found):
                 first = args[0] if args and isinstance(args[0], PartGradient) else found[0]
                 result = first._compute(name, func, args, kwargs)
                 if result is not NotImplemented:
@@ -381,28 +385,33 @@ class PartGradient(IncompleteGradient):
         """
         self.parts.forget()
         self.added_to.append(total)
+        # For views, which are gathered again.
+        torch.autograd.graph.increment_version(self.probe)
 
     def assembled(self) -> Tensor:
         """Return the whole gradient, gathered from the parts of all ranks, as a new tensor.
 
-        For a gradient that is cut into slices (tensor parallelism) or rows (ZeRO stage 1), of which every rank of the
-        group has a part. The caller has checked two conditions: the attribute ``how_split`` is not None, and ``own()``
-        does not return None. With pipeline stages ``how_split`` is None: call ``GradientParts.total`` there.
-
-        Collective over the group: every rank calls it for the same gradient; blocks. Rows are all-gathered over the
-        shard ranks. Slices are all-reduced over the tensor ranks, each of which contributes its slice, and zeros
-        elsewhere.
+        The caller has checked ``readable``. Collective over the group: every rank calls it for the same gradient;
+        blocks. Rows (ZeRO stage 1) are all-gathered over the shard ranks. Slices (tensor parallelism) are all-reduced
+        over the tensor ranks, each of which contributes its slice, and zeros elsewhere; so are gradients of pipeline
+        stages, which ranks have whole or not at all.
 
         Returns:
-            A tensor of shape ``how_split.shape``, equal on all ranks of the group, in the dtype and on the device of
-            this rank's part.
+            A tensor of the whole gradient's shape, equal on all ranks of the group, in the gradient's dtype.
 
         Raises:
             PeerError: a rank of the group is lost, or does not take part within the timeout.
         """
+        if self.whole:
+            return self.parts.total(self.place_in_parts)
         split = cast(GradientSplit, self.how_split)
         [gathered] = split.gatherer.gather(split.key, [cast(Tensor, self.own())])
         return gathered.view(split.shape)
+
+    @property
+    def readable(self) -> bool:
+        """Whether ``assembled`` can gather the gradient and ``write`` can write it, on all ranks alike."""
+        return self.whole or (self.how_split is not None and not self.elsewhere and self.own() is not None)
 
     def _compute(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function; NotImplemented if its result would be another one than that on whole tensors."""
@@ -428,7 +437,7 @@ class PartGradient(IncompleteGradient):
     def _by_element(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], edits: bool) -> Any:
         """Call a function that acts by element on this rank's parts, and on the probe if it ``edits`` the gradient."""
         part_args, part_kwargs = tree_map_only(Tensor, self._part_of, (args, kwargs))
-        result = func(*part_args, **part_kwargs)
+        result = None if self.own() is None else func(*part_args, **part_kwargs)
         if not edits:
             return result
         operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and self._is_whole(each)]
@@ -442,9 +451,8 @@ class PartGradient(IncompleteGradient):
     def write(self, whole: Tensor) -> Any:
         """Copy this rank's part of a whole tensor into its part of the gradient, in place. Not collective.
 
-        For a gradient in slices or rows, as ``assembled`` returns it whole: the attribute ``how_split`` is not None,
-        and ``own()`` returns this rank's part. Every rank of the group must make the call with the same tensor. Counts
-        as an edit of the gradient.
+        For a gradient that is ``readable``, as ``assembled`` returns it whole. Every rank of the group must make the
+        call with the same tensor. Counts as an edit of the gradient.
 
         Args:
             whole: the new values of the whole gradient, of its shape.
@@ -452,10 +460,11 @@ class PartGradient(IncompleteGradient):
         Returns:
             This placeholder; NotImplemented, and nothing is written, if ``whole`` has another shape.
         """
-        own, split = cast(Tensor, self.own()), cast(GradientSplit, self.how_split)
-        if whole.shape != split.shape:
+        own, split = self.own(), self.how_split
+        if whole.shape != (self.shape if split is None else split.shape):
             return NotImplemented
-        own.copy_(split.gatherer.mine(split.key, whole).view(own.shape))
+        if own is not None:
+            own.copy_(whole if split is None else split.gatherer.mine(split.key, whole).view(own.shape))
         self.probe.add_(_digest(whole))
         self.note_edit()
         return self
@@ -463,7 +472,7 @@ class PartGradient(IncompleteGradient):
     def _is_part(self, value: Any) -> bool:
         """Return whether a value is a part that the script has of a tensor that is split like the gradient."""
         is_plain = _is_tensor(value) and not isinstance(value, PartGradient)
-        return is_plain and cast(GradientSplit, self.how_split).is_part(value)
+        return is_plain and self.how_split is not None and self.how_split.is_part(value)
 
     def _is_whole(self, operand: Tensor) -> bool:
         """Return whether an operand is a whole tensor, which has to be cut, and not a number."""
@@ -471,12 +480,14 @@ class PartGradient(IncompleteGradient):
 
     def _part_of(self, operand: Tensor) -> Tensor:
         """Return this rank's part of an operand. Collective for another parameter's gradient."""
-        own, split = cast(Tensor, self.own()), cast(GradientSplit, self.how_split)
+        own, split = self.own(), self.how_split
         if operand is self:
-            return own
+            return cast(Tensor, own)
         if isinstance(operand, PartGradient):
             operand = operand.assembled()
         elif not self._is_whole(operand):
+            return operand
+        if own is None or split is None:
             return operand
         return split.gatherer.mine(split.key, operand.expand(split.shape)).view(own.shape)
 
@@ -578,9 +589,21 @@ def _needs_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], foun
         return False
     if may_write(func) and (name != "__setitem__" or args[0] is not found[0]):
         return False
-    if any(each.elsewhere or each.how_split is None or each.own() is None for each in found):
+    if not all(each.readable for each in found):
         return False
     return not any(found[0]._is_part(each) for each in tree_leaves((args, kwargs)))
+
+
+def _adds_to_each(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether a function writes each gradient of a list by other numbers or tensors than the list's others."""
+    written = args[0] if args and is_of_lists(func) and may_write(func) else ()
+    scales = getattr(func, "__name__", "") in _SCALING and not any(isinstance(each, list | tuple) for each in args[1:])
+    return bool(written) and not scales and not in_backward()
+
+
+def _base_of_list(func: Any) -> str:
+    """Return the name of the function of one tensor that a function of lists calls for each."""
+    return str(func.__name__).removeprefix("_foreach_")
 
 
 def _norm_or_scale(
@@ -611,25 +634,6 @@ def _norm_or_scale(
     for each in once.values():
         each.note_edit()
     return args[0] if isinstance(args[0], Tensor) else None
-
-
-def _on_whole(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that reads gradients that some rank has whole; NotImplemented where it writes or views them."""
-    written = args[0] if name.endswith("_") else None
-    if "out" in kwargs or any(isinstance(leaf, PartGradient) for leaf in tree_leaves(written)):
-        return NotImplemented
-    wholes: dict[int, Tensor] = {}
-
-    def whole(gradient: PartGradient) -> Tensor:
-        if id(gradient) not in wholes:
-            wholes[id(gradient)] = gradient.parts.total(gradient.place_in_parts)
-        return wholes[id(gradient)]
-
-    whole_args, whole_kwargs = tree_map_only(PartGradient, whole, (args, kwargs))
-    result = func(*whole_args, **whole_kwargs)
-    made = [each for each in tree_leaves(result) if _is_tensor(each)]
-    shared = written is None and share_memory(made, wholes.values())
-    return NotImplemented if shared else result
 
 
 def _is_tensor(value: Any) -> bool:

@@ -184,9 +184,7 @@ def between_epochs(strategy: str, change: Any) -> Any:
     in_turn(
         [
             drawn_between_epochs,
-            row_between_epochs,
             first_row_between_epochs,
-            identity_between_epochs,
             flat_between_epochs,
         ],
         [2, 3],
@@ -211,12 +209,15 @@ def test_a_numpy_array_of_a_sharded_parameter_cannot_be_written() -> None:
 @pytest.mark.parametrize(
     ("change", "place"),
     in_turn(
-        [halved_between_epochs, noise_between_epochs, mixed_between_epochs, vector_between_epochs],
+        [
+            *(halved_between_epochs, noise_between_epochs, mixed_between_epochs, vector_between_epochs),
+            *(row_between_epochs, identity_between_epochs),
+        ],
         [("sharded", 2), ("sharded", 3), ("sharded:stage=1", 2)],
         each=2,
     ),
 )
-def test_a_change_between_epochs_element_by_element_equals_one_device(change: Any, place: tuple[str, int]) -> None:
+def test_a_change_between_epochs_by_element_or_row_equals_one_device(change: Any, place: tuple[str, int]) -> None:
     want = worlds.alone(between_epochs, strategy="single", change=change)
     strategy, devices = place
     for got in worlds.run(devices, between_epochs, strategy=strategy, change=change):
@@ -246,7 +247,7 @@ def late(strategy: str, change: Any) -> Any:
     return {name: value.numpy().copy() for name, value in run.state().items()}
 
 
-@pytest.mark.parametrize("change", [drawn_between_epochs, first_row_between_epochs, row_between_epochs])
+@pytest.mark.parametrize("change", [drawn_between_epochs, first_row_between_epochs])
 def test_a_late_change_in_a_custom_loop_that_needs_the_whole_parameter_is_refused(change: Any) -> None:
     for updates, said in worlds.run(2, late, strategy="sharded:stage=2", change=change):
         assert updates == 3 and "test_sharded_reads.py:" in said and "model.load_state_dict" in said

@@ -316,8 +316,9 @@ class _ShardMode(EditWatch):
         if func in SIZES and (shape := self.wholes.get(first)) is not None and asked_by_script(__name__):
             self.asked = True
             return size_of_whole(func, shape, args, kwargs)
-        if isinstance(kwargs.get("out"), DTensor):
-            _refuse_part("writes", f"{getattr(func, '__name__', '')}, out=")
+        if isinstance(out := kwargs.get("out"), DTensor):
+            result = self._checked(func, args, {key: value for key, value in kwargs.items() if key != "out"})
+            return self._checked(Tensor.copy_, (out, result), {})
         if (
             self._lost
             and may_write(func)
@@ -328,6 +329,8 @@ class _ShardMode(EditWatch):
         name = getattr(func, "__name__", "")
         if self._distributed and self._reads_whole(func, name, args, kwargs):
             return self._of_wholes(func, args, kwargs)
+        if name == "__setitem__" and self._writes_rows(first):
+            return self._write_whole(func, args, kwargs)
         if isinstance(first, DTensor) and name in DRAWS and not _is_whole(first):
             _refuse_draw(name)
         if isinstance(first, DTensor) and name in _FIGURES and not _is_whole(first):
@@ -378,6 +381,8 @@ class _ShardMode(EditWatch):
         except Exception as error:
             if self._is_view(name, first) or self._reads_shards(func, name, args, kwargs, error):
                 return self._of_wholes(func, args, kwargs)
+            if may_write(func) and self._writes_rows(first) and _is_about_shards(func, args, kwargs, error):
+                return self._write_whole(func, args, kwargs)
             self._explain(func, args, kwargs, error)
             raise
 
@@ -394,6 +399,29 @@ class _ShardMode(EditWatch):
             remedy="call the model itself and no layer of it, take gradients by run.backward, shard plain tensors"
             f" alike (torch.distributed.tensor.distribute_tensor), or {_REMEDY}",
         ) from error
+
+    def _writes_rows(self, target: Any) -> bool:
+        """Return whether the script may write elements of a tensor of which each rank has some rows."""
+        if not isinstance(target, DTensor) or _is_whole(target) or target in self._lost or self.engine() is None:
+            return False
+        return _by_script() and not (torch.is_grad_enabled() and target.requires_grad)
+
+    def _write_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Write a copy of a whole tensor, and copy this rank's rows of it back. Collective: all ranks write alike."""
+        self.asked = True
+        engine, target = cast(FullySharded, self.engine()), cast(DTensor, args[0])
+        engine.agree_on_call(f"a sharded tensor, which all ranks must write in {script_line()}")
+        for each in tensors_among(args[1:], kwargs):
+            if not isinstance(each, DTensor):
+                engine.agree_on_operand(each)
+        with torch.no_grad():
+            whole = cast(DTensor, target.detach()).full_tensor()
+            rest, named = tree_map_only(DTensor, DTensor.full_tensor, (args[1:], kwargs))
+            func(whole, *rest, **named)
+            rows = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+            local_tensor(target).copy_(local_tensor(rows))
+        torch.autograd.graph.increment_version(target)
+        return target if func is not Tensor.__setitem__ else None
 
     def _reads_whole(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
         """Return whether the script reads values of the model's parameters that a result of rows alone cannot have.

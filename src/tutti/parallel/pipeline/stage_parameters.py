@@ -39,6 +39,8 @@ _FIGURES = frozenset(
 )
 """Names, beside those of functions that act by element, of functions that a script may call on whole parameters."""
 
+_ADDING = frozenset(("add", "sub", "iadd", "isub"))
+"""Names of functions that add a parameter to a gradient without a message."""
 
 _TEXTS = frozenset(("repr", "str", "format"))
 """Names of functions for which a placeholder has a text of its own."""
@@ -119,7 +121,7 @@ class StageParameters(QuietMode):
         if func == ASSIGN_DATA and self._comm is not None and not self.apart:
             return self._assign_data(self._comm, *args)
         # To a gradient the ranks that have both add a parameter, without a message.
-        adds = bool(args) and isinstance(args[0], PartGradient)
+        adds = bool(args) and isinstance(args[0], PartGradient) and name in _ADDING
         if self._comm is None or self.apart or in_backward() or adds or name in _TEXTS:
             return self._as_it_is(func, args, kwargs, given)
         if "out" in kwargs or not (acts_by_element(func) or name in _FIGURES | VIEWS):
