@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tutti.errors import script_line
 from tutti.nn.global_draws import draws_marker
 from tutti.nn.rng_streams import RngStreams
 from tutti.nn.written_tensors import METADATA
@@ -36,22 +37,25 @@ _Graph: TypeAlias = list[tuple[str, int]]
 class _Call(NamedTuple):
     """A call of PyTorch: the function's name, the shapes of its results, and the numbers among its arguments.
 
-    Lists of numbers and NumPy's arrays stand there as hashes, and so do tensors of ``torch.from_numpy``. ``values`` are
-    the numbers without ints, which may be sizes.
+    Lists of numbers and NumPy's arrays stand there as hashes, and so do tensors of ``torch.from_numpy``.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     numbers: tuple[Any, ...]
-    values: tuple[Any, ...]
 
 
 class _Body(NamedTuple):
-    """Calls of PyTorch that the body for a micro-batch has made, and the autograd graph of each of its losses."""
+    """Calls of PyTorch that the body for a micro-batch has made, and the autograd graph of each of its losses.
+
+    ``values``: by line of the script the numbers without ints, which may be sizes, that it has given to each call of
+    PyTorch after values of all samples were read.
+    """
 
     key: MicroBatchKey
     calls: list[_Call]
     graphs: list[_Graph | None]
+    values: dict[str, list[tuple[Any, ...]]]
 
 
 class BodyLossComparison:
@@ -76,7 +80,7 @@ class BodyLossComparison:
         # State that PyTorch's generator had after the call before, since the script has seeded it.
         self._drawn: Tensor | None = None
         self._first: dict[Any, _Body] = {}
-        self._own = _Body(MicroBatchKey(0, 0), [], [])
+        self._own = _Body(MicroBatchKey(0, 0), [], [], {})
         self._other: _Body | None = None
         self._comparable = self._aligned = self._elsewhere = False
         self._generators = 0
@@ -97,7 +101,7 @@ class BodyLossComparison:
         """
         leaves = tree_leaves(batch)
         self._comparable = self._aligned = all(isinstance(each, Tensor) for each in leaves)
-        self._own, self._generators, self._drawn = _Body(key, [], []), draws_marker(), None
+        self._own, self._generators, self._drawn = _Body(key, [], [], {}), draws_marker(), None
         found = self._first.setdefault(tuple(_shapes(leaves)), self._own) if self._comparable else self._own
         self._other, self._elsewhere = None if found is self._own else found, found.key != key
         self._known = memories_of(each for each in leaves if isinstance(each, Tensor)) | own
@@ -132,21 +136,33 @@ class BodyLossComparison:
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         if not made:
             return None
+        if not self._comparable:
+            return self._other_values(args, kwargs)
         numbers = tuple(found for each in chain(args, kwargs.values()) if (found := self._number(each)) is not None)
-        values = tuple(found for each in leaves_of_call(args, kwargs) if (found := self._value(each)) is not None)
-        call, index = _Call(name, tuple(_shapes(made)), (*numbers, seed), values), len(self._own.calls)
+        call, index = _Call(name, tuple(_shapes(made)), (*numbers, seed)), len(self._own.calls)
         self._own.calls.append(call)
         if self._other is None or not self._aligned or index >= len(self._other.calls):
             return None
         before = self._other.calls[index]
         self._aligned = call[:2] == before[:2]
-        if not self._aligned:
+        moves = self._aligned and self._elsewhere and self._moves(call.numbers != before.numbers)
+        return self._other.key._replace(moved=True) if moves else None
+
+    def _other_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MicroBatchKey | None:
+        """Return the first body's micro-batch, if that body has given other values to PyTorch in this line; or None.
+
+        The samples may decide how often a line runs, and the shapes there.
+        """
+        values = tuple(found for each in leaves_of_call(args, kwargs) if (found := self._value(each)) is not None)
+        if not values:
             return None
-        if self._comparable:
-            moves = self._elsewhere and self._moves(call.numbers != before.numbers)
-            return self._other.key._replace(moved=True) if moves else None
-        differs = call.values != before.values and draws_marker() == self._generators
-        return self._other.key._replace(by_number=True) if differs else None
+        line = script_line()
+        here = self._own.values.setdefault(line, [])
+        here.append(values)
+        there = [] if self._other is None else self._other.values.get(line, [])
+        if self._other is None or len(here) > len(there) or there[len(here) - 1] == values:
+            return None
+        return self._other.key._replace(by_number=True) if draws_marker() == self._generators else None
 
     def other_graph(self, loss: Tensor) -> MicroBatchKey | None:
         """Compare the autograd graph of a loss with that of the same loss of the first body.

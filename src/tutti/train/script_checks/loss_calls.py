@@ -48,7 +48,8 @@ class Places(Enum):
     NONE = "not"
     ROWS = "some rows, as by a slice"
     BEYOND = "a slice as long as the micro-batch or longer, and shorter than the global batch"
-    INDEX = "some rows, by a constant such as a list of places or a mask by arange"
+    LISTED = "some rows, by a list of places"
+    INDEX = "some rows, by a constant such as a mask by arange"
     CONSTANT = "a constant with a row for each sample beside them, such as weights by arange"
 
 
@@ -216,17 +217,22 @@ class LossCalls(TorchFunctionMode):
         if name in ("narrow", "select"):
             return Places.ROWS if kwargs.get("dim", (*args, None)[1]) == 0 else Places.NONE
         if name in _CHOOSING:
-            return Places.NONE if all(map(self.is_known, tensors)) else Places.INDEX
+            places = [leaf for leaf in tensors if not self.is_known(leaf)]
+            return self._places_of(places[0]) if places else Places.NONE
         key = args[1] if name in ("__getitem__", "__setitem__") else None
         first = key[0] if isinstance(key, tuple) and key else key
         if isinstance(first, slice) and first.step in (None, 1):
             rows = len(range(*slice(first.start, first.stop).indices(samples)))
             return Places.ROWS if rows < samples else Places.BEYOND if self._is_beyond(first) else Places.NONE
         if isinstance(first, list | range | np.ndarray) or (isinstance(first, Tensor) and not self.is_known(first)):
-            return Places.INDEX
+            return self._places_of(first)
         if type(first) is int:
             return Places.ROWS
         return Places.CONSTANT if constant else Places.NONE
+
+    def _places_of(self, index: Any) -> Places:
+        """Return how an index takes rows: places of a script's list, or what follows from the number of samples."""
+        return Places.INDEX if self.is_constant(index) and self.has_rows(index) else Places.LISTED
 
     def _is_beyond(self, taken: slice) -> bool:
         """Return whether a slice with all samples of the micro-batch would not have all of the global batch."""

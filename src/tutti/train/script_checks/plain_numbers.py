@@ -37,8 +37,9 @@ class PlainNumber(NamedTuple):
 
     Attributes:
         line: the line, as ``FILE:LINE``.
-        shapes: hash of the shapes of the batch and of all results of PyTorch so far in this micro-batch; 0 where they
-            do not count, as the script had the number before the micro-batch.
+        shapes: hash of the shapes of the batch and of all results of PyTorch so far in this micro-batch; of the batch
+            alone for a number of samples, which may decide other shapes; 0 where they do not count, as the script had
+            the number before the micro-batch.
         digest: hash of the value.
         of_samples: whether the code may have computed it from values of all samples of the present micro-batch.
     """
@@ -63,7 +64,8 @@ class PlainNumbers:
 
     def __init__(self) -> None:
         self._comparable = self._drawn = self._drew = self._turn = False
-        self._shapes = 0
+        # Hashes of the shapes of the batch and of all results so far, and of the batch alone.
+        self._shapes = self._shapes_of_batch = 0
         # Numbers that the script had before the code for the present micro-batch, by identity.
         self._there: dict[int, Any] = {}
         # By line the digests of numbers of earlier watched steps and of this one; and of those after reads.
@@ -113,6 +115,7 @@ class PlainNumbers:
         leaves = tree_leaves(batch)
         self._comparable = bool(micro_batch.samples) and all(isinstance(each, Tensor) for each in leaves)
         self._shapes = hash(tuple(tuple(each.shape) for each in leaves if isinstance(each, Tensor)))
+        self._shapes_of_batch = self._shapes
         self._there = {id(each): each for each in script_values() if _has_identity(each)}
 
     def note(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any, samples: bool) -> None:
@@ -156,7 +159,7 @@ class PlainNumbers:
         if not (self._comparable or known):
             self._read_here.setdefault(line, set()).add(digest)
             is_value = of_samples and not isinstance(value, int | np.integer)
-            return PlainNumber(line, self._shapes, digest, of_samples=True) if is_value else None
+            return PlainNumber(line, self._shapes_of_batch, digest, of_samples=True) if is_value else None
         self._here.setdefault(line, set()).add(digest)
         # A number from before depends on no shape of this micro-batch.
         return PlainNumber(line, 0 if known and (self._turn or not self._comparable) else self._shapes, digest)
@@ -167,7 +170,7 @@ class PlainNumbers:
         Args:
             value: the number.
         """
-        return PlainNumber(script_line(), self._shapes, name_key(repr([float(value)])), of_samples=True)
+        return PlainNumber(script_line(), self._shapes_of_batch, name_key(repr([float(value)])), of_samples=True)
 
     def reach(self, numbers: Iterable[PlainNumber]) -> None:
         """Record that a loss of this step depends on numbers, which ``rows`` then returns for a comparison over ranks.

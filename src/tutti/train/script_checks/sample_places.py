@@ -12,7 +12,7 @@ from torch import Tensor
 from tutti.data.global_generators import own_generators
 from tutti.errors import UsageError, script_line
 from tutti.parallel.ddp.output_graph import nodes_below
-from tutti.train.script_checks.loss_calls import LossCalls, Places, alike
+from tutti.train.script_checks.loss_calls import LossCalls, Places, RecordedCall, alike
 from tutti.train.script_checks.loss_watch import leaves_of_call
 from tutti.train.script_checks.target_mixing import MOST_ELEMENTS
 
@@ -47,14 +47,16 @@ def check_places(record: LossCalls, loss: Any) -> None:
         return
     if record.samples == 1:
         _check_single(record, loss)
-    elif not record.reads_rows:
-        _check_rows(record, loss)
-
-
-def _check_rows(record: LossCalls, loss: Tensor) -> None:
+        return
     used = record.leading_to([loss])
-    line = _line_of_part(record, loss) or next((call.line for call in used if call.places is Places.BEYOND), "")
-    if line:
+    if line := next((call.line for call in used if call.places is Places.BEYOND), ""):
+        _refuse_places(line)
+    if not record.reads_rows:
+        _check_rows(record, loss, used)
+
+
+def _check_rows(record: LossCalls, loss: Tensor, used: list[RecordedCall]) -> None:
+    if line := _line_of_part(record, loss):
         _refuse_places(line)
     parts = list(record.parts.values())
     in_parts = sum(map(len, parts)) == record.samples and len({each.shape[1:] for each in parts}) == 1
@@ -67,7 +69,11 @@ def _check_rows(record: LossCalls, loss: Tensor) -> None:
         return
     line = next((call.line for call in used if call.places is Places.ROWS), "")
     by_constant = next((call.line for call in used if call.line), "")
-    if not (line or by_constant) or not _prefers_places(record, loss, outputs):
+    # Places of a list do not go on with the batch, as those of each group of neighbours do.
+    listed = all(call.places is Places.LISTED for call in used if call.line)
+    if not (line or by_constant) or not _prefers_places(
+        record, loss, outputs, [1] if listed else _groups(record.samples)
+    ):
         return
     if line or (outputs is record.outputs and not _is_symmetric(record, loss)):
         _refuse_places(line or by_constant)
@@ -90,26 +96,29 @@ def _line_of_part(record: LossCalls, loss: Tensor) -> str:
     return ""
 
 
-def _prefers_places(record: LossCalls, loss: Tensor, outputs: dict[int, Tensor]) -> bool:
+def _prefers_places(record: LossCalls, loss: Tensor, outputs: dict[int, Tensor], groups: list[int]) -> bool:
     """Return whether equal samples get unequal gradients, which are not those of equal groups of neighbours.
 
     Args:
         record: the calls of the loss function or body.
         loss: the loss.
         outputs: the model's outputs by their ids, each for all samples, or for parts that make up all samples.
+        groups: sizes of groups of neighbours, each of which may have the same unequal gradients.
     """
-    equal = dict[int, Tensor]()
-    for key, output in outputs.items():
-        first = output if record.has_rows(output) else next(iter(outputs.values()))
-        equal[key] = first.detach()[:1].expand_as(output)
     with suppress(Exception), own_generators():
-        value, _ = record.gradients(loss, record.batch_of(None), outputs)
+        value, found = record.gradients(loss, record.batch_of(None), outputs)
         if not torch.allclose(value, loss.detach().reshape(()), rtol=1e-6, equal_nan=False):
             return False
-        _, found = record.gradients(loss, record.batch_of(0), equal)
+        # A sample whose loss has no gradient, as where a margin is kept, would show nothing.
+        row = int(torch.cat(found, 1).abs().sum(1).argmax()) if outputs is record.outputs else 0
+        first = {
+            key: output if record.has_rows(output) else next(iter(outputs.values())) for key, output in outputs.items()
+        }
+        equal = {key: first[key].detach()[row : row + 1].expand_as(output) for key, output in outputs.items()}
+        _, found = record.gradients(loss, record.batch_of(row), equal)
         rows = torch.cat(found, 0 if outputs is record.parts else 1)
         return bool(rows.isfinite().all()) and not any(
-            alike(rows, rows[:each].repeat(record.samples // each, 1)) for each in _groups(record.samples)
+            alike(rows, rows[:each].repeat(record.samples // each, 1)) for each in groups
         )
     return False
 
