@@ -647,6 +647,34 @@ def test_a_loss_that_reads_an_update_of_the_same_body_is_refused(strategy: str, 
         assert bool(updates) == (late == "second epoch")
 
 
+def counted(strategy: str | None, every: int, until: int) -> Any:
+    """An update after every so many bodies, and after the last one as its script counts them."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    run = strategy and tutti.prepare(model, optimizer, DATA, strategy=strategy, workers=3, batch_size=BATCH)
+    try:
+        for i, batch in enumerate(run.microbatches(0) if run else batches(0)):
+            (run.backward if run else torch.Tensor.backward)(error_of(model, batch))
+            if (i + 1) % every == 0 or i + 1 == until:
+                optimizer.step()
+                optimizer.zero_grad()
+        return {key: tensor.numpy().copy() for key, tensor in run.state().items()} if run else numbers(model)
+    except tutti.errors.TuttiError as error:
+        return run.updates, str(error)
+
+
+def test_updates_in_every_third_body_are_refused_where_one_rank_has_two_for_a_batch() -> None:
+    """The bodies 3 and 4 are those of the second batch on one rank, and of two batches on the other."""
+    outcomes = worlds.run_within(8.0, 2, counted, strategy="mirrored", every=3, until=4)
+    assert outcomes[0][0] == 0 and "updates in every n-th of its bodies" in outcomes[0][1], outcomes
+    assert "test_custom_loop.py" in outcomes[0][1]
+    worlds.forget(2)
+    want = counted(None, 1, 0)
+    for got in worlds.run(2, counted, strategy="mirrored", every=1, until=0):
+        assert isinstance(got, dict), got
+        assert largest_difference(got, want) <= 1e-10
+
+
 def two_passes(strategy: str) -> str:
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,13 +20,20 @@ from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import parameters
 from tutti.python_compat import LiveObjects
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_version, tree_leaves
-from tutti.train.script_checks.body_counters import counted_loss, edit_condition, setting_condition
+from tutti.train.script_checks.body_counters import (
+    counted_loss,
+    counting_condition,
+    edit_condition,
+    setting_condition,
+)
 from tutti.train.script_checks.second_updates import SecondUpdates
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
 _SCALERS = LiveObjects(torch.amp.GradScaler)
+_LOOKS = 4
+"""Number of updates whose lines are looked at in the source (a guess)."""
 _COMPARED = 2
 """Number of first global batches in which parameters are also compared by value; in all by version counter."""
 
@@ -64,6 +71,8 @@ class BodyComparison:
         self._at_forward: list[bool] | None = None
         self._hooks_at_forward: list[int] | None = None
         self._hooked = False
+        # Whether bodies have made no update, and how many updates after such ones were looked at in the source.
+        self._passes_over, self._looked = False, 0
         self._schedulers: list[tuple[LRScheduler, int]] = []
         # By place of an optimizer's step in the body: whether bodies of this batch have edited gradients before it, and
         # whether others have not.
@@ -137,6 +146,7 @@ class BodyComparison:
                 why="the hook would act on the later micro-batches of this global batch and not on the first",
                 remedy="register it before the loop, or where run.stepped is true",
             )
+        self._passes_over = self._passes_over or all(event != "step" for event, _ in self._events)
         if self._first is None:
             self._first = self._events
         elif len(self._events) != len(self._first):
@@ -167,7 +177,7 @@ class BodyComparison:
                 ``torch.amp.GradScaler``, computes gradients after it has read parameters that an optimizer step of it
                 has updated, writes parameters or the state of an optimizer before the last micro-batch, or differs in
                 this call, or at an optimizer step in a setting such as ``lr``, from the first micro-batch of the
-                global batch.
+                global batch; or the step is in every n-th body alone (``counting_condition``).
         """
         if self.several:
             if kind == "step" and _is_called_by_scaler():
@@ -185,10 +195,24 @@ class BodyComparison:
             self._check_writes()
             if kind == "step":
                 self._check_settings()
+                self._check_counted_step()
                 if self._first is None and index <= 0:
                     self._check_counted_settings()
         self._events.append((kind, index))
         self._at_forward = None
+
+    def _check_counted_step(self) -> None:
+        """Raise UsageError if the script updates in every n-th body, which are other ones on another rank."""
+        if self._passes_over and self._looked < _LOOKS:
+            self._looked += 1
+            if line := counting_condition():
+                raise UsageError(
+                    "the loop updates in every n-th of its bodies, with several micro-batches a rank",
+                    where=f"step {self._run.global_step + 1}, {line}",
+                    why="ranks run the body several times a global batch, not all of them equally often",
+                    remedy="count global batches (run.global_step), not runs of the body; or take as many workers as"
+                    f" data ranks ({self._run.context.mesh.data_ranks})",
+                )
 
     def check_scaler(self) -> None:
         """Check, before a plain ``loss.backward()`` with a sharding strategy, that no ``GradScaler`` has scaled a loss.
