@@ -189,6 +189,15 @@ def finite(model: nn.Module, step: int, state: State) -> None:
         parameter.grad.div_(parameter.grad != 0).nan_to_num_(posinf=0.02)
 
 
+def normed_together(model: nn.Module, step: int, state: State) -> None:
+    """Through one vector of all gradients."""
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    parts = (flat / flat.norm()).split([p.numel() for p in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.grad.copy_(part.view_as(parameter))
+        parameter.grad = torch.where(parameter.grad.abs() < 0.01, 0.0, parameter.grad)
+
+
 def list_of_terms(model: nn.Module, step: int, state: State) -> None:
     gradients = [p.grad for p in model.parameters()]
     torch._foreach_add_(gradients, [torch.ones(p.shape, dtype=p.dtype) for p in model.parameters()])
@@ -200,7 +209,7 @@ EDITS: dict[str, Edit] = {
     for edit in (
         noise, decay, sign, centred, normalised, masked, by_its_figures, momentum, plain_sgd, of_others, drawn,
         lists, data, kept, old, flattened, composite, through_views, surgery, rows, finite,
-        list_of_terms,
+        list_of_terms, normed_together,
     )
 }  # fmt: skip
 
@@ -286,7 +295,12 @@ def test_edits_equal_one_device(name: str, strategy: str, devices: int) -> None:
         assert largest_difference(got, plain(name)) <= 1e-10
 
 
-SHARDED = [("sharded", 2, "rows"), ("sharded:stage=2", 3, "rows"), ("sharded", 3, "finite")]
+SHARDED = [
+    ("sharded", 2, "rows"),
+    ("sharded:stage=2", 3, "rows"),
+    ("sharded", 3, "finite"),
+    ("sharded", 2, "normed_together"),
+]
 """Gradients in DTensors, of which PyTorch gathers rows."""
 
 

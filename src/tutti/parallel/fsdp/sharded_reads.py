@@ -441,7 +441,8 @@ class _ShardMode(EditWatch):
 
     def _reads_shards(self, func: Any, name: str, args: Any, kwargs: Any, error: Exception) -> bool:
         """Return whether the script reads values for which PyTorch needs whole tensors, without a graph."""
-        if torch.is_grad_enabled() or may_write(func) or kwargs.get("out") is not None or name in _ON_ROWS:
+        has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_among(args, kwargs))
+        if has_graph or may_write(func) or kwargs.get("out") is not None or name in _ON_ROWS:
             return False
         known = self.engine() is not None and any(isinstance(each, DTensor) for each in tensors_among(args, kwargs))
         return known and _by_script() and _is_about_shards(func, args, kwargs, error)
@@ -476,6 +477,10 @@ class _ShardMode(EditWatch):
             if engine is None or name is None:
                 if engine is not None:
                     engine.agree_on_call(f"a sharded tensor, which all ranks must read in {script_line()}")
+                if not tensor.requires_grad:
+                    # Such as a gradient; a write into a view of it would be lost.
+                    wholes[tensor] = "a sharded tensor", tensor.full_tensor()
+                    return wholes[tensor][1]
                 return tensor.full_tensor()
             if tensor not in wholes:
                 wholes[tensor] = name, engine.reads.whole(cast(nn.Parameter, tensor))
