@@ -197,6 +197,16 @@ def test_sharding_sends_rows_and_updates_a_part() -> None:
     assert kinds.count("all_gather") == 2 and kinds.count("reduce_scatter") == 2
 
 
+def test_a_module_is_gathered_for_backward_before_the_gradients_of_the_last_one_are_sent() -> None:
+    prices, sent = costs(), ("reduce_scatter of b1", "all_to_all of b1")
+    for prices.overlaps in (True, False):
+        program = program_of(facts(2, elements=1_000_000), run("sharded:stage=3", 2), prices)
+        texts = [action.text for action in program.actions]
+        gathered = max(place for place, text in enumerate(texts) if text == "all_gather of b0")
+        # Collectives of CPUs block, so that none is asked for before it is needed.
+        assert (gathered < next(place for place, text in enumerate(texts) if text in sent)) == prices.overlaps
+
+
 def test_local_steps_average_parameters_once_in_a_period() -> None:
     step = facts(2, elements=1_000_000)
     own = 0.048 + 2e-3

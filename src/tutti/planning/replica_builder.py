@@ -240,17 +240,22 @@ class ReplicaBuilder:
                 seconds = self._group(groups[name], "forward", samples)
                 computed.append(program.add(StepAction(0, "forward", seconds, existing_actions(*needs), text=name)))
             last, sent = computed[-1], -1
-            before = last
-            for name in [LOSS, *reversed(names), REST]:
-                needs = [last]
-                if stage == 3 and name in names and gathered[name]:
-                    ahead = before if self.costs.overlaps else last
-                    needs.append(
-                        self._module_rows(program, "all_gather", gathered[name], existing_actions(ahead), name)
-                    )
+            again = {name for name in names if stage == 3 and gathered[name]}
+            asked: dict[str, int] = {}
+            backwards = [LOSS, *reversed(names), REST]
+            for name, following in zip(backwards, [*backwards[1:], ""], strict=True):
+                begun, needs = last, [last]
+                if name in again and name not in asked:
+                    asked[name] = self._module_rows(program, "all_gather", gathered[name], existing_actions(last), name)
+                if name in again:
+                    needs.append(asked[name])
                 seconds = self._group(groups[name], "backward", samples)
-                before = last
                 last = program.add(StepAction(0, "backward", seconds, existing_actions(*needs), text=name))
+                if self.costs.overlaps and following in again:
+                    # Asked for as this module's backward begins, and so before its gradients on the same link.
+                    asked[following] = self._module_rows(
+                        program, "all_gather", gathered[following], existing_actions(begun), following
+                    )
                 if reduced[name]:
                     sent = self._module_rows(program, "reduce_scatter", reduced[name], (last,), name)
                     last = last if self.costs.overlaps else sent
