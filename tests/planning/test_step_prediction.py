@@ -462,6 +462,8 @@ def test_published_hardware_names_its_rows_and_its_guesses() -> None:
     assert seconds_of(facts(2), run("mirrored:algorithm=native", 64), prices) > 0
     assert "published rows of A100" in prices.rests[0]
     assert any("links between nodes" in text for text in prices.guesses)
+    with pytest.raises(UsageError, match="--precision bf16 or fp16, another chip"):
+        open_machine("h100x8", "fp32", None, None)
     stated = open_machine("a100x8", "bf16", None, LINK)
     seconds_of(facts(2), run("mirrored:algorithm=native", 64), stated)
     assert not any("links between nodes" in text for text in stated.guesses)

@@ -50,8 +50,9 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
         raise UsageError(
             f"there is no machine '{text}'",
             where="--machine",
-            remedy=f"give machine.json of tutti bench, or a chip and devices a node, such as a100x8: "
-            f"{', '.join(published_chips())}",
+            why="no speed is taken from a data sheet alone",
+            remedy="give machine.json of tutti bench, or a chip with published rows and its devices a node (a100x8): "
+            + ", ".join(published_chips()),
         )
     machine = read_machine(Path(text))
     devices = per_node or _ranks_together(machine)

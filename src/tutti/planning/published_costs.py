@@ -17,6 +17,7 @@ from tutti.planning.hardware_anchor import (
     anchored_rate,
     chip_of,
     matching_anchors,
+    precision_class,
     shipped_anchors,
     usual_links,
 )
@@ -61,10 +62,12 @@ class PublishedCosts(StepCosts):
     def __post_init__(self) -> None:
         rate, sigma, why = anchored_rate(self.hardware, self.precision, shipped_anchors(), without="")
         if why:
+            there = {anchor.precision for anchor in shipped_anchors() if anchor.chip == chip_of(self.hardware)[0]}
+            known = [name for name in ("bf16", "fp16", "fp32") if precision_class(name) in there]
             raise UsageError(
                 f"the machine '{self.hardware}' cannot be priced: {why}",
                 where="--machine",
-                remedy="take another --precision, a chip with published rows "
+                remedy=f"take --precision {' or '.join(known) or 'fp32'}, another chip with published rows "
                 f"({', '.join(published_chips())}), or a machine.json of tutti bench",
             )
         self.name = f"{self.hardware} × {self.network.per_node} a node"
