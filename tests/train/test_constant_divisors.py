@@ -136,6 +136,14 @@ UNEVEN: dict[str, tuple[Loss, str]] = {
         lambda out, want: 0.5 * functional.cross_entropy(out, want.argmax(1), reduction="sum"),
         "times 0.5|a sum over",
     ),
+    "sum with class weights over the batch": (
+        lambda out, want: (CLASS_WEIGHTS[want.argmax(1)] * by_sample(out, want)).sum() / BATCH,
+        "divided by 12, the global",
+    ),
+    "sum of a mask's samples over the batch": (
+        lambda out, want: (by_sample(out, want) * (want[:, 0] > 0)).sum() / BATCH,
+        "divided by 12, the global",
+    ),
     "mean over weights": (weighted, "a mean or a sum over the micro-batch's"),
     "mean over weights by a number": (
         weighted_by_number,
@@ -295,7 +303,9 @@ def test_a_loss_that_is_no_mean_of_its_parts_is_refused(
     found = worlds.run(ranks, train, name=name, how=how, **options)
     assert all(updates == 0 for updates, said in found if said is not None), found
     said = [text for _, text in found]
-    assert None not in said and any(re.search(UNEVEN[name][1], text) for text in said), said
+    assert None not in said and any(
+        re.search(f"{UNEVEN[name][1]}|for one sample, and .* for this one twice", text) for text in said
+    ), said
     assert any("test_constant_divisors.py:" in text for text in said)
 
 

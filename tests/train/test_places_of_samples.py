@@ -308,3 +308,9 @@ def test_the_loss_of_a_single_sample_is_that_of_the_same_sample_twice() -> None:
                     assert each == pytest.approx(of_plain, abs=1e-12), name
                 else:
                     assert each[0] == 0 and "no mean over samples" in str(each[1]), (name, each)
+
+
+def test_listed_rows_are_no_groups_of_neighbours() -> None:
+    """Of four samples rows 0 and 2 are also the first of each pair."""
+    [found] = worlds.run(1, train_all, names=["listed rows"], strategy="single", micro_batch=4, how="run.backward")
+    assert found[0][0] == 0 and "takes samples by their places" in str(found[0][1]), found

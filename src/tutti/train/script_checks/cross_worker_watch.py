@@ -345,7 +345,9 @@ class CrossWorkerWatch(LossWatch):
         if not others:
             return
         key, line = min(others, key=lambda other: (other[0].by_number, other[0].moved))
-        if key.by_number:
+        if key.by_number and (micro_batch := self._reads.micro_batch) is not None:
+            # Says more of a number that scales the loss.
+            self.check_divisor(loss, micro_batch)
             refuse_number(self._run.global_step + 1, line)
         if key.moved:
             what = "the loss of a micro-batch depends on values that the code for another one has moved"

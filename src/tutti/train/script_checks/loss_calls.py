@@ -282,13 +282,14 @@ class LossCalls(TorchFunctionMode):
             for key, leaf in self._before.items()
         }
 
-    def replay(self, values: dict[int, Tensor]) -> None:
+    def replay(self, values: dict[int, Tensor], calls: Sequence[RecordedCall] | None = None) -> None:
         """Make the recorded calls again with other values, by the recorded tensors' ids, and add the results to these.
 
         Args:
             values: tensors of the batch and outputs of the model; a tensor without a value is as it was.
+            calls: those of the recorded calls that are made, in their order; None for all.
         """
-        for call in self._calls:
+        for call in self._calls if calls is None else calls:
             args, kwargs = tree_map(partial(_newest, values), (call.args, call.kwargs))
             with torch.set_grad_enabled(call.gradients), collectives_refused():
                 result = call.func(*args, **kwargs)

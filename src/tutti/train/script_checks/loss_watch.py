@@ -255,7 +255,10 @@ class LossWatch(EnteredMode):
     def _is_divided_by_batch(self, scaled: Scaled, samples: int) -> bool:
         """Return whether a sum is divided by the global batch's size, a constant, and by no multiple of the samples."""
         batch = self._run.feed.contract.batch
-        if self.size_lines or not self._by_batch or not scaled.is_sum:
+        # A factor of the samples may already be divided by their number.
+        may_divide = partial(self._statistics.may_divide, reads_sizes=self._reads_sizes)
+        is_weighted = bool(scaled.weights) and not scaled.is_mean and not any(map(may_divide, scaled.weights))
+        if self.size_lines or not self._by_batch or not (scaled.is_sum or is_weighted):
             return False
         others = [each for each in scaled.divisors if not math.isclose(each, batch)]
         return len(others) < len(scaled.divisors) and all(each % samples for each in others)

@@ -71,11 +71,10 @@ def _check_rows(record: LossCalls, loss: Tensor, used: list[RecordedCall]) -> No
     by_constant = next((call.line for call in used if call.line), "")
     # Places of a list do not go on with the batch, as those of each group of neighbours do.
     listed = all(call.places is Places.LISTED for call in used if call.line)
-    if not (line or by_constant) or not _prefers_places(
-        record, loss, outputs, [1] if listed else _groups(record.samples)
-    ):
+    groups = [1] if listed else _groups(record.samples)
+    if not (line or by_constant) or not _prefers_places(record, loss, outputs, groups):
         return
-    if line or (outputs is record.outputs and not _is_symmetric(record, loss)):
+    if line or (outputs is record.outputs and not _is_symmetric(record, loss, groups)):
         _refuse_places(line or by_constant)
 
 
@@ -90,7 +89,7 @@ def _line_of_part(record: LossCalls, loss: Tensor) -> str:
         return beyond
     with suppress(Exception), own_generators():
         values = record.batch_of(0)
-        record.replay(values)
+        record.replay(values, record.leading_to(inputs)[::-1])
         rows = sum(len(values.get(id(each), each)) for each in inputs)
         return taking[0].line if rows % record.samples else ""
     return ""
@@ -123,12 +122,12 @@ def _prefers_places(record: LossCalls, loss: Tensor, outputs: dict[int, Tensor],
     return False
 
 
-def _is_symmetric(record: LossCalls, loss: Tensor) -> bool:
+def _is_symmetric(record: LossCalls, loss: Tensor, groups: list[int]) -> bool:
     """Return whether samples, or groups of neighbours, that change places keep their gradients; False for errors."""
     with suppress(Exception), own_generators():
         _, found = record.gradients(loss, record.batch_of(None), record.outputs)
         rows = torch.cat(found, 1)
-        for each in _groups(record.samples):
+        for each in groups:
             batch = {key: leaf.roll(each, 0) for key, leaf in record.batch_of(None).items()}
             outputs = {key: leaf.detach().roll(each, 0) for key, leaf in record.outputs.items()}
             _, found = record.gradients(loss, batch, outputs)

@@ -38,12 +38,13 @@ class SampleReads:
         micro_batch: the micro-batch; None, or one without samples, records nothing.
 
     Attributes:
+        micro_batch: as given.
         of_all: whether the script has read a value of all samples of the micro-batch.
         of_others: whether the script has read a value of single samples, or of a tensor of another origin.
     """
 
     def __init__(self, micro_batch: MicroBatch | None = None) -> None:
-        self._micro_batch, self._samples = micro_batch, 0 if micro_batch is None else micro_batch.samples
+        self.micro_batch, self._samples = micro_batch, 0 if micro_batch is None else micro_batch.samples
         self.of_all = self.of_others = False
         # Tensors of samples that were chosen by their places, and those without a row for each sample.
         self._chosen, self._reduced = TensorSet(), TensorSet()
@@ -62,10 +63,10 @@ class SampleReads:
         Args:
             loss: what the loss function returned, or what the script passed to ``run.backward``.
         """
-        if self._micro_batch is None or not isinstance(loss, Tensor) or is_gathered(loss.grad_fn):
+        if self.micro_batch is None or not isinstance(loss, Tensor) or is_gathered(loss.grad_fn):
             return False
         try:
-            count = loss_count(loss, self._micro_batch)
+            count = loss_count(loss, self.micro_batch)
         except UsageError:
             # Raised again where the loss is read.
             return False

@@ -41,6 +41,9 @@ def mixed_data(record: LossCalls, loss: Any) -> str:
     if not outputs or not record.computes(loss) or sum(output.numel() for output in outputs) > MOST_ELEMENTS:
         return ""
     with suppress(Exception), own_generators():
+        if _mixes_inputs(record):
+            return "inputs of"
+    with suppress(Exception), own_generators():
         value, found = record.gradients(loss, record.batch_of(None), record.outputs)
         whole, told = torch.cat(found, 1), read_loss(loss, record.micro_batch)[0]
         if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False) or not whole.isfinite().all():
@@ -49,8 +52,6 @@ def mixed_data(record: LossCalls, loss: Any) -> str:
         # A deviation of equal targets is 0, and may have made the second gradient one that is not finite.
         if not alike(whole[0], torch.cat(found, 1)[0]):
             return "targets of"
-        if _mixes_inputs(record):
-            return "inputs of"
         if _selects(record, loss, whole):
             return "model's outputs for"
     return ""
@@ -62,7 +63,7 @@ def _mixes_inputs(record: LossCalls) -> bool:
     # A view: the script may have written into the batch in place.
     views = {key: leaf.requires_grad_().view_as(leaf) for key, leaf in leaves}
     values = record.batch_of(None) | views
-    record.replay(values)
+    record.replay(values, record.leading_to([given for given, _ in record.forwards])[::-1])
     for given, _ in record.forwards:
         new = values.get(id(given))
         if new is None or not new.requires_grad or not record.has_rows(given) or id(given) in record.turned:
