@@ -314,3 +314,9 @@ def test_listed_rows_are_no_groups_of_neighbours() -> None:
     """Of four samples rows 0 and 2 are also the first of each pair."""
     [found] = worlds.run(1, train_all, names=["listed rows"], strategy="single", micro_batch=4, how="run.backward")
     assert found[0][0] == 0 and "takes samples by their places" in str(found[0][1]), found
+
+
+def test_a_slice_that_a_single_sample_fills_is_refused() -> None:
+    names = ["more rows than the micro-batch has"]
+    [found] = worlds.run(1, train_all, names=names, strategy="single", micro_batch=1, how="run.backward")
+    assert found[0][0] == 0 and "takes samples by their places" in str(found[0][1]), found

@@ -45,13 +45,12 @@ def check_places(record: LossCalls, loss: Any) -> None:
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not record.computes(loss):
         return
-    if record.samples == 1:
-        _check_single(record, loss)
-        return
     used = record.leading_to([loss])
     if line := next((call.line for call in used if call.places is Places.BEYOND), ""):
         _refuse_places(line)
-    if not record.reads_rows:
+    if record.samples == 1:
+        _check_single(record, loss)
+    elif not record.reads_rows:
         _check_rows(record, loss, used)
 
 
