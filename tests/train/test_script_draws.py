@@ -168,6 +168,50 @@ def test_ranks_draw_what_one_device_would(case: tuple[str, str, bool], place: tu
         assert own == drawn
 
 
+def cached(again: bool, loop: bool) -> dict[str, Tensor]:
+    """Train with dropout on parts of each batch; or compute the outputs first, and each part again for its gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        parts, targets = batch[0].chunk(2), batch[1]
+        if not again:
+            return functional.cross_entropy(torch.cat([*map(model, parts)]), targets)
+        outputs, states = [], []
+        with torch.no_grad():
+            for part in parts:
+                states.append(torch.get_rng_state())
+                outputs.append(model(part))
+        leaf = torch.cat(outputs).requires_grad_()
+        (gradient,) = torch.autograd.grad(functional.cross_entropy(leaf, targets), leaf)
+        rows = []
+        for part, state, each in zip(parts, states, gradient.chunk(2), strict=True):
+            torch.set_rng_state(state)
+            rows.append((model(part) * each * len(targets)).sum(1))
+        return torch.cat(rows).mean()
+
+    options: dict[str, Any] = {"workers": WORKERS, "batch_size": BATCH}
+    run = tutti.prepare(model, optimizer, dataset(), None if loop else loss, **options)
+    for batch in run.microbatches(0) if loop else run.epoch(0):
+        if loop:
+            run.backward(loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            run.step(batch)
+    return {name: tensor.clone() for name, tensor in run.state().items()}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("ranks", "loop"), [(1, True), (3, False)])
+def test_a_second_forward_after_a_saved_state_repeats_dropout(ranks: int, loop: bool) -> None:
+    """As in GradCache (arXiv 2101.06983)."""
+    want = worlds.alone(cached, again=False, loop=loop)
+    for found in worlds.run(ranks, cached, again=True, loop=loop):
+        assert same(found, want)
+
+
 class Rows(Dataset[Any]):
     """Samples in a list, and whose data set it is."""
 
