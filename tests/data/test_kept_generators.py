@@ -92,7 +92,24 @@ def still() -> float:
     return 0.0
 
 
+class Caching(Rows):
+    """Keeps what it draws for a sample; or only makes something with draws by the first read of all."""
+
+    def __init__(self, noise: Callable[[], float], each: bool) -> None:
+        super().__init__(noise)
+        self.each, self.kept = each, dict[int, float]()
+
+    def __getitem__(self, index: int) -> Tensor:
+        key = index if self.each else -1
+        if key not in self.kept:
+            self.kept[key] = self.noise()
+        return torch.arange(4.0, dtype=torch.float64) + index % 3 + self.kept[key] * self.each
+
+
 DATA: dict[str, Callable[[], Any]] = {
+    "made by the first read": lambda: Caching(random.random, each=False),
+    "made by a generator": lambda: Caching(Normal(), each=False),
+    "kept draws": lambda: Caching(np.random.rand, each=True),
     "attribute": lambda: Rows(Normal()),
     "class": lambda: Rows(OfClass()),
     "late": lambda: Rows(Normal(late=True)),
@@ -107,7 +124,7 @@ DATA: dict[str, Callable[[], Any]] = {
     "counter": lambda: Rows(Counting()),
     "system": lambda: Rows(of_system),
 }
-KEYED = [name for name in DATA if name not in ("counter", "system")]
+KEYED = [name for name in DATA if name not in ("counter", "system", "kept draws")]
 
 
 def loss_fn(model: Any, batch: Tensor) -> Tensor:
@@ -143,6 +160,13 @@ def test_samples_that_depend_on_those_before_are_refused_on_several_devices(data
         each is not None and "is another one when it is read again" in each.text for each in raised.value.failures
     )
     worlds.alone(train, data=data)
+
+
+def test_samples_that_keep_what_their_first_read_draws_are_refused_on_several_devices() -> None:
+    """A device that reads a sample first in the second epoch would draw by that epoch's key."""
+    with pytest.raises(worlds.RankError) as raised:
+        worlds.run(2, train, data="kept draws")
+    assert all(each is not None and "keeps what it draws" in each.text for each in raised.value.failures)
 
 
 def unchecked(data: str) -> Any:

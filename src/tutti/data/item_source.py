@@ -80,18 +80,30 @@ class ItemSource:
             samples = self._read_together(indices) or self._read_each(indices, key)
             return self._collate(samples, indices, key)
 
-    def check_repeats(self, index: int, augment: AugmentKey) -> None:
+    def check_repeats(self, index: int, augment: AugmentKey, other: int) -> None:
         """Read an item twice with the same draws, and check that it is equal both times. Not collective.
+
+        If the first read alone has drawn, another item is read twice, too: a data set may make what it needs by its
+        first read.
 
         Args:
             index: of the item.
             augment: seed and epoch of its draws.
+            other: index of another item.
 
         Raises:
-            UsageError: the items differ.
+            UsageError: the items differ, or each keeps what its first read has drawn.
         """
-        indices = np.array([index])
-        if self._seeded(lambda: self._digest(indices, augment)) != self._digest(indices, augment):
+        first = self._seeded(lambda: self._digest(index, augment))
+        again = self._digest(index, augment)
+        # Reads that draw alike leave the same states of the global generators.
+        if first[1] != again[1] and other != index and self._digest(other, augment) != self._digest(other, augment):
+            raise UsageError(
+                f"sample {other} of the {self._name} keeps what it draws when it is read first",
+                why="a random draw belongs to the epoch, and each device reads some samples first in a later one",
+                remedy="draw for all samples before tutti.prepare, seeded alike on all ranks, or anew at each read",
+            )
+        if first[0] != again[0]:
             raise UsageError(
                 f"sample {index} of the {self._name} is another one when it is read again",
                 why="it depends on the samples read before, as by a counter, or draws random numbers that tutti does"
@@ -100,11 +112,12 @@ class ItemSource:
                 " generator of theirs that is an attribute of the data set",
             )
 
-    def _digest(self, indices: NDArray[np.int64], key: AugmentKey) -> str:
+    def _digest(self, index: int, key: AugmentKey) -> tuple[str, Any]:
+        """Return a digest of an item, and the states that the global generators have after its read."""
         with own_generators(), self._kept.restored(), suppress(DataError):
-            return digest(self._read_each(indices, key))
+            return digest(self._read_each(np.array([index]), key)), _states()
         # It is raised where the sample is read for training.
-        return ""
+        return "", ()
 
     def sketch_items(self, indices: NDArray[np.int64], augment: AugmentKey) -> SampleSketch:
         """Return a sketch of items, to compare the data sets of ranks. Not collective.

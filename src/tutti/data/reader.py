@@ -149,7 +149,8 @@ class _ComparedSource:
             return self._source.fetch(indices, key)
         if not isinstance(self._source, ItemSource):
             return sketch(self._source.fetch(indices, key))
-        self._source.check_repeats(repeated, key)
+        other = next((int(index) for index in indices if index != repeated), repeated)
+        self._source.check_repeats(repeated, key, other)
         return self._source.sketch_items(indices, key)
 
 
