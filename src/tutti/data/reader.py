@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tutti.comm.communicator import Communicator
@@ -255,6 +256,11 @@ class MapReader:
             own: their sketch on this rank.
         """
         if self._world is None:
+            return
+        here = torch.tensor([int(own.digest, 16) - (1 << 63)])
+        if all(
+            torch.equal(each, here) for each in self._world.all_gather(here, "comparing the samples of the data set")
+        ):
             return
         first = SampleSketch.of_json(self._world.broadcast_json(own.as_json(), 0, "the samples of the data set"))
         found = first if own.is_close(first) else own

@@ -132,7 +132,11 @@ class BodyLossComparison:
             # From here on the samples may be the reason.
             self._comparable = False
             return None
-        seed = self._seed_of_draw()
+        seed = self._draws.script_seed
+        if seed is None:
+            self._drawn = None
+        elif not self._draws_by_seed():
+            seed = None
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
         if not made:
             return None
@@ -185,14 +189,11 @@ class BodyLossComparison:
         before = self._other.graphs[index]
         return self._other.key if before is not None and self._moves(graph != before) else None
 
-    def _seed_of_draw(self) -> int | None:
-        """Return the script's seed by which the call that has just ended has drawn from PyTorch's generator, if any."""
-        if (seed := self._draws.script_seed) is None:
-            self._drawn = None
-            return None
+    def _draws_by_seed(self) -> bool:
+        """Return whether the call that has just ended has drawn from the generator that the script has seeded."""
         state, before = self._draws.states_of_seed()
         before, self._drawn = before if self._drawn is None else self._drawn, state
-        return None if torch.equal(state, before) else seed
+        return not torch.equal(state, before)
 
     def _number(self, value: Any) -> Any:
         """Return a number among a call's arguments, or a hash of numbers; None for another argument."""
