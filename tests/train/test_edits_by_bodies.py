@@ -219,6 +219,44 @@ def left_after_batches(model: nn.Module, optimizer: torch.optim.Optimizer, run: 
             break
 
 
+def taken_in_a_range(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    batches = iter(run.microbatches(0))
+    for _ in range(4):
+        body(model, optimizer, next(batches), run.backward)
+        optimizer.step()
+
+
+def taken_of_a_cycle(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    def cycle() -> Any:
+        for epoch in range(3):
+            yield from run.microbatches(epoch)
+
+    batches, taken = cycle(), 0
+    while taken < 4:
+        body(model, optimizer, next(batches), run.backward)
+        optimizer.step()
+        taken += 1
+
+
+def taken_of_batches(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
+    """Three updates of an endless iterator, in two ways, after a look at the first micro-batch."""
+
+    def cycle() -> Any:
+        for epoch in range(3):
+            yield from run.microbatches(epoch)
+
+    batches = cycle()
+    while run.global_step < 2:
+        body(model, optimizer, next(batches), run.backward)
+        optimizer.step()
+    for _ in range(1):
+        for batch in batches:
+            body(model, optimizer, batch, run.backward)
+            optimizer.step()
+            if run.stepped:
+                break
+
+
 def halves_momentum(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
     """Writes the optimizer's state in each body."""
     for group in optimizer.param_groups:
@@ -345,11 +383,22 @@ def test_a_rate_that_changes_by_a_count_of_bodies_is_refused(loop: Callable[...,
     assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 
-@pytest.mark.parametrize("loop", [every_second_batch, by_norm_with_a_log, left_after_batches, rates_of_batches])
+@pytest.mark.parametrize(
+    "loop", [every_second_batch, by_norm_with_a_log, left_after_batches, rates_of_batches, taken_of_batches]
+)
 def test_loops_that_count_global_batches_are_right(loop: Callable[..., None]) -> None:
     want = worlds.alone(looped, loop=loop, workers=0)
     [got] = worlds.run(1, looped, loop=loop, workers=2)
     assert isinstance(got, dict), got
+    assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
+
+
+@pytest.mark.parametrize("loop", [taken_in_a_range, taken_of_a_cycle])
+def test_a_loop_that_takes_a_number_of_micro_batches_is_refused(loop: Callable[..., None]) -> None:
+    [(said, updates)] = worlds.run(1, looped, loop=loop, workers=2)
+    assert "takes a number of micro-batches" in said and "test_edits_by_bodies.py" in said and not updates
+    want = worlds.alone(looped, loop=loop, workers=0)
+    [got] = worlds.run(1, looped, loop=loop, workers=1)
     assert all(np.abs(got[name] - value).max() <= 1e-12 for name, value in want.items())
 
 

@@ -8,6 +8,7 @@ the body of the step in which that is due.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -130,7 +131,9 @@ class CustomLoop:
                     with self._run.model_code():
                         yield from self._bodies_of(batch)
         except GeneratorExit:
-            self._note_break()
+            if not sys.is_finalizing():
+                # At the end of the process nothing follows, and modules are gone.
+                self._note_break()
             raise
         finally:
             self._open -= 1

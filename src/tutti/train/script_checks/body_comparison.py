@@ -23,6 +23,7 @@ from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, has_scaled, tensor_vers
 from tutti.train.script_checks.body_counters import (
     counted_loss,
     counting_condition,
+    counting_loop,
     edit_condition,
     setting_condition,
 )
@@ -98,8 +99,8 @@ class BodyComparison:
             final: whether this is the rank's last micro-batch in the global batch, whose body may write parameters.
 
         Raises:
-            UsageError: the rank has several micro-batches, and the loss depends on a number that counts runs of the
-                loop's body (``counted_loss``).
+            UsageError: the rank has several micro-batches, and the loop takes a number of them (``counting_loop``), or
+                the loss depends on a number that counts runs of the loop's body (``counted_loss``).
         """
         self._final, self._events, self._at_forward, self._hooks_at_forward = final, [], None, None
         if self.several:
@@ -107,6 +108,16 @@ class BodyComparison:
             self._watch_forward()
             self.second_updates.begin_body()
             if self._first is None:
+                if not self._batches and (line := counting_loop()):
+                    raise UsageError(
+                        "the loop takes a number of micro-batches, with several micro-batches a rank",
+                        where=line,
+                        why="this rank has several for each global batch, so that the loop would make fewer updates"
+                        " than on more devices",
+                        remedy="loop over run.microbatches(epoch), or while run.global_step is below the number of"
+                        f" updates; or take as many workers as data ranks ({self._run.context.mesh.data_ranks}), and no"
+                        " micro_batch",
+                    )
                 if self._compares_values() and (line := counted_loss(self._shares_generators())):
                     raise UsageError(
                         "the loop computes a different loss in every n-th body, with several micro-batches a rank",

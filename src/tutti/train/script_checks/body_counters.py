@@ -189,6 +189,40 @@ def break_out_of_loop() -> tuple[str, bool]:
     return "", False
 
 
+def counting_loop() -> str:
+    """Find a loop of the script that takes a number of micro-batches by ``next``, such as ``for _ in range(1000)``.
+
+    To be called while the iterator of ``run.microbatches`` advances. Generators of the script in between, such as
+    ``cycle(loader)``, are passed over. A loop in which ``run.stepped`` or ``run.global_step`` is read counts these.
+
+    Returns:
+        The loop as ``FILE:LINE``; an empty text for none.
+    """
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "tutti":
+        frame = frame.f_back
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if not (is_generator := bool(frame.f_code.co_flags & inspect.CO_GENERATOR)) or "site-packages" not in file:
+            nodes = (each for each in ast.walk(parsed_source(file)) if isinstance(each, ast.For | ast.While))
+            around = sorted((each for each in nodes if _has(each, line)), key=lambda each: each.lineno)
+            header = around and isinstance(around[-1], ast.For) and line <= (around[-1].iter.end_lineno or line)
+            if around and not header and not {"stepped", "global_step"} & {w for each in around for w in _words(each)}:
+                return f"{file}:{around[-1].lineno}" if _is_numbered(around[-1]) else ""
+        if not is_generator:
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def _is_numbered(loop: ast.For | ast.While) -> bool:
+    """Return whether a loop ends by a number: over a ``range``, or while a comparison holds."""
+    if isinstance(loop, ast.While):
+        return isinstance(loop.test, ast.Compare)
+    calls = (each for each in ast.walk(loop.iter) if isinstance(each, ast.Call))
+    return any(ast.unparse(each.func).rpartition(".")[2] in ("range", "trange") for each in calls)
+
+
 def _running_loops() -> Iterator[tuple[str, int, ast.For]]:
     """Yield the loops over ``microbatches`` that are running, innermost first, with their files and present lines."""
     for frame, loop in _looping_frames():
