@@ -15,7 +15,12 @@ from tests.forkserver import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "moved-scripts.md"
-NAMES = ("2026-11-25-moved-scripts", "2026-11-28-moved-scripts", "2026-11-28-moved-library-scripts")
+NAMES = (
+    "2026-11-25-moved-scripts",
+    "2026-11-28-moved-scripts",
+    "2026-11-28-moved-library-scripts",
+    "2026-11-28-moved-trainer-scripts",
+)
 RESULTS = [ROOT / "benchmarks" / "results" / f"{name}.json" for name in NAMES]
 
 BEFORE = """
