@@ -87,8 +87,8 @@ class RngStreams:
         # one before all modules' calls; and by each seed of a module's call the seed before it and the module's name.
         self._root, self._begun, self._tail, self._source = 0, dict[str, int](), 0, 0
         self._earlier = dict[int, tuple[int, str]]()
-        # Whether the backward under way has set a state of the forward.
-        self._again = False
+        # Whether the backward under way has set a state of the forward, and whether the step's update is made.
+        self._again = self._is_between = False
         self.of_python = GlobalDraws(always=parted)
         self._around = list[Any]()
         found = keyed_modules(model) if chosen is None else chosen
@@ -113,6 +113,7 @@ class RngStreams:
             slot: the micro-batch's logical worker and its index there; None for a forward that belongs to no step.
         """
         self._key = self._root = key
+        self._is_between = False
         self._around.clear()
         self.of_python.enter(key, slot)
         if self._keyed:
@@ -130,6 +131,11 @@ class RngStreams:
     def _begin(self, calls: Mapping[str, int]) -> None:
         self._calls, self._begun = dict(calls), dict(calls)
         self._earlier.clear()
+
+    def end_step(self) -> None:
+        """End the step: the script's own states of all global generators are back, until the next ``enter``."""
+        self._is_between = True
+        self.of_python.end_step()
 
     def check(self) -> None:
         """Check that a model which must not draw random numbers (``allowed=False``) has drawn none since ``enter``.
@@ -194,10 +200,12 @@ class RngStreams:
 
     @property
     def script_seed(self) -> int | None:
-        """The seed that the script has given the device's generator in this micro-batch; None for none.
+        """The seed that the script has given the generator in this micro-batch; None for none, and after the step.
 
         It is that of the state from which the generator draws at present, or from whose seed a module's call follows.
         """
+        if self._is_between:
+            return None
         seed = self._generator.initial_seed()
         source = self._source if RngStreams._given in (seed, None) else self._origin(seed)[0]
         return None if source == self._root & _MASK else source

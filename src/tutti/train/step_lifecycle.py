@@ -441,7 +441,7 @@ class StepLifecycle:
         elif stats is not None:
             run.samples += round(stats.count)
         self._generator.set_state(self._script_draws)
-        run.replica.draws.of_python.end_step()
+        run.replica.draws.end_step()
         if run.replica.draws.of_python.late:
             run.replica.draws.of_python.late = False
             run.checks.report_late_draws()
