@@ -39,7 +39,8 @@ class SecondUpdates:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._updated: dict[int, str] = {}
+        # Names of the model's parameters, and of those that the body has updated, by id.
+        self._names, self._updated = dict[int, str](), dict[int, str]()
         self._read: tuple[str, str] | None = None
         # Hooks on forwards, None before the first body: they go if the first global batch has no second update.
         self._hooks: list[RemovableHandle] | None = None
@@ -54,8 +55,8 @@ class SecondUpdates:
     def _hook(self) -> list[RemovableHandle]:
         """Hook each module with parameters of its own; of a model that is split over ranks the model alone."""
         model = self._run.replica.plain
-        names, whole = {id(p): name for name, p in parameters([model])}, self._run.context.comms.model.size == 1
-        found = []
+        self._names = names = {id(p): name for name, p in parameters([model])}
+        found, whole = [], self._run.context.comms.model.size == 1
         for root in root_modules(model):
             for module in root.modules() if whole else (root,):
                 own = {id(p): names[id(p)] for p in module.parameters(recurse=not whole) if id(p) in names}
@@ -75,8 +76,7 @@ class SecondUpdates:
         Args:
             members: the parameters, as the script's model has them.
         """
-        names = {id(p): name for name, p in parameters([self._run.replica.plain])}
-        self._updated |= {id(p): names.get(id(p), "a parameter") for p in members}
+        self._updated |= {id(p): self._names.get(id(p), "a parameter") for p in members}
 
     def note_call(self, func: Any, args: Sequence[Any]) -> None:
         """Record a read of an updated parameter by a call of PyTorch outside of tutti's own code.
