@@ -157,6 +157,7 @@ def test_a_collective_after_the_script_has_destroyed_the_process_groups_says_so(
 
 
 COUNTS = """
+import itertools
 import torch
 import tutti
 
@@ -164,9 +165,8 @@ def train():
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = tutti.prepare(model, optimizer, torch.ones(24, 1), workers=3, batch_size=6)
-    batches = run.microbatches(0)
-    for _ in range(4):
-        run.backward(model(next(batches)).mean())
+    for batch in itertools.islice(run.microbatches(0), 4):
+        run.backward(model(batch).mean())
         optimizer.step()
         optimizer.zero_grad()
 

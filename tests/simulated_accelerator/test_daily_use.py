@@ -139,7 +139,7 @@ def by_hand(place: str, moved: str, weigh: str = "") -> Any:
             optimizer.zero_grad()
             value = nn.functional.cross_entropy(model(inputs), targets)
             if weigh == "item":
-                value = value * (1 + 0.1 * min(value.item(), 1.0))
+                value = value * (1.1 if value.item() > 0 else 1.0)
             if weigh == "tensor":
                 value = value * scale
             run.backward(value)

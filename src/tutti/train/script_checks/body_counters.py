@@ -203,7 +203,8 @@ def counting_loop() -> str:
         frame = frame.f_back
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if not (is_generator := bool(frame.f_code.co_flags & inspect.CO_GENERATOR)) or "site-packages" not in file:
+        is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+        if not is_generator or ("site-packages" not in file and not _yields_all(file, line)):
             nodes = (each for each in ast.walk(parsed_source(file)) if isinstance(each, ast.For | ast.While))
             around = sorted((each for each in nodes if _has(each, line)), key=lambda each: each.lineno)
             header = around and isinstance(around[-1], ast.For) and line <= (around[-1].iter.end_lineno or line)
@@ -213,6 +214,11 @@ def counting_loop() -> str:
             return ""
         frame = frame.f_back
     return ""
+
+
+def _yields_all(file: str, line: int) -> bool:
+    """Return whether a line of a generator is in a ``yield from``, which takes as many items as there are."""
+    return any(isinstance(each, ast.YieldFrom) and _has(each, line) for each in ast.walk(parsed_source(file)))
 
 
 def _is_numbered(loop: ast.For | ast.While) -> bool:
@@ -512,5 +518,5 @@ def _names(node: ast.AST) -> Iterator[str]:
     return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
 
 
-def _has(node: ast.stmt, line: int) -> bool:
+def _has(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
