@@ -28,7 +28,7 @@ gc.disable()
 _OTHER_TABLES = ("full", "contract", "scripts", "fuzz", "gpu", "engines", "models")
 
 # Of processes that fork for tests, and to be imported there alone.
-collect_ignore = ["forking_popen.py", "forkserver_main.py", "rank_server.py"]
+collect_ignore = ["forkserver_main.py", "rank_server.py"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -106,7 +106,7 @@ def test_a_setting_of_the_environment_does_not_undo_what_a_rung_changes(tmp_path
 
 def test_a_metric_that_the_task_does_not_report(tmp_path: Path) -> None:
     prepare(tmp_path, 0.0)
-    result = tutti(tmp_path, *WORDS, "--seeds", "1", "--metric", "bleu", TESTS_EXEC="1")
+    result = tutti(tmp_path, *WORDS, "--seeds", "1", "--metric", "bleu")
     assert result.code == 2 and "no held-out 'bleu'" in result.err and "accuracy" in result.err
 
 

@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_already(tmp_path: Path, act: Callable[..., dict[str,
 def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
     write_task(tmp_path)
     command = (*TRAIN, "--steps", "1000000", "--out", "out", "--keep", "1")
-    with starting(tmp_path, "chaos", "stop", "--rank", "1", "--", "tutti", *command, TESTS_EXEC="1") as running:
+    with starting(tmp_path, "chaos", "stop", "--rank", "1", "--", "tutti", *command) as running:
         until(lambda: stopped(running) or running.launcher.poll() is not None)
         family = running.workers()
         running.launcher.terminate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import forkserver
 from tests.faults.commands import tutti
-from tests.launching import SAFETY_NET, SOURCE
-from tutti.cli import plan_verification
 from tutti.cli.plan_answer import PlanAnswer, PlanLimits
 from tutti.cli.plan_verification import PlanVerifier
 from tutti.config.spec import Duration
@@ -250,13 +246,8 @@ def test_a_script_is_timed_with_the_options_of_a_plan(
         assert 0 < found["seconds"] < 60 and found["spread"] >= 0
 
 
-def test_verify_trains_a_script_and_plans_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_trains_a_script_and_plans_again(tmp_path: Path) -> None:
     """A loop of its own, and a plan that the script cannot train: its note says why, and the others are measured."""
-
-    def forked(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return forkserver.run(command[1:], tmp_path, env | {"PYTHONPATH": str(SOURCE)}, SAFETY_NET)
-
-    monkeypatch.setattr(plan_verification.subprocess, "run", forked)
     path = script(tmp_path, ROUNDS)
     named = TaskOrScript(path, ())
     base, data = PlannedRun(batch_size=32), TargetData([MeasuredTarget(32, 900, 0)], None, {}, "train.py")
@@ -278,15 +269,6 @@ def test_verify_trains_a_script_and_plans_again(tmp_path: Path, monkeypatch: pyt
     for note, each in zip((first, second), measured, strict=True):
         assert f"{each.seconds * 1e3:.3g} ms a step (20 steps), {each.seconds / 0.5:.2f} × the plan's" in note
     assert "micro_batch=-1 failed: micro_batch is -1" in failed and "the fastest plan was 1 device" in before
-
-
-def test_verify_starts_the_command_and_tells_why_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
-    # A setting for the command that is asked to verify is none for the runs that it starts.
-    monkeypatch.setenv("TUTTI_STEPS", "none")
-    plan_verification._run_command("train", "linear", "--print-config")
-    with pytest.raises(plan_verification._PlanFailedError, match=r"^unknown task 'liner'\. Did you mean 'linear'"):
-        plan_verification._run_command("train", "liner", "--steps", "1")
 
 
 def test_a_script_is_planned_for_its_own_epochs_without_a_recipe(tmp_path: Path) -> None:
