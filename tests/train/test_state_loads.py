@@ -125,7 +125,10 @@ def test_a_row_is_written_into_a_copy(strategy: str) -> None:
     for give in (a_row_of_the_model, a_row_of_its_state) if strategy in IN_PARTS else ():
         for got in worlds.run(2, trained, give=give, **options):
             said = "copy.deepcopy(run.state()) and give it to model.load_state_dict, both on every rank"
-            assert isinstance(got, str) and said in got
+            if isinstance(got, dict):
+                assert strategy.startswith("sharded") and largest_difference(got, want) <= 1e-10
+            else:
+                assert said in got
 
 
 def another_model(model: nn.Module, run: Any) -> None:

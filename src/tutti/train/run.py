@@ -437,6 +437,9 @@ class Run:
         with self.model_code():
             self.lifecycle.enter(Phase.COMPUTE)
             work = self.lifecycle.begin(batch, self.loss_fn)
+            # Synchronised batch norm takes statistics over all ranks, also from one without samples.
+            if self.feed.workers_as_one and not work[0][1]:
+                work = [(work[0][0], [self.lifecycle.dummy_micro_batch(work[0][0])])]
             work = self.lifecycle.padded(work)
             step_context = self.lifecycle.step_context
             if self.context.compile is not None and self.context.compile.records_graphs:

@@ -263,12 +263,11 @@ class StepLifecycle:
         return self._run.feed.dummy_micro_batch(self.drawn.dummy, self.step_context.local_step, worker)
 
     def padded(self, work: WorkerBatches) -> WorkerBatches:
-        """Return ``work`` with the dummy micro-batches that this rank computes besides.
+        """Return ``work`` padded with leading dummy micro-batches to equally many on every rank.
 
-        Where the weights are sharded, leading ones make equally many on every rank, because each forward all-gathers
-        them. For a batch that the caller made this is collective over the data ranks: an all-gather of the numbers of
-        micro-batches. Elsewhere a rank without samples computes one in two cases: synchronised batch norm takes
-        statistics over all ranks; and a forward may write parameters of which each rank has a copy, as a clamp does.
+        Needed where the weights are sharded, because each forward all-gathers them; otherwise ``work`` itself is
+        returned. For sharded weights and a batch that the caller made, collective over the data ranks: an all-gather of
+        the numbers of micro-batches.
 
         Args:
             work: the result of ``begin``.
@@ -277,12 +276,9 @@ class StepLifecycle:
             UsageError: the caller made the batch, and this rank has no sample of it.
         """
         run = self._run
-        present = sum(len(micro_batches) for _, micro_batches in work)
         if not run.replica.sharded:
-            if present or not (run.feed.workers_as_one or self._has_copy()):
-                return work
-            (worker, _), *others = work
-            return [(worker, [self.dummy_micro_batch(worker)]), *others]
+            return work
+        present = sum(len(micro_batches) for _, micro_batches in work)
         if self.drawn is not None:
             most = run.feed.most_micro_batches(self.step_context.samples)
         else:
@@ -300,13 +296,6 @@ class StepLifecycle:
             for _ in range(missing)
         ]
         return [*work[:index], (worker, [*dummies, *micro_batches_here]), *work[index + 1 :]]
-
-    def _has_copy(self) -> bool:
-        """Return whether this rank has a copy of the parameters, and samples of the global batch to compute with."""
-        sync = self._run.gradient_sync
-        if sync.loss_normalisation != "step" or sync.shares_parameters or sync.gradient_at not in ("rank", "rows"):
-            return False
-        return self._run.context.mesh.stage == 1 and self.drawn is not None and self.drawn.dummy is not None
 
     def guarded(self, loss: LossFn, work: WorkerBatches) -> LossFn:
         """Return the loss function of ``run.step`` with the checks that are due in this step around it.

@@ -304,6 +304,15 @@ def _loops(file: str) -> list[ast.For]:
     return [loop for loop in loops if any(_is_method(each) for each in ast.walk(loop.iter))]
 
 
+def _replaced(statement: ast.stmt) -> list[ast.expr]:
+    """Return the variables that a statement of a loop's body sets to values of their own, or to counts of batches."""
+    if not isinstance(statement, ast.Assign):
+        return []
+    read = {*_words(statement.value)}
+    counts_batches = bool({"global_step", "local_step"} & read)
+    return [each for each in statement.targets if counts_batches or not {*_words(each)} & read]
+
+
 def _is_method(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == _METHOD
 
@@ -313,7 +322,8 @@ class _Counters:
 
     These are the number of ``enumerate``; a variable or attribute that every body adds a constant to; ``next`` of an
     ``itertools.count`` in the file, also as a member of ``zip``; and the length of a list that every body appends to.
-    A variable or list that the body sets anew before, such as a denominator or the losses of its parts, is none.
+    A variable or list that the body sets anew before, such as a denominator or the losses of its parts, is none; nor is
+    a number of ``enumerate`` that the body replaces.
     With ``draws`` numbers that every body draws from a generator of the script's own count, too.
 
     Args:
@@ -348,6 +358,7 @@ class _Counters:
             case ast.For(target=ast.Tuple(elts=targets), iter=ast.Call(func=ast.Name(id="zip"), args=members)):
                 pairs = zip(targets, members, strict=False)
                 self._names |= {ast.unparse(target) for target, member in pairs if self._is_counting(member)}
+        self._names -= {ast.unparse(target) for each in loop.body for target in _replaced(each)}
         begun = set[str]()  # variables that each body sets anew, but for those that it reads from elsewhere
         for statement in loop.body:
             match statement:
