@@ -35,11 +35,15 @@ class RngSnapshot(NamedTuple):
             micro-batch.
         calls: number of calls in this micro-batch of each module that draws from a stream of its own, by name.
         replaying: whether a forward is being recomputed, for activation checkpointing.
+        begun: these numbers of calls at the micro-batch's beginning.
+        earlier: by each seed of a module's call the seed before it and the module's name.
     """
 
     micro_batch: int
     calls: dict[str, int]
     replaying: bool
+    begun: dict[str, int]
+    earlier: dict[int, tuple[int, str]]
 
 
 class RngStreams:
@@ -129,8 +133,8 @@ class RngStreams:
         self._tail, RngStreams._given = seed if seed in self._earlier else self._source, seed
 
     def _begin(self, calls: Mapping[str, int]) -> None:
-        self._calls, self._begun = dict(calls), dict(calls)
-        self._earlier.clear()
+        # Snapshots hold the earlier dicts.
+        self._calls, self._begun, self._earlier = dict(calls), dict(calls), {}
 
     def end_step(self) -> None:
         """End the step: the script's own states of all global generators are back, until the next ``enter``."""
@@ -159,7 +163,7 @@ class RngStreams:
         being recomputed. After the snapshot is set again, these modules draw the same numbers again. So do functions
         that draw from the device's generator, if ``state`` is set back, too.
         """
-        return RngSnapshot(self._key, dict(self._calls), self._replaying)
+        return RngSnapshot(self._key, dict(self._calls), self._replaying, self._begun, self._earlier)
 
     @moment.setter
     def moment(self, then: RngSnapshot) -> None:
@@ -173,7 +177,7 @@ class RngStreams:
         """
         if then.micro_batch != self._root:
             self._root = then.micro_batch
-            self._begin(then.calls)
+        self._begun, self._earlier = then.begun, then.earlier
         self._key, self._calls, self._replaying = then.micro_batch, dict(then.calls), then.replaying
         # The snapshot knows the calls, whatever state the generator gets.
         RngStreams._given = None
