@@ -304,7 +304,7 @@ def _loops(file: str) -> list[ast.For]:
     return [loop for loop in loops if any(_is_method(each) for each in ast.walk(loop.iter))]
 
 
-def _replaced(statement: ast.stmt) -> list[ast.expr]:
+def _replaced(statement: ast.AST) -> list[ast.expr]:
     """Return the variables that a statement of a loop's body sets to values of their own, or to counts of batches."""
     if not isinstance(statement, ast.Assign):
         return []
@@ -358,7 +358,7 @@ class _Counters:
             case ast.For(target=ast.Tuple(elts=targets), iter=ast.Call(func=ast.Name(id="zip"), args=members)):
                 pairs = zip(targets, members, strict=False)
                 self._names |= {ast.unparse(target) for target, member in pairs if self._is_counting(member)}
-        self._names -= {ast.unparse(target) for each in loop.body for target in _replaced(each)}
+        self._names -= {ast.unparse(target) for each in ast.walk(loop) for target in _replaced(each)}
         begun = set[str]()  # variables that each body sets anew, but for those that it reads from elsewhere
         for statement in loop.body:
             match statement:
