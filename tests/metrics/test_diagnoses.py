@@ -138,7 +138,7 @@ def own_draws() -> None:
 
 
 def read_on() -> None:
-    """In a loader process of each rank, where the data set is not read twice: in this process it is refused."""
+    """In a loader process of each rank, which reads a sample twice, as this process does."""
     steps(prepare(data=DataLoader(ReadOn(), BATCH, num_workers=1), batch_size=None))
 
 
@@ -148,10 +148,15 @@ def identical() -> None:
 
 @pytest.mark.parametrize(
     ("what", "ranks"),
-    in_turn([partial(brought, one_seed), partial(brought, one_seed, 5), unsharded, read_on], [2, 3, 4]),
+    in_turn([partial(brought, one_seed), partial(brought, one_seed, 5), unsharded], [2, 3, 4]),
 )
 def test_ranks_that_draw_the_same(ranks: int, what: Callable[[], Any]) -> None:
     assert names(ranks, what) == ["same-data"]
+
+
+def test_samples_that_follow_one_another_are_refused() -> None:
+    with pytest.raises(worlds.RankError, match="is another one when it is read again"):
+        worlds.run(2, told, what=read_on)
 
 
 @pytest.mark.parametrize("what", [sharded, own_draws])

@@ -177,7 +177,7 @@ def with_own_generator(seeded: bool) -> tuple[str, list[float]]:
     def noisy(net: Any, batch: Tensor) -> Any:
         nonlocal generator
         if seeded:
-            generator = np.random.default_rng(int(1e6 * float(batch.sum().abs())))
+            generator = np.random.default_rng(0)
         return loss(net, batch + torch.from_numpy(generator.normal(size=tuple(batch.shape))))
 
     run = tutti.prepare(model(False), "sgd:lr=0.1", data(24), noisy, workers=1, batch_size=24, micro_batch=6)
