@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tutti.data.global_generators import own_generators
 from tutti.errors import UsageError, script_line
@@ -176,7 +175,7 @@ def _again(record: LossCalls, loss: Tensor, once: set[int]) -> float:
     record.replay(values)
     found = values[id(loss)]
     # To read a number of sharded weights is collective, and other ranks may have several samples.
-    return math.nan if isinstance(found, DTensor) else float(found)
+    return float(found) if type(found) is Tensor else math.nan
 
 
 def _is_close(one: float, other: float, rounding: float) -> bool:
