@@ -307,7 +307,7 @@ class MapReader:
             )
 
     def _fetch(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        if not self._prefetch.persistent:
+        if not (self._prefetch.persistent and self._prefetch.workers):
             # Processes of an epoch see what the script has changed in the data set before it.
             return self._prefetch.batches(self._compared, tasks)
         if self._loader is None:

@@ -163,7 +163,8 @@ def given_sampling(
         shuffle: whether every epoch has another order; None for the default: a map-style data set is shuffled, an
             iterable has the order of its own samples.
         drop_last: whether an epoch ends before a batch that would be smaller than the others.
-        data_workers: number of loader processes of each rank; None for none, or for the ``DataLoader``'s number.
+        data_workers: number of loader processes of each rank; None for none, or for the ``DataLoader``'s number. They
+            stay for all epochs if there is no ``DataLoader``.
 
     Returns:
         A ``Sampling``: data set, size of the global batch, collate function, sampler and number of loader processes.
@@ -184,6 +185,7 @@ def given_sampling(
             shuffle=shuffle,
             drop_last=drop_last,
             processes=data_workers or 0,
+            persistent=bool(data_workers),
         )
     found = of_loader(dataset)
     if found.whole and batch_size is not None:
