@@ -166,7 +166,7 @@ def test_samples_that_keep_what_their_first_read_draws_are_refused_on_several_de
     """A device that reads a sample first in the second epoch would draw by that epoch's key."""
     with pytest.raises(worlds.RankError) as raised:
         worlds.run(2, train, data="kept draws")
-    assert all(each is not None and "keeps what it draws" in each.text for each in raised.value.failures)
+    assert all(each is not None and "random numbers of its first read" in each.text for each in raised.value.failures)
 
 
 def unchecked(data: str) -> Any:

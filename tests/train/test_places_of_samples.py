@@ -185,9 +185,10 @@ def train_epoch(run: Any, model: nn.Module, optimizer: Any, loss: Callable[[Any,
         optimizer.step()
 
 
-def train(name: str, strategy: str, micro_batch: int | None, how: str, own: Any = None) -> Any:
-    """Return the sums of all tensors after two updates, or the error before the first one."""
-    loss_fn, model = own or (REFUSED | TAKEN)[name], made()
+def trained(
+    loss_fn: Callable[..., Any], model: nn.Module, strategy: str, micro_batch: int | None, how: str
+) -> tuple[int, str] | list[float]:
+    """Return the sums of all tensors after two updates, or the number of updates and the error."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {} if micro_batch is None else {"micro_batch": micro_batch}
 
@@ -200,6 +201,10 @@ def train(name: str, strategy: str, micro_batch: int | None, how: str, own: Any 
     except UsageError as error:
         return run.updates, str(error)
     return [float(value.sum()) for value in run.state().values()]
+
+
+def train(name: str, strategy: str, micro_batch: int | None, how: str, own: Any = None) -> Any:
+    return trained(own or (REFUSED | TAKEN)[name], made(), strategy, micro_batch, how)
 
 
 def train_all(names: Sequence[str], strategy: str, micro_batch: int | None, how: str) -> list[Any]:

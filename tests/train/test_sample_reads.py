@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import tutti
 from tests import worlds
 from tests.scripts.oracle import global_batches
-from tests.train.test_places_of_samples import BATCH, PLACES, dataset, errors, made, train_epoch
-from tutti.errors import UsageError
+from tests.train.test_places_of_samples import BATCH, PLACES, dataset, errors, made, trained
 
 mse = functional.mse_loss
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
@@ -133,19 +131,7 @@ TAKEN: dict[str, Loss] = {
 
 
 def train(name: str, strategy: str, micro_batch: int | None, how: str, own: nn.Module | None = None) -> Any:
-    loss_fn, model = (REFUSED | TAKEN | DRAWN)[name], own or made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {} if micro_batch is None else {"micro_batch": micro_batch}
-
-    def loss(model: Any, batch: Any) -> Any:
-        return loss_fn(model, *batch)
-
-    run = tutti.prepare(model, optimizer, dataset(), loss, strategy=strategy, batch_size=BATCH, seed=0, **options)
-    try:
-        train_epoch(run, model, optimizer, loss, how)
-    except UsageError as error:
-        return run.updates, str(error)
-    return [float(value.sum()) for value in run.state().values()]
+    return trained((REFUSED | TAKEN | DRAWN)[name], own or made(), strategy, micro_batch, how)
 
 
 def train_all(names: list[str], strategy: str, micro_batch: int | None, how: str) -> list[Any]:

@@ -99,7 +99,7 @@ class ItemSource:
         # Reads that draw alike leave the same states of the global generators.
         if first[1] != again[1] and other != index and self._digest(other, augment) != self._digest(other, augment):
             raise UsageError(
-                f"sample {other} of the {self._name} keeps what it draws when it is read first",
+                f"sample {other} of the {self._name} keeps the random numbers of its first read",
                 why="a random draw belongs to the epoch, and each device reads some samples first in a later one",
                 remedy="draw for all samples before tutti.prepare, seeded alike on all ranks, or anew at each read",
             )

@@ -308,7 +308,7 @@ class MapReader:
 
     def _fetch(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         if not (self._prefetch.persistent and self._prefetch.workers):
-            # Processes of an epoch see what the script has changed in the data set before it.
+            # Processes that start in an epoch see changes of the data set before it.
             return self._prefetch.batches(self._compared, tasks)
         if self._loader is None:
             self._loader = self._prefetch.loader(self._compared)

@@ -246,7 +246,7 @@ class LossCalls(TorchFunctionMode):
         return bool(self.samples + self.reads_sizes <= rows < self._batch_size)
 
     def finish(self) -> None:
-        """End the record: remove the hooks from the model, and leave the function mode. What is recorded stays.
+        """End the record: remove the hooks from the model, and leave the function mode. Recorded calls stay.
 
         Other function modes may lie above this one on PyTorch's stack. ``close`` must still be called: a mode cannot be
         left while it handles a call, as where the script calls ``loss.backward()``.
@@ -259,7 +259,7 @@ class LossCalls(TorchFunctionMode):
             self._open = leave_function_mode(self) is None
 
     def close(self) -> None:
-        """End the record as ``finish`` does, and delete what is recorded. A second call does nothing."""
+        """End the record as ``finish`` does, and delete the recorded calls. A second call does nothing."""
         self.finish()
         self._calls = []
         self.outputs, self.parts, self.forwards, self._inputs = {}, {}, [], []

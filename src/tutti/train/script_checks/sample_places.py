@@ -64,7 +64,7 @@ def _check_rows(record: LossCalls, loss: Tensor, used: list[RecordedCall]) -> No
         return
     given = [leaf for call in used for leaf in leaves_of_call(call.args, call.kwargs)]
     if any(record.has_rows(leaf) and not (record.is_known(leaf) or record.is_constant(leaf)) for leaf in given):
-        # What the script has brought otherwise may belong to the samples row by row.
+        # Tensors of another origin may have a row for each sample.
         return
     line = next((call.line for call in used if call.places is Places.ROWS), "")
     by_constant = next((call.line for call in used if call.line), "")

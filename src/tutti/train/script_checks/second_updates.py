@@ -115,7 +115,8 @@ class SecondUpdates:
             why = f"{self._read[1]} reads {self._read[0]} after the first update, which depends on the gradients of"
             why += " micro-batches whose bodies have not run yet"
         elif not self._hooks:
-            why = "the body has not done so in the first global batch, in which tutti looks at what it reads between"
+            why = "the body has made one update in the first global batch, in which tutti looks for reads of"
+            why += " updated parameters"
         else:
             return
         raise UsageError(
