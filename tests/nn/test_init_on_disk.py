@@ -134,11 +134,11 @@ def test_files_go_where_there_is_a_disk(tmp_path: Path, monkeypatch: pytest.Monk
 _BUILD = """
 import resource, sys, psutil, tutti
 from torch import nn
-# 500 MB beside what PyTorch has loaded: 0.2 GB in builds for CPUs, 0.7 GB in builds for CUDA.
-limit = psutil.Process().memory_info().data + (500 << 20)
+# 200 MB beside what PyTorch has loaded: 0.2 GB in builds for CPUs, 0.7 GB in builds for CUDA.
+limit = psutil.Process().memory_info().data + (200 << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 def build():
-    return nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(12)))
+    return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(20)))
 if sys.argv[1] == "spilling":
     with tutti.spilling():
         build()
@@ -149,7 +149,7 @@ else:
 
 def test_a_model_larger_than_the_limit_is_built() -> None:
     def code(how: str) -> int:
-        # 805 MB of parameters.
+        # 336 MB of parameters.
         words = [sys.executable, "-c", _BUILD, how]
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.run(words, env=environ, capture_output=True).returncode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ def test_no_larger_call_follows_a_long_one(seconds: float, sizes: int, monkeypat
         return [seconds] * 5
 
     monkeypatch.setattr(bench_device, "time_calls", timed)
+    # No call is made, but its tensors are: matrix products alone have all their sizes.
+    small = replace(bench_device._ON_CPUS, bytes=range(12, 15, 2), parameters=(10, 12), convolution=(1, 2))
+    monkeypatch.setattr(bench_device, "_ON_CPUS", small)
     found = Findings(show=False)
     bench_device.bench_device(torch.device("cpu"), found)
     assert len(found.curves["device/matmul/fp32"].points) == sizes
