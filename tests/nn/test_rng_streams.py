@@ -111,6 +111,22 @@ def test_states_that_the_script_sets_again_repeat_the_draws_of_modules() -> None
     assert not any(torch.equal(fourth, each) for each in first)
 
 
+def test_a_snapshot_has_the_micro_batch_and_a_seed_of_the_script() -> None:
+    """Of a block that is computed again, or around an evaluation; the script's seed comes right before it."""
+    model, ones = Drawing(), torch.ones(64)
+    draws = RngStreams(model, CPU)
+    draws.enter(3 + 2**63)
+    begun, first = torch.get_rng_state(), model(ones)
+    torch.manual_seed(5)
+    then, state = draws.moment, draws.state
+    seeded = model(ones)
+    for replaying in (True, False):
+        draws.moment, draws.state = then._replace(replaying=replaying), state
+        assert torch.equal(model(ones), seeded) and draws.script_seed == 5
+    torch.set_rng_state(begun)
+    assert torch.equal(model(ones), first) and draws.script_seed is None
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_modules_that_the_script_recomputes_draw_what_they_drew(reentrant: bool) -> None:
     """By checkpoints of its own; the modules are called several times."""

@@ -33,6 +33,7 @@ class RngSnapshot(NamedTuple):
     Attributes:
         micro_batch: key of the micro-batch, a hash of seed, step, logical worker (share of the global batch) and
             micro-batch.
+        key: that key, or the seed that the script has given the generator since; modules' streams are keyed by it.
         calls: number of calls in this micro-batch of each module that draws from a stream of its own, by name.
         replaying: whether a forward is being recomputed, for activation checkpointing.
         begun: these numbers of calls at the micro-batch's beginning.
@@ -40,6 +41,7 @@ class RngSnapshot(NamedTuple):
     """
 
     micro_batch: int
+    key: int
     calls: dict[str, int]
     replaying: bool
     begun: dict[str, int]
@@ -87,9 +89,9 @@ class RngStreams:
         self._key = 0
         self._calls: dict[str, int] = {}
         self._replaying = False
-        # Key and numbers of calls at the micro-batch's beginning; the seed from which the present draws follow, and the
-        # one before all modules' calls; and by each seed of a module's call the seed before it and the module's name.
-        self._root, self._begun, self._tail, self._source = 0, dict[str, int](), 0, 0
+        # Key and numbers of calls at the micro-batch's beginning; the seed from which the present draws follow; and by
+        # each seed of a module's call the seed before it and the module's name.
+        self._root, self._begun, self._tail = 0, dict[str, int](), 0
         self._earlier = dict[int, tuple[int, str]]()
         # Whether the backward under way has set a state of the forward, and whether the step's update is made.
         self._again = self._is_between = False
@@ -122,15 +124,14 @@ class RngStreams:
         self.of_python.enter(key, slot)
         if self._keyed:
             self._begin(before or {})
-        self._tail = self._source = RngStreams._given = key & _MASK
+        self._tail = RngStreams._given = key & _MASK
         self._generator.manual_seed(self._tail)
         if not self._allowed:
             self._before = self._generator.get_state()
 
     def _trust(self, seed: int) -> None:
         """Take a seed that the generator has, perhaps from another rank, for one of tutti."""
-        self._source = self._root & _MASK
-        self._tail, RngStreams._given = seed if seed in self._earlier else self._source, seed
+        self._tail, RngStreams._given = seed if seed in self._earlier else self._key & _MASK, seed
 
     def _begin(self, calls: Mapping[str, int]) -> None:
         # Snapshots hold the earlier dicts.
@@ -158,12 +159,15 @@ class RngStreams:
     def moment(self) -> RngSnapshot:
         """Snapshot of a model's RNG streams, an ``RngSnapshot``.
 
-        Its attributes are ``micro_batch``, the micro-batch's key; ``calls``, by name the number of calls so far of each
-        module with a stream of its own (those that draw, such as dropout); and ``replaying``, whether a forward is
-        being recomputed. After the snapshot is set again, these modules draw the same numbers again. So do functions
-        that draw from the device's generator, if ``state`` is set back, too.
+        Its attributes are ``micro_batch``, the micro-batch's key; ``key``, that key or a seed that the script has set
+        since; ``calls``, by name the number of calls so far of each module with a stream of its own (those that draw,
+        such as dropout); and ``replaying``, whether a forward is being recomputed. After the snapshot is set again,
+        these modules draw the same numbers again. So do functions that draw from the device's generator, if ``state``
+        is set back, too.
         """
-        return RngSnapshot(self._key, dict(self._calls), self._replaying, self._begun, self._earlier)
+        # A seed that the script has set since the last module's call.
+        self._follow(self._generator.initial_seed())
+        return RngSnapshot(self._root, self._key, dict(self._calls), self._replaying, self._begun, self._earlier)
 
     @moment.setter
     def moment(self, then: RngSnapshot) -> None:
@@ -175,10 +179,8 @@ class RngStreams:
         Args:
             then: the snapshot, an earlier value of this property.
         """
-        if then.micro_batch != self._root:
-            self._root = then.micro_batch
-        self._begun, self._earlier = then.begun, then.earlier
-        self._key, self._calls, self._replaying = then.micro_batch, dict(then.calls), then.replaying
+        self._root, self._key, self._begun, self._earlier = then.micro_batch, then.key, then.begun, then.earlier
+        self._calls, self._replaying = dict(then.calls), then.replaying
         # The snapshot knows the calls, whatever state the generator gets.
         RngStreams._given = None
 
@@ -211,7 +213,7 @@ class RngStreams:
         if self._is_between:
             return None
         seed = self._generator.initial_seed()
-        source = self._source if RngStreams._given in (seed, None) else self._origin(seed)[0]
+        source = self._key & _MASK if RngStreams._given in (seed, None) else self._origin(seed)[0]
         return None if source == self._root & _MASK else source
 
     def states_of_seed(self) -> tuple[Tensor, Tensor]:
@@ -237,9 +239,8 @@ class RngStreams:
             self._trust(seed)
             return False
         self._tail = seed
-        self._source, calls = self._origin(seed)
-        self._key = self._source
-        if self._source == self._root & _MASK:
+        self._key, calls = self._origin(seed)
+        if self._key == self._root & _MASK:
             self._key = self._root
             calls |= {name: number + calls.get(name, 0) for name, number in self._begun.items()}
         self._calls = calls
