@@ -133,6 +133,17 @@ class NumPyDrawing(Own):
         return p.grad + random.random() * torch.from_numpy(np.random.standard_normal(p.shape)).to(p)
 
 
+class Distributed(Own):
+    """Sums its direction over ranks itself, as distributed versions of Muon do."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        if not torch.distributed.is_initialized():
+            return p.grad
+        total = p.grad.clone()
+        torch.distributed.all_reduce(total)
+        return total / torch.distributed.get_world_size()
+
+
 class Mode(Own):
     """Has an option that is neither in its groups nor in its defaults, and not named as its argument."""
 
@@ -276,6 +287,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "decayed": of(Decayed),
     "together": of(Together),
     "drawing": of(Drawing),
+    "distributed": of(Distributed),
     "mode": of(Mode, how="normalized"),
     "lbfgs": of(torch.optim.LBFGS),
     "positional": lambda model: Positional(0.05, model.parameters(), 0.7),

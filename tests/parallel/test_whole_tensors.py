@@ -250,6 +250,9 @@ def refused(strategy: str, optimizer: str) -> str:
     return ""
 
 
+EXCHANGED = ["sharded:stage=1", "sharded", "tensor:least=1", "pipeline", "central_storage", "local_sgd:period=2"]
+
+
 @pytest.mark.parametrize(
     ("devices", "strategy", "optimizer", "words"),
     [
@@ -261,6 +264,7 @@ def refused(strategy: str, optimizer: str) -> str:
         (2, "mirrored", "drawing", "Drawing draws random numbers in its step"),
         (2, "local_sgd:period=2", "drawing", "Drawing draws random numbers in its step"),
         (1, "parameter_server", "drawing", "Drawing draws random numbers in its step"),
+        *((2, each, "distributed", "Distributed calls collectives") for each in EXCHANGED),
         (4, "hybrid:shards=2,stages=2", "ahead", "its state slow has not the shape"),
         (2, "central_storage", "sharpness by norm", "needs all tensors together, and 2 ranks that own tensors"),
     ],
@@ -270,9 +274,17 @@ def test_the_rest_is_refused(devices: int, strategy: str, optimizer: str, words:
         assert words in said
 
 
-@pytest.mark.parametrize(("devices", "strategy"), [(2, "mirrored"), (2, "sharded:units=Linear"), (2, "tensor:least=1")])
-def test_what_a_refusal_names_works(devices: int, strategy: str) -> None:
-    check("together", devices, strategy)
+@pytest.mark.parametrize(
+    ("devices", "strategy", "optimizer"),
+    [
+        (2, "mirrored", "together"),
+        (2, "sharded:units=Linear", "together"),
+        (2, "tensor:least=1", "together"),
+        (3, "mirrored", "distributed"),
+    ],
+)
+def test_what_a_refusal_names_works(devices: int, strategy: str, optimizer: str) -> None:
+    check(optimizer, devices, strategy)
 
 
 def thawed(strategy: str, kind: str, frozen: bool) -> Any:

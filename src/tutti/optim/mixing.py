@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from tutti.optim.factory import built_alike, is_known, is_plain, settings_of
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.muon import Muon
 from tutti.optim.optimizer_copy import NestedState, defaults_of, inner_optimizers
-from tutti.torch_compat import FunctionModesDisabled, step_hooks
+from tutti.torch_compat import FunctionModesDisabled, TorchDispatchMode, step_hooks
 
 _SCALES = (1.0, 30.0, 0.03, 1e3, 1e-3, 1.0)
 """Scale of the gradients in each step: large steps after small ones, so that limits on an update take effect."""
@@ -69,6 +70,7 @@ class Mixing:
         closure: whether ``step`` cannot be called without a closure.
         untried: why the trial failed; None if it succeeded.
         writes: names of the entries of parameter groups that steps change, such as an estimated learning rate.
+        exchanges: whether ``step`` calls collectives of ``torch.distributed`` itself; then nothing else was tried.
     """
 
     rows: bool = True
@@ -79,6 +81,7 @@ class Mixing:
     closure: bool = False
     untried: str | None = None
     writes: frozenset[str] = frozenset()
+    exchanges: bool = False
 
 
 def mixing_of(optimizer: Optimizer) -> Mixing:
@@ -100,7 +103,8 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
         along other dimensions, on pieces of the flattened tensors, or on some of the tensors alone equals the step on
         all whole tensors. ``draws``: whether a step draws from a global random generator; ``closure``: whether it needs
         a closure; ``untried``: why the trial failed, or None; ``writes``: names of the entries of parameter groups that
-        steps change. After a failed trial the first four flags are False.
+        steps change; ``exchanges``: whether a step calls collectives of ``torch.distributed``. After a failed trial,
+        and with ``exchanges``, the first four flags are False.
     """
     if isinstance(optimizer, LayerWise | Muon):
         return Mixing(flat=False)
@@ -202,6 +206,8 @@ def _tried(optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
     """
     if not groups:
         return Mixing()
+    if not is_known(type(optimizer)) and _exchanges(optimizer, groups):
+        return Mixing(False, False, False, False, exchanges=True)
     found = _in(_trial(groups, len(_SCALES), _COMPARED), optimizer, groups)
     if is_known(type(optimizer)) or found.untried is not None or not (found.tensors or found.rows):
         return found
@@ -220,6 +226,38 @@ def _tried(optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
         found.closure,
         writes=found.writes | later.writes,
     )
+
+
+class _Exchange(Exception):
+    """A step has called a collective."""
+
+
+class _ExchangesRefused(TorchDispatchMode):
+    """Raises ``_Exchange`` in place of each collective of ``torch.distributed``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _Exchange
+        return func(*args, **(kwargs or {}))
+
+
+def _exchanges(optimizer: Optimizer, groups: Sequence[_Group]) -> bool:
+    """Return whether a step calls a collective, as distributed versions of Muon do: found without sending anything."""
+    trial = _trial(groups, 1, (0,))
+    with _without_effects(optimizer), ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            # Nothing is compiled for, or left uncompiled because of, the mode.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_ExchangesRefused())  # type: ignore[no-untyped-call]
+        try:
+            wholes = [_Cut(i, _itself) for i in range(len(trial.values))]
+            list(_run(optimizer, groups, trial, wholes, needs_closure(optimizer)))
+        except _Exchange:
+            return True
+        except Exception:
+            # The trial tells of it.
+            return False
+    return False
 
 
 def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:

@@ -36,9 +36,9 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
         A ``Mixing`` with four flags, True where on all ranks a step on parts gives the result of the step on whole
         tensors: ``rows`` (on blocks of the first dimension), ``columns`` (on slices along other dimensions), ``flat``
         (on pieces of the flattened tensor) and ``tensors`` (on some of the tensors alone). Further ``closure``: whether
-        any rank's ``step`` needs a closure; ``untried``: this rank's reason why the trial failed, or None; and
-        ``writes``: names of the entries of parameter groups that this rank's optimizer changes in its steps. Where a
-        rank's trial failed, the four flags are False.
+        any rank's ``step`` needs a closure; ``exchanges``: whether any rank's ``step`` calls collectives;
+        ``untried``: this rank's reason why the trial failed, or None; and ``writes``: names of the entries of parameter
+        groups that this rank's optimizer changes in its steps. Where a rank's trial failed, the four flags are False.
 
     Raises:
         UsageError: on all ranks, where a step draws from PyTorch's global random generator.
@@ -48,9 +48,10 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
     if comm.size == 1 and not elsewhere:
         return Mixing()
     found = Mixing() if optimizer is None else mixing_of(optimizer)
-    flags = torch.tensor([found.rows, found.columns, found.flat, found.tensors, not found.draws, not found.closure])
+    own = [found.rows, found.columns, found.flat, found.tensors, not found.draws, not found.closure]
+    flags = torch.tensor([*own, not found.exchanges])
     worst = torch.stack(comm.all_gather(flags.int(), "what the optimizer mixes")).amin(0).bool().tolist()
-    rows, columns, flat, tensors, fixed, closed = worst
+    rows, columns, flat, tensors, fixed, closed, alone = worst
     if not fixed:
         raise UsageError(
             f"{optimizer_class_name(optimizer)} draws random numbers in its step",
@@ -58,7 +59,29 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
             remedy="let it draw from a torch.Generator of its own, with the same seed on every rank, or take"
             " strategy='single'",
         )
-    return Mixing(rows, columns, flat, tensors, False, not closed, found.untried, found.writes)
+    return Mixing(rows, columns, flat, tensors, False, not closed, found.untried, found.writes, not alone)
+
+
+def refuse_exchanges(optimizer: Optimizer | None, mixing: Mixing) -> None:
+    """Raise UsageError for an optimizer whose step calls collectives, where ranks do not make the same steps.
+
+    Distributed versions of Muon divide their work over ranks by collectives, which every rank must call alike.
+
+    Args:
+        optimizer: this rank's optimizer, named in the error; None if this rank has no parameters.
+        mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``), of which ``exchanges`` is read.
+
+    Raises:
+        UsageError: ``mixing.exchanges`` is True.
+    """
+    if mixing.exchanges:
+        raise UsageError(
+            f"{optimizer_class_name(optimizer)} calls collectives of torch.distributed in its step",
+            why="with this strategy each rank, or a server, steps other tensors, or as many times as it has samples:"
+            " ranks would not make the same calls, and would wait for each other",
+            remedy="take the optimizer's version for one device, whose work strategy='sharded' divides over ranks; or"
+            " strategy='mirrored'",
+        )
 
 
 def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: str) -> None:

@@ -35,7 +35,7 @@ from tutti.nn.script_edits import EditWatch
 from tutti.nn.script_mode import ScriptMode
 from tutti.nn.swap import buffers, parameters
 from tutti.optim.mixing import needs_closure
-from tutti.optim.mixing_rules import agreed_mixing, refuse_parts
+from tutti.optim.mixing_rules import agreed_mixing, refuse_exchanges, refuse_parts
 from tutti.parallel.ddp.allreduce import AllReduceSync
 from tutti.parallel.ddp.host_parameters import HostParameters
 from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names
@@ -192,9 +192,11 @@ class CentralStorageSync(AllReduceSync):
         """Return None: no tensor is split.
 
         Raises:
-            UsageError: the optimizer needs all tensors on one rank, or a closure, which computes on the device.
+            UsageError: the optimizer needs all tensors on one rank, or a closure, which computes on the device; or its
+                step calls collectives.
         """
         mixing = agreed_mixing(optimizer, self._run_context)
+        refuse_exchanges(optimizer, mixing)
         if self._host is not None and optimizer is not None and needs_closure(optimizer):
             raise UsageError(
                 f"{type(optimizer).__name__} needs a closure, which central_storage cannot give it on accelerators",

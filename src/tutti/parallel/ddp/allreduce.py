@@ -21,7 +21,7 @@ from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
 from tutti.optim.factory import is_known
-from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_modules, refuse_parts
+from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_exchanges, refuse_modules, refuse_parts
 from tutti.optim.several import acting, members_of, slots, trained_by
 from tutti.parallel.ddp.buckets import FIRST_BYTES, ReducedSums, largest_vector
 from tutti.parallel.ddp.concealed_gradients import ConcealedGradients
@@ -795,9 +795,12 @@ class AllReduceSync(UnshardedGradients):
             (``tutti.optim.mixing``); None for other optimizers and without tensor parallelism.
 
         Raises:
-            UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure.
+            UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure; or ranks
+                hold parts of the model, and its step calls collectives.
         """
         self._mixing = agreed_mixing(optimizer, self._run_context)
+        if self._run_context.comms.model.size > 1:
+            refuse_exchanges(optimizer, self._mixing)
         refuse_parts(optimizer, self._mixing, self._run_context.mesh.stage, "stages of the model")
         return self._gatherer(optimizer)
 

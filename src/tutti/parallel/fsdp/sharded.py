@@ -33,7 +33,7 @@ from tutti.device import is_accelerator
 from tutti.nn.swap import parameters
 from tutti.optim.layerwise import LayerWise
 from tutti.optim.mixing import needs_closure
-from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_modules, refuse_parts
+from tutti.optim.mixing_rules import agreed_mixing, refuse_closure, refuse_exchanges, refuse_modules, refuse_parts
 from tutti.optim.muon import Muon
 from tutti.optim.several import acting, members_of, stepping, trained_by
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
@@ -212,10 +212,12 @@ class ShardedSync:
             tensors (``tutti.optim.mixing``); None for others.
 
         Raises:
-            UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure.
+            UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure; or its
+                step calls collectives.
         """
         mesh = self._run_context.mesh
         mixing = agreed_mixing(optimizer, self._run_context)
+        refuse_exchanges(optimizer, mixing)
         refuse_parts(optimizer, mixing, mesh.stage, "stages of the model")
         if optimizer is None:
             return None

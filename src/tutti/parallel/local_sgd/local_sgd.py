@@ -23,7 +23,7 @@ from tutti.comm.tree_sum import TreeSum
 from tutti.config.sync_config import LocalSGDConfig
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
-from tutti.optim.mixing_rules import agreed_mixing
+from tutti.optim.mixing_rules import agreed_mixing, refuse_exchanges
 from tutti.optim.several import slots
 from tutti.parallel.ddp.buckets import METRICS
 from tutti.parallel.ddp.gradient_arithmetic import scale_all
@@ -114,7 +114,7 @@ class LocalSGDSync(LocalGradients):
         made = {w: make_optimizer(self._named) for w in mine}
         self._optimizer_of = {w: optimizer for w, optimizer in made.items() if optimizer is not None}
         for member in slots(next(iter(self._optimizer_of.values()), None)):
-            agreed_mixing(member, self._run_context)
+            refuse_exchanges(member, agreed_mixing(member, self._run_context))
         self.optimizers: Sequence[Optimizer] = tuple(self._optimizer_of.values())
         self._buffers = WorkerBuffers(replica.parts, self._run_context)
         workers = self._run_context.workers

@@ -22,7 +22,7 @@ from tutti.errors import PeerError, UsageError, counted, script_line
 from tutti.launcher import context
 from tutti.launcher.interface import address_of
 from tutti.optim.learning_rate import set_learning_rates
-from tutti.optim.mixing_rules import agreed_mixing, refuse_changed_settings, refuse_parts
+from tutti.optim.mixing_rules import agreed_mixing, refuse_changed_settings, refuse_exchanges, refuse_parts
 from tutti.optim.several import SeveralOptimizers, slots
 from tutti.parallel.ddp.step_agreement import layout_key
 from tutti.parallel.parameter_server import curve_keys, flat_views, hyperparameters, server_wire
@@ -146,6 +146,7 @@ class ServerSession:
         flat = True
         for member in slots(handle):
             mixing = agreed_mixing(member, self._run_context, elsewhere=True)
+            refuse_exchanges(member, mixing)
             if mixing.closure:
                 raise UsageError(
                     f"{type(member).__name__} needs a closure, and parameter servers have no model to call",
