@@ -178,22 +178,26 @@ def _check_adaptive(choice: StrategyChoice, workers: int) -> None:
         )
 
 
-def exchanges_sparse(choice: StrategyChoice, devices: int, accelerated: bool) -> bool:
+def exchanges_sparse(choice: StrategyChoice, devices: int, accelerated: bool, needed: bool = False) -> bool:
     """Return whether the strategy exchanges sparse gradients on this number of devices.
 
     Args:
         choice: the strategy.
         devices: number of devices.
         accelerated: whether the devices are accelerators.
+        needed: whether the optimizer needs them. Replicas over several devices that are not sharded keep them then, and
+            otherwise take dense ones, whose updates are the same.
     """
     row = choice.row
+    if needed and isinstance(choice.sync, AllReduceConfig) and choice.sync.variant is None:
+        return True
     on_host = row.one_copy and row.optimizer_here and accelerated and devices > 1
     return (row.sparse_devices is None or devices <= row.sparse_devices) and not on_host
 
 
 def _check_sparse(choice: StrategyChoice, devices: int, accelerated: bool) -> None:
     """Raise UsageError where the strategy supports only dense gradients on these devices."""
-    if not exchanges_sparse(choice, devices, accelerated):
+    if not exchanges_sparse(choice, devices, accelerated, needed=True):
         able = ", ".join(name for name, row in TABLE.items() if row.sparse_devices is None and row.most_devices is None)
         raise UsageError(
             f"strategy '{choice.name}' cannot be combined with sparse gradients and this optimizer"

@@ -201,11 +201,11 @@ def check_run(
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
     _check_trainable(whole, trainer, sparse)
     choice = choose_strategy(options.strategy, whole)
-    alike = bool(sparse) and steps_alike(trainer, whole, sparse)
-    _check_strategy(choice, options, world, bool(sparse) and not alike)
+    needed = bool(sparse) and not steps_alike(trainer, whole, sparse)
+    _check_strategy(choice, options, world, needed)
     mesh = RankMesh(**choice.shape(world.identity.size), rank=world.identity.rank)
     data = wrap_training_data(sampling, choice, options)
-    made_dense = [] if parallel.exchanges_sparse(choice, mesh.size, is_accelerator(world.device)) else sparse
+    made_dense = [] if parallel.exchanges_sparse(choice, mesh.size, is_accelerator(world.device), needed) else sparse
     sparse = [] if made_dense else sparse
     contract = _contract(choice, mesh.data_ranks, samples_per_epoch(data, sampling), batch_size, options)
     if choice.row.shared_weights and mesh.data_ranks > 1:

@@ -113,6 +113,51 @@ def test_several_devices_do_what_one_does(optimizer: str, place: tuple[int, str]
         close(got, want)
 
 
+IN_PARTS = [
+    *((2, "pipeline"), (3, "pipeline:micro_batches=2"), (2, "model_parallel"), (2, "tensor:least=1")),
+    *((3, "tensor:least=1"), (4, "hybrid:tensor=2,least=1"), (4, "hybrid:stages=2")),
+]
+"""Devices and strategies that divide a replica, and keep sparse gradients for optimizers that need them."""
+
+
+@pytest.mark.parametrize("place", IN_PARTS, ids=str)
+def test_stages_and_split_layers_keep_the_rows_that_an_optimizer_needs(place: tuple[int, str]) -> None:
+    devices, strategy = place
+    options: dict[str, Any] = {"optimizer": "sparse adam", "workers": 4, "clip": 0.5, "loss_scale": "8"}
+    want = worlds.alone(words, strategy="single", **options)
+    for got in worlds.run(devices, words, strategy=strategy, **options):
+        close(got, want)
+
+
+class Twice(nn.Module):
+    """A table that is read before a layer and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table, self.middle = nn.Embedding(VOCABULARY, 3, sparse=True), nn.Linear(3, 3)
+        self.double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        first = self.middle(self.table(words[:, :2]).sum(1))
+        read: Tensor = first + self.table(words[:, 2:]).prod(1)
+        return read
+
+
+def twice(strategy: str) -> Any:
+    model = Twice()
+    rows = torch.optim.SparseAdam([model.table.weight], 0.01)
+    given = [rows, torch.optim.Adam(model.middle.parameters(), 0.02)]
+    return trained(model, given, (WORDS, TARGETS), squared, steps=5, workers=2, batch_size=8, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline:micro_batches=2", "model_parallel"])
+def test_stages_that_share_a_table_add_up_its_rows(strategy: str) -> None:
+    want = worlds.alone(twice, strategy="single")
+    for got in worlds.run(2, twice, strategy=strategy):
+        close(got, want)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd, momentum", "sparse adam"])
 def test_reproducible_runs_have_the_same_bits_on_any_number_of_devices(optimizer: str) -> None:
     hashes = [
@@ -234,16 +279,16 @@ def refused(called: Callable[..., Any], **arguments: Any) -> str:
     return str(caught.value)
 
 
-REFUSED = ["sharded", "sharded:stage=2", "pipeline", "model_parallel", "tensor", "hybrid:tensor=2", "parameter_server"]
+DENSE = ["sharded", "sharded:stage=2", "pipeline", "model_parallel", "tensor", "hybrid:tensor=2", "parameter_server"]
 
 
-@pytest.mark.parametrize("strategy", REFUSED)
+@pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=2", "hybrid:shards=2,stages=1", "parameter_server"])
 def test_other_strategies_refuse_by_name_on_every_rank(strategy: str) -> None:
     for said in worlds.run(2, refused, called=words, optimizer="sparse adam", workers=2, strategy=strategy):
         assert "cannot be combined with sparse gradients" in said and "mirrored" in said
 
 
-@pytest.mark.parametrize(("strategy", "optimizer"), in_turn(REFUSED, ["sgd, momentum", "adagrad", "text"]))
+@pytest.mark.parametrize(("strategy", "optimizer"), in_turn(DENSE, ["sgd, momentum", "adagrad", "text"]))
 def test_other_strategies_make_gradients_dense_where_the_update_is_the_same(strategy: str, optimizer: str) -> None:
     devices = 4 if strategy.startswith("hybrid") else 2
     want = worlds.alone(words, optimizer=optimizer, workers=4, strategy="single", clip=0.5)

@@ -24,6 +24,7 @@ from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.gradient_hooks import add_accumulation_hook
 from tutti.nn.script_mode import ScriptMode
+from tutti.nn.sparse_layers import sparse_parameters
 from tutti.nn.swap import parameters, training_mode
 from tutti.parallel.ddp import loss_output
 from tutti.parallel.ddp.loss_count import annotate_targets, loss_count
@@ -97,7 +98,8 @@ class PipelineRunner(ReplicaPart):
         if holding is None:
             self.shared = SharedGradients([], run_context.reproducible)
             return
-        self.shared = SharedGradients(groups_of(holding, run_context), run_context.reproducible)
+        sparse = sparse_parameters([plain]).values()
+        self.shared = SharedGradients(groups_of(holding, run_context), run_context.reproducible, sparse)
         self.not_owned = holding.not_owned
         for model in holding.models:
             self.passes.append(StagePasses(self, model, self._comm, holding.drawn_apart))

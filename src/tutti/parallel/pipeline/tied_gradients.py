@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.nn.incomplete_gradient import IncompleteGradient
+from tutti.torch_compat import sparse_indices
 
 
 class SharedGradients:
@@ -21,6 +22,8 @@ class SharedGradients:
             holds them), and these parameters.
         exact: whether to add the gradients micro-batch by micro-batch, in the order in which one device adds them. This
             keeps one gradient for each micro-batch in memory.
+        sparse: parameters of the model that may have sparse gradients, the same on all ranks. A sum of sparse gradients
+            alone is sparse, and names the rows that they name.
 
     Attributes:
         parameters: the shared parameters of this rank that are trained.
@@ -28,9 +31,14 @@ class SharedGradients:
             copies.
     """
 
-    def __init__(self, groups: Sequence[tuple[Communicator | None, Sequence[nn.Parameter]]], exact: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[Communicator | None, Sequence[nn.Parameter]]],
+        exact: bool,
+        sparse: Collection[nn.Parameter] = (),
+    ) -> None:
         self._all = [(comm, p) for comm, parameters in groups for p in parameters]
-        self._exact = exact
+        self._exact, self._sparse = exact, {*sparse}
         self.look()
         self._before: Mapping[nn.Parameter, Tensor | None] = {}
         self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
@@ -63,6 +71,7 @@ class SharedGradients:
             by: mapping from each former parameter to the new one in its place; parameters that are not keys stay.
         """
         self._all = [(comm, by.get(p, p)) for comm, p in self._all]
+        self._sparse = {by.get(p, p) for p in self._sparse}
         self.look()
 
     def begin(self) -> None:
@@ -91,7 +100,7 @@ class SharedGradients:
         for p, parts in self._parts.items():
             if p.grad is not None:
                 key = micro if self._exact else 0
-                parts[key] = parts[key] + p.grad if key in parts else p.grad
+                parts[key] = _added(parts[key], p.grad) if key in parts else p.grad
                 p.grad = None
 
     def finish(self, micro_batches: int) -> None:
@@ -99,11 +108,12 @@ class SharedGradients:
 
         Gradients of earlier logical workers (fixed shares of the global batch), which ``begin`` kept aside, are added.
         Collective over the ranks that hold the same parameters, for each parameter in turn: one all-reduce or, for more
-        than two ranks, one all-gather. The message has one number more, the number of ranks with a gradient. Where it
-        is 0, ``.grad`` gets back the value that it had before ``begin``: None, with which the optimizer skips the
-        parameter, or the gradient of earlier logical workers. Otherwise ``.grad`` is a new tensor, equal on these
-        ranks. An ``IncompleteGradient``, a placeholder that was in ``.grad`` before ``begin``, comes back in place of
-        the sum; its attribute ``added`` becomes True if there was a gradient.
+        than two ranks, one all-gather. The message has one number more, the number of ranks with a gradient, and for a
+        parameter with sparse gradients the numbers of ranks that name each row. Where the first is 0, ``.grad`` gets
+        back the value that it had before ``begin``: None, with which the optimizer skips the parameter, or the gradient
+        of earlier logical workers. Otherwise ``.grad`` is a new tensor, equal on these ranks. An
+        ``IncompleteGradient``, a placeholder that was in ``.grad`` before ``begin``, comes back in place of the sum;
+        its attribute ``added`` becomes True if there was a gradient.
 
         Args:
             micro_batches: number of the logical worker's micro-batches, equal on all ranks.
@@ -116,10 +126,7 @@ class SharedGradients:
             rows = range(micro_batches if self._exact else 1)
             parts = [self._parts[p].get(row) for row in rows]
             if comm is not None:
-                empty, any_here = torch.zeros_like(p), any(g is not None for g in parts)
-                rows_here = [(empty if g is None else g).reshape(-1) for g in parts]
-                summed = _summed(comm, torch.cat([*rows_here, p.detach().new_tensor([float(any_here)])]))
-                parts = list(summed[:-1].view(len(parts), *p.shape)) if bool(summed[-1]) else []
+                parts = _over_stages(comm, p, parts, p in self._sparse)
             total = self._before[p]
             if isinstance(total, IncompleteGradient):
                 # In a backward of the script's own: the placeholder notes what is added to it.
@@ -129,8 +136,48 @@ class SharedGradients:
                 continue
             for part in parts:
                 if part is not None:
-                    total = part if total is None else total + part
-            p.grad = None if total is None else torch.empty_like(p).copy_(total)
+                    total = part if total is None else _added(total, part)
+            p.grad = total if total is None or total.is_sparse else torch.empty_like(p).copy_(total)
+
+
+def _added(before: Tensor, after: Tensor) -> Tensor:
+    """Return the sum of two gradients, each dense or sparse. PyTorch refuses to add a dense one to a sparse one."""
+    return after + before if before.is_sparse else before + after
+
+
+def _over_stages(
+    comm: Communicator, parameter: nn.Parameter, parts: Sequence[Tensor | None], sparse: bool
+) -> list[Tensor | None]:
+    """Return the sums over the ranks of ``comm`` of several gradients of a parameter; an empty list where none has one.
+
+    Args:
+        comm: ranks of the stages that hold the parameter; one collective.
+        parameter: the parameter, of shape (rows, ...) where ``sparse`` is True.
+        parts: this rank's gradients, as many on all ranks; None for a gradient of zeros.
+        sparse: whether gradients may be sparse; the sums are sparse where no rank has a dense one.
+    """
+    given, width = [g for g in parts if g is not None], parameter.numel()
+    # Numbers of ranks with a gradient, with a dense one, and with a sparse one that names each row.
+    seen = torch.zeros(2 + len(parameter) if sparse else 1, dtype=parameter.dtype, device=parameter.device)
+    seen[0] = float(bool(given))
+    if sparse:
+        seen[1] = float(any(not g.is_sparse for g in given))
+        for g in given:
+            if g.is_sparse:
+                seen[2:].index_fill_(0, sparse_indices(g)[0], 1)
+    empty = torch.zeros_like(parameter)
+    dense = [empty if g is None else g.to_dense() if g.is_sparse else g for g in parts]
+    summed = _summed(comm, torch.cat([*(g.reshape(-1) for g in dense), seen]))
+    sums, seen = summed[: width * len(parts)].view(len(parts), *parameter.shape), summed[width * len(parts) :]
+    if not bool(seen[0]):
+        return []
+    if not sparse or bool(seen[1]):
+        return list(sums)
+    rows = seen[2:].nonzero().T
+    return [
+        torch.sparse_coo_tensor(rows, each[rows[0]], each.shape, is_coalesced=True, check_invariants=False)
+        for each in sums
+    ]
 
 
 def _summed(comm: Communicator, mine: Tensor) -> Tensor:
