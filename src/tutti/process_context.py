@@ -9,6 +9,7 @@ this list: if they were ignored, every process would start a run of its own.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tutti.errors import UsageError, counted
-from tutti.process_ancestors import job_of
 
 Source = Literal["torchrun", "horovod", "openmpi", "hydra", "pals", "flux", "slurm", "single"]
 
@@ -29,6 +29,7 @@ _HOROVOD = {
 }
 _OPENMPI = {field: f"OMPI_COMM_WORLD_{field.upper()}" for field in ("rank", "size", "local_rank", "local_size")}
 _HYDRA = {"rank": "PMI_RANK", "size": "PMI_SIZE", "local_rank": "MPI_LOCALRANKID", "local_size": "MPI_LOCALNRANKS"}
+_HYDRA_PROXIES = ("pmi_proxy", "mpiexec")
 # Names of Cray's PMI. PALS (pals.h) itself has no variable for the number of ranks.
 _CRAY_PMI = {"local_rank": "PMI_LOCAL_RANK", "local_size": "PMI_LOCAL_SIZE"}
 _PALS = {"rank": "PALS_RANKID", "size": "PMI_SIZE", "local_rank": "PALS_LOCAL_RANKID", "local_size": "PALS_LOCAL_SIZE"}
@@ -492,7 +493,7 @@ def _derived(environ: Mapping[str, str], identity: Identity) -> tuple[str, int] 
         return None
     job_id = next((environ[name] for name in _JOB_IDS.get(identity.source, ()) if name in environ), None)
     if identity.source == "hydra":
-        job_id = job_of(environ)
+        job_id = _job_of_hydra(environ)
     if job_id is None:
         return None
     # Flux's ids are not ASCII, but the environment's encoding may be.
@@ -506,3 +507,30 @@ def _nowhere(name: str, identity: Identity) -> UsageError:
         why="no variable gives the address of the rendezvous",
         remedy="set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, the same on every rank",
     )
+
+
+def _job_of_hydra(environ: Mapping[str, str]) -> str | None:
+    """Return a text that identifies the job of a rank that Hydra (mpiexec) has started: equal on all ranks of a node.
+
+    The text is the process id of the proxy, the process from which Hydra starts all ranks of a node: the nearest
+    ancestor of this process that is named as a proxy, or whose environment lacks the rank's variable ``PMI_RANK``.
+
+    Args:
+        environ: the rank's environment; without ``PMI_RANK`` the parent process counts as the proxy.
+
+    Returns:
+        The text; None without psutil, if the processes may not be inspected, or if no ancestor is such a process.
+    """
+    try:
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    try:
+        for ancestor in psutil.Process(os.getpid()).parents():
+            named = any(name in ancestor.name() for name in _HYDRA_PROXIES)
+            if named or _HYDRA["rank"] not in environ or _HYDRA["rank"] not in ancestor.environ():
+                return str(ancestor.pid)
+    except psutil.Error:
+        # The process belongs to another user, or has ended.
+        return None
+    return None

@@ -20,7 +20,7 @@ LAYERS = (
     "nn optim",
     "comm",
     "launcher",
-    "types errors config native process_context process_ancestors device cgroup host_memory torch_compat python_compat "
+    "types errors config native process_context device cgroup host_memory torch_compat python_compat "
     "distribution",
 )
 """Rooms by layer, the highest first. A room imports lower layers; of its own layer nothing."""

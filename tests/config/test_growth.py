@@ -8,13 +8,13 @@ from hypothesis import strategies as some
 
 from tutti.config.growth import BatchGrowth
 from tutti.errors import UsageError
-from tutti.optim.noise_formulas import scale_of_sgd
 
 LR, DATASET, BATCH, MOMENTUM = 0.1, 50_000, 128, 0.9
 
 
 def noise(batch: int, rate: float) -> float:
-    return scale_of_sgd(LR * rate, DATASET, batch, MOMENTUM)
+    """Return ε (N/B - 1) / (1 - m), the noise scale of SGD (Smith, Kindermans, Ying, Le 2018, arXiv 1711.00489)."""
+    return LR * rate * (DATASET / batch - 1) / (1 - MOMENTUM)
 
 
 def test_worked_numbers() -> None:

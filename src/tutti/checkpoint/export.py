@@ -9,8 +9,7 @@ from pathlib import Path
 from tutti.checkpoint.disk import NEW, on_disk, sync
 from tutti.checkpoint.plain import HASH
 from tutti.checkpoint.tensorfile import DTYPES, file_layout
-from tutti.checkpoint.weights import Weights, flat, whole_tensor
-from tutti.checkpoint.weights_hash import WeightsHash
+from tutti.checkpoint.weights import Weights, WeightsHash, flat, whole_tensor
 from tutti.errors import UsageError
 
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tutti.checkpoint.weights_hash import WeightsHash
+from tutti.checkpoint.weights import WeightsHash
 
 _ALL = 4
 """Occasions up to this number are all compared, later ones if their number is a power of two (a guess): a script that

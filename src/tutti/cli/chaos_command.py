@@ -18,7 +18,7 @@ from cyclopts import App, Parameter
 
 from tutti.chaos import survival
 from tutti.chaos.ballast import MOST, Ballast
-from tutti.chaos.damage import corrupt_copies as damage_copies
+from tutti.chaos.damage import corrupt_copies
 from tutti.chaos.fault_outcome import FaultOutcome, Report, summarize
 from tutti.chaos.faults import Fault, draw_faults, draw_soak
 from tutti.chaos.play import Rules
@@ -262,7 +262,7 @@ def corrupt(
     listed.
     """
     with _ending():
-        damages = damage_copies(checkpoint, flips=flips, truncate=truncate, drop=drop, seed=seed)
+        damages = corrupt_copies(checkpoint, flips=flips, truncate=truncate, drop=drop, seed=seed)
     missed = [where for each in damages for where in each.missed]
     if as_json:
         report = {"survived": not missed, "damages": [dataclasses.asdict(each) for each in damages]}

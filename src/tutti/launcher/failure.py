@@ -336,15 +336,15 @@ def describe_failure(failure: Failure, log: Path | None) -> str:
         lines += _indented(last, f"last lines of {log}:") if last else [f"  Its log, {log}, is empty."]
     elif log is not None and failure.exit_code == ExitCode.UNEXPECTED and failure.kind != "SystemExit":
         whole = failure.traceback.splitlines()
-        last = _end_of_traceback(whole, _TAIL)
+        last = _end_of_traceback(whole)
         lines += _indented(last, "traceback:" if len(last) == len(whole) else f"end of the traceback in {log}:")
     if failure.remedy and failure.remedy.lower().rstrip(".") not in failure.message.lower():
         lines.append(failure.remedy)
     return "\n".join(lines)
 
 
-def tail(log: Path, lines: int = _TAIL) -> list[str]:
-    """Return the last lines of a rank's log file, without line ends; empty if the file cannot be read.
+def tail(log: Path) -> list[str]:
+    """Return at most the last 20 lines of a rank's log file, without line ends; empty if the file cannot be read.
 
     Reads at most the last 64 KiB of the file. If these have a stack that ``faulthandler`` wrote in a crash, innermost
     frame first, the lines end with the outermost frame of the user's code: the frames of tutti that called this code,
@@ -352,7 +352,6 @@ def tail(log: Path, lines: int = _TAIL) -> list[str]:
 
     Args:
         log: path of the log file.
-        lines: greatest number of lines; default: 20.
 
     Returns:
         The lines in the order of the file, oldest first.
@@ -364,15 +363,15 @@ def tail(log: Path, lines: int = _TAIL) -> list[str]:
     except OSError:
         return []
     below = (index for index, line in enumerate(text) if line.startswith(_STARTERS))
-    return _end_of_traceback(text[: next(below, None)], lines)
+    return _end_of_traceback(text[: next(below, None)])
 
 
-def _end_of_traceback(text: Sequence[str], lines: int) -> list[str]:
-    """Return the last lines of a text; a longer text loses the frames of tutti and PyTorch in its tracebacks first.
+def _end_of_traceback(text: Sequence[str]) -> list[str]:
+    """Return the last 20 lines of a text; a longer text loses the frames of tutti and PyTorch in its tracebacks first.
 
     The frames of the script are seldom the innermost ones: tutti calls the loss function, and PyTorch the modules.
     """
-    if len(text) <= lines:
+    if len(text) <= _TAIL:
         return list(text)
     kept: list[str] = []
     hidden = False
@@ -384,7 +383,7 @@ def _end_of_traceback(text: Sequence[str], lines: int) -> list[str]:
             hidden = False
         if not hidden:
             kept.append(line)
-    return kept[-lines:]
+    return kept[-_TAIL:]
 
 
 def _indented(lines: list[str], heading: str) -> list[str]:

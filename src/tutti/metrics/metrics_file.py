@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,17 @@ def metric_records(run: Path) -> list[dict[str, Any]]:
             why=error.strerror,
             remedy="give the directory of a run, such as runs/digits-…",
         ) from error
+
+
+def to_json_number(value: float | None) -> float | None:
+    """Return a number as a JSON value: None in place of NaN and infinity, and of a missing number.
+
+    >>> to_json_number(0.5), to_json_number(math.inf)
+    (0.5, None)
+    """
+    return value if value is None or math.isfinite(value) else None
+
+
+def from_json_number(value: float | None) -> float:
+    """Return a number from a JSON value, in which null stands for a number that is not finite: None becomes NaN."""
+    return math.nan if value is None else float(value)

@@ -29,9 +29,8 @@ from tutti.distribution import VERSION
 from tutti.errors import DiskError, UsageError, counted
 from tutti.launcher.encoding import strict_json
 from tutti.metrics import server_figure
-from tutti.metrics.json_numbers import to_json_number
 from tutti.metrics.listener import Clock, EvalRecord, Pace, RunHeader
-from tutti.metrics.metrics_file import METRICS, metric_lines, metric_records
+from tutti.metrics.metrics_file import METRICS, metric_lines, metric_records, to_json_number
 from tutti.native.native_library import kernels
 from tutti.types.step_records import StepRecord
 

@@ -17,9 +17,8 @@ from tutti import optim
 from tutti.config import optimizer_config as options
 from tutti.device import has_fused_optimizers
 from tutti.errors import UsageError
-from tutti.optim.absent_state import AbsentState
 from tutti.optim.layerwise import LayerWise
-from tutti.optim.optimizer_copy import NestedState, UncopiedError, copied_for, inner_optimizers
+from tutti.optim.optimizer_copy import AbsentState, NestedState, UncopiedError, copied_for, inner_optimizers
 from tutti.torch_compat import optimizer_attributes
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 

@@ -5,24 +5,6 @@ from __future__ import annotations
 import math
 
 
-def scale_of_sgd(lr: float, dataset: int, batch: int, momentum: float = 0.0) -> float:
-    """Return ε (N/B - 1) / (1 - m), the noise scale of stochastic gradient descent.
-
-    Smith, Kindermans, Ying, Le 2018, arXiv 1711.00489: dividing the rate by f and multiplying the batch by f have the
-    same effect on this scale (for N/B in place of N/B - 1).
-
-    Args:
-        lr: ε, the learning rate.
-        dataset: N, the size of the data set in samples.
-        batch: B, the batch in samples.
-        momentum: m, the momentum.
-
-    >>> round(scale_of_sgd(0.1, 50_000, 128, 0.9), 3)
-    389.625
-    """
-    return lr * (dataset / batch - 1) / (1 - momentum)
-
-
 def weighted_moments(
     mean_of_squares: float, square_of_mean: float, gradients: int, shares: float
 ) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext, suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -12,12 +12,42 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tutti.optim.absent_state import AbsentState
 from tutti.optim.several import members_of
 from tutti.torch_compat import optimizer_attributes
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _DROPPED = object()
+
+
+class AbsentState(MutableMapping[Tensor, Any]):
+    """Mapping in place of ``optimizer.state`` that raises at every access, by calling ``refuse``.
+
+    For a script's optimizer whose updates other ranks or parameter servers make: they hold the state, and a change of
+    the state here would have no effect.
+
+    Args:
+        refuse: function that raises ``UsageError``.
+    """
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+
+    def __getitem__(self, key: Tensor) -> Any:
+        self._refuse()
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        self._refuse()
+
+    def __delitem__(self, key: Tensor) -> None:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._refuse()
+        return iter(())
+
+    def __len__(self) -> int:
+        self._refuse()
+        return 0
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:

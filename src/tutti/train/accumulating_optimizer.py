@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from tutti.comm.graph_breaks import left_out_of_graphs
 from tutti.config.strategy_choice import StrategyChoice
 from tutti.errors import UsageError
-from tutti.optim.absent_state import AbsentState
-from tutti.optim.optimizer_copy import inner_optimizers
+from tutti.optim.optimizer_copy import AbsentState, inner_optimizers
 from tutti.optim.several import members_of
 from tutti.parallel import check_custom_loop
 from tutti.torch_compat import mark_stepped, mark_wrapped_by_scheduler

@@ -16,8 +16,8 @@ from tutti.data.epochs import Epochs
 from tutti.errors import Preempted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.metrics.json_numbers import from_json_number, to_json_number
 from tutti.metrics.listener import Clock, EvalRecord, Listener, RunHeader
+from tutti.metrics.metrics_file import from_json_number, to_json_number
 from tutti.metrics.throughput import DeviceThroughput
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.plateau import Plateau

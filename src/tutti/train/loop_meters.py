@@ -11,8 +11,8 @@ from typing import Any
 
 from tutti.checkpoint.manifest import REMEDY
 from tutti.errors import CheckpointError
-from tutti.metrics.json_numbers import from_json_number, to_json_number
 from tutti.metrics.listener import Pace
+from tutti.metrics.metrics_file import from_json_number, to_json_number
 from tutti.metrics.throughput import DeviceThroughput, device_rates
 from tutti.types.micro_batch import Batch
 

@@ -19,7 +19,7 @@ from tutti.errors import CheckpointError, counted
 from tutti.launcher import heartbeat
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
-from tutti.metrics.json_numbers import to_json_number
+from tutti.metrics.metrics_file import to_json_number
 from tutti.train.replicas import check_replicas
 from tutti.train.resume_changes import apply_changes, change_facts, check_changes, find_differences, refuse_unnamed
 

@@ -11,7 +11,7 @@ from tutti.checkpoint.manifest import REMEDY
 from tutti.config.metric_direction import Metric
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import CheckpointError
-from tutti.metrics.json_numbers import from_json_number, to_json_number
+from tutti.metrics.metrics_file import from_json_number, to_json_number
 from tutti.train.best_value import BestValue
 
 Ending = Literal["target", "patience", "length"]
