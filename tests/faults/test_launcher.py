@@ -203,6 +203,26 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path: Path, number: signal
     assert not list((tmp_path / "temporary").glob("tutti-*"))
 
 
+@pytest.mark.parametrize("elastic", [None, ElasticOptions(np=3, min_np=3, max_np=3)], ids=["fixed", "elastic"])
+def test_the_end_of_a_terminal_ends_no_run_under_nohup(tmp_path: Path, elastic: ElasticOptions | None) -> None:
+    body = """
+        from tutti.launcher.elastic_driver import ElasticOptions
+        # As nohup does before it becomes the command.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        def entry():
+            ready()
+            while not (HERE / "go").exists():
+                time.sleep(0.02)
+            sys.exit(0 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 1)
+        """
+    with launching(tmp_path, body, elastic=elastic) as running:
+        running.wait_ready(3)
+        running.launcher.send_signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        result = running.finish()
+    assert (result.code, result.out, result.err) == (0, "", "")
+
+
 def test_ctrl_c_in_a_terminal_reaches_each_worker_once_and_shows_no_traceback(tmp_path: Path) -> None:
     body = """
         def entry():

@@ -31,6 +31,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 """Signals that the launcher forwards to its ranks. Blocked while ranks start, so that none is lost or misread."""
 
 
+def forwarded_signals() -> tuple[signal.Signals, ...]:
+    """Return ``SIGNALS``, without SIGHUP where this process ignores it: ``nohup`` starts a command so.
+
+    A handler would let the end of a terminal end the run from which ``nohup`` is to keep it.
+    """
+    hangup = signal.getsignal(signal.SIGHUP)
+    return tuple(number for number in SIGNALS if number != signal.SIGHUP or hangup is not signal.SIG_IGN)
+
+
 @dataclass(frozen=True)
 class Job:
     """Description of a launch, the same for every rank.
@@ -101,7 +110,7 @@ def _prepare(job: Job, rank: int) -> None:
     # and this rank's child processes can be killed together with it.
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    for number in SIGNALS:
+    for number in forwarded_signals():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # Exit handlers registered so far belong to the launcher, such as the removal of its temporary directories.
     forget_exit_handlers()

@@ -126,7 +126,7 @@ class ElasticDriver:
             have failed, the exit code of the failure that caused the others; ``ExitCode.PEER`` if the job was reset too
             often, or had too few ranks for too long; 128 + the number of the signal that stopped the job.
         """
-        before = {number: signal.signal(number, self._stop) for number in child.SIGNALS}
+        before = {number: signal.signal(number, self._stop) for number in child.forwarded_signals()}
         try:
             while True:
                 code = self._turn(time.monotonic())

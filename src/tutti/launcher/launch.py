@@ -224,7 +224,7 @@ def _settings(threads: int | None, timeout: float) -> dict[str, str]:
         "TUTTI_TIMEOUT": f"{timeout:g}",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in child.SIGNALS),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in child.forwarded_signals()),
     }
     if threads is not None:
         settings["OMP_NUM_THREADS"] = str(threads)
@@ -256,7 +256,7 @@ def _signal_handlers() -> Iterator[None]:
     """Exit quietly on a signal until the agent installs its handlers; restore the caller's handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
         raise UsageError("launch is called outside the main thread", remedy="call it from the main thread")
-    before = {number: signal.signal(number, _leave_early) for number in child.SIGNALS}
+    before = {number: signal.signal(number, _leave_early) for number in child.forwarded_signals()}
     try:
         yield
     finally:
