@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tutti.checkpoint.write import step_name
 from tutti.data.adapt import adapt
 from tutti.data.order import permutation
+from tutti.errors import DiskError, Preempted
 from tutti.launcher import context
 from tutti.metrics.listener import Listeners, RunHeader
 from tutti.train.loop import train_loop
 from tutti.train.loop_meters import Means
+from tutti.train.run import Run
 from tutti.train.run_checkpoints import Checkpoints
 from tutti.train.train_plan import TrainPlan
 
@@ -150,6 +153,54 @@ def saved_in_an_epoch_with_a_skipped_step(folder: str) -> Any:
 def test_a_skipped_step_does_not_stop_saves(ranks: int, tmp_path: Path) -> None:
     for told in worlds.run(ranks, saved_in_an_epoch_with_a_skipped_step, folder=str(tmp_path)):
         assert [clock for clock, _ in told] == [2, 3] and all(math.isnan(value) for _, value in told)
+
+
+class Obstructing(Told):
+    """Lets the save of step 4 fail; may ask the run to stop then."""
+
+    def __init__(self, run: Run, folder: Path, stop: bool) -> None:
+        super().__init__()
+        self.run, self.folder, self.stop = run, folder, stop
+
+    def stepped(self, record: Any, pace: Any) -> None:
+        if record.step == 3:
+            # In the place of the folder for its files.
+            (self.folder / f"{step_name(4)}.tmp-0").touch()
+            if self.stop:
+                self.run.ask_to_stop()
+
+
+def obstructed(folder: str, total: int, every: int, stop: bool) -> tuple[int, str, int]:
+    """Exit code and text of the error that ends the run, if any, and the number of warnings."""
+    warnings: list[str] = []
+    data = torch.ones(COUNT, 2, dtype=torch.float64)
+    run = tutti.prepare(nn.Linear(2, 1).double(), "sgd", data, loss, workers=4, batch_size=BATCH)
+    facts = {"workers": 4, "config_sha256": ""}
+    saver = Checkpoints(run, Path(folder), context.current(), facts, 1, warnings.append)
+    plan, header = TrainPlan(total, None, every), RunHeader("", {}, total, PER_EPOCH)
+    try:
+        train_loop(run, plan, None, header, Obstructing(run, Path(folder), stop), saver)  # type: ignore[arg-type]
+    except (DiskError, Preempted) as error:
+        return int(error.exit_code), str(error), len(warnings)
+    return 0, "", len(warnings)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("total", "every", "stop", "code", "said"),
+    [
+        (6, 2, False, 0, ""),
+        (4, 2, False, 8, "the last save failed (step 4, "),
+        (6, 2, True, 75, "asked to stop (step 4). This step was not saved, --resume continues from step 2."),
+        (6, 4, True, 75, "asked to stop (step 4). Nothing could be saved."),
+    ],
+)
+def test_a_run_that_ends_without_its_last_checkpoint_says_so(
+    ranks: int, total: int, every: int, stop: bool, code: int, said: str, tmp_path: Path
+) -> None:
+    arguments = {"folder": str(tmp_path), "total": total, "every": every, "stop": stop}
+    for found, text, warnings in worlds.run(ranks, obstructed, **arguments):
+        assert (found, warnings) == (code, 1) and said in text, text
 
 
 def test_means_weigh_by_samples() -> None:

@@ -60,6 +60,7 @@ class CheckpointManager:
         folder: folder of the checkpoints.
         warn, best: as the arguments.
         saved_step: step of the last save, -1 before the first.
+        failure: why the last save failed, set by ``wait``; empty if it succeeded, and before the first.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class CheckpointManager:
         self._outcome = ""
         self._failures = 0
         self._verified: set[Path] = set()
-        self.saved_step = -1
+        self.saved_step, self.failure = -1, ""
         # The token makes the store's keys unique to this object: a store may outlive several runs.
         token, place = comm.broadcast_json([secrets.token_hex(8), str(folder.absolute())], 0, "name of the saves")
         self.folder, self._key, self._count = Path(place), f"save/{token}", 0
@@ -183,21 +184,37 @@ class CheckpointManager:
                         remedy="look at rank 0's log and at the network between the hosts, then --resume",
                     )
                 self._thread.join(self._world.timeout)
-        self._thread = None
-        if not self._outcome:
+        self._thread, self.failure = None, self._outcome
+        if not self.failure:
             self._failures = 0
             log.debug("the checkpoint of step %s is on disk in %s", self.saved_step, self.folder)
             return
         self._failures += 1
         if self._most_failures > 1:
-            self.warn(f"the save of step {self.saved_step} failed: {self._outcome}")
+            self.warn(f"the save of step {self.saved_step} failed: {self.failure}")
         if self._failures >= self._most_failures:
-            raise DiskError(
-                f"{self._failures} saves in a row have failed" if self._failures > 1 else "the save failed",
-                where=f"step {self.saved_step}, {self.folder}",
-                why=self._outcome,
-                remedy="make room or choose another directory; the last good checkpoint is kept",
+            raise self._error(
+                f"{self._failures} saves in a row have failed" if self._failures > 1 else "the save failed"
             )
+
+    def end(self) -> None:
+        """Block until the last save of a run is complete on all ranks, as ``wait``; it must not have failed.
+
+        Raises:
+            DiskError: the last save has failed: no later one can make up for it.
+            PeerError: the job's key-value store, on rank 0's host, does not answer within the job's timeout.
+        """
+        self.wait()
+        if self.failure:
+            raise self._error("the last save failed")
+
+    def _error(self, what: str) -> DiskError:
+        return DiskError(
+            what,
+            where=f"step {self.saved_step}, {self.folder}",
+            why=self.failure,
+            remedy="make room or choose another directory; the last good checkpoint is kept",
+        )
 
     def best_kept(self) -> dict[str, Any] | None:
         """Return step and held-out values of the best checkpoint in the run's folder.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tutti.checkpoint.folder import last_step
 from tutti.checkpoint.write import step_name
 from tutti.config.metric_direction import RAW
 from tutti.config.spec import Duration
@@ -82,8 +83,8 @@ def train_loop(
             evaluation cannot be made, such as with a gradient hook of the script that the strategy cannot call.
         NonFiniteError: too many updates in a row were skipped because a gradient is not finite.
         MismatchError, PeerError: ranks differ in copies or calls, or a rank has died.
-        DiskError: too many saves in a row have failed.
-        Preempted: a rank was asked to stop; a checkpoint is written if there is a saver.
+        DiskError: too many saves in a row have failed, or the last one of the run.
+        Preempted: a rank was asked to stop; a checkpoint is written if there is a saver, and the text says so.
     """
     listener.started(header)
     loop = _TrainLoop(
@@ -202,7 +203,7 @@ class _TrainLoop:
         if stopped and saver is not None and saver.saved_step != run.global_step > 0:
             self._save(self._plan.save is not None, None)
         if saver is not None:
-            saver.wait()
+            saver.end()
         heartbeat.training.enter(Phase.END)
         if self._evaluated is None and self._held_out is not None:
             self._evaluated = self._evaluate(max(run.data_position.epoch - (run.data_position.batch == 0), 0))
@@ -358,10 +359,18 @@ class _TrainLoop:
                 saver.save({"means": self._means.facts(), **facts}, values)
                 _tell_checkpoint(run, saver)
         if stop:
-            if saver is not None:
-                saver.wait()
-            saved = "state saved, continue with --resume" if saver is not None else "nothing was saved"
-            raise Preempted("the run was asked to stop", where=f"step {run.global_step}", remedy=saved)
+            raise Preempted("the run was asked to stop", where=f"step {run.global_step}", remedy=_saved(saver))
+
+
+def _saved(saver: Checkpoints | None) -> str:
+    """Wait for the save of a run that was asked to stop; return what is saved and how to continue, as a remedy."""
+    if saver is None:
+        return "nothing was saved"
+    saver.wait()
+    if not saver.failure:
+        return "state saved, continue with --resume"
+    step = last_step(saver.folder)
+    return f"this step was not saved, --resume continues from step {step}" if step else "nothing could be saved"
 
 
 def _samples(total: Length, epochs: Epochs) -> float:
