@@ -33,8 +33,15 @@ def made() -> tuple[nn.Sequential, torch.optim.Adam]:
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int, epochs: range = range(1)) -> tutti.Run:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, workers: int, epochs: range = range(1), looks: bool = False
+) -> tutti.Run:
     run = tutti.prepare(model, optimizer, DATA, workers=workers, batch_size=16)
+    if looks:
+        assert next(iter(run.microbatches(0)))[0].shape[1:] == (4,)
+        for inputs, _ in run.microbatches(0):
+            assert inputs.shape[1:] == (4,)
+            break
     for epoch in epochs:
         for batch in run.microbatches(epoch):
             optimizer.zero_grad()
@@ -86,9 +93,9 @@ def test_a_saved_optimizer_continues() -> None:
     on_every_size(a_saved_optimizer_continues)
 
 
-def merged_statistics(workers: int) -> dict[str, Any]:
+def merged_statistics(workers: int, looks: bool = False) -> dict[str, Any]:
     model, optimizer = made()
-    run = train(model, optimizer, workers)
+    run = train(model, optimizer, workers, looks=looks)
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
@@ -122,6 +129,12 @@ def test_batch_norm_of_every_worker_is_merged(ranks: int, workers: int) -> None:
     want = by_hand(workers)
     for got in worlds.run(ranks, merged_statistics, workers=workers):
         assert largest_difference(got, want) <= 1e-10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_look_at_the_first_batch_takes_nothing(ranks: int) -> None:
+    for got in worlds.run(ranks, merged_statistics, workers=3, looks=True):
+        assert largest_difference(got, by_hand(3)) <= 1e-10
 
 
 def a_scheduler_fits(before: bool) -> None:

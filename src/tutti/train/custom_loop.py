@@ -125,14 +125,16 @@ class CustomLoop:
         """
         self._check_beginning()
         self._open += 1
+        is_first = True
         try:
             with TellFailures():
                 for batch in self._run.epoch(number, start):
                     with self._run.model_code():
                         yield from self._bodies_of(batch)
+                    is_first = False
         except GeneratorExit:
-            if not sys.is_finalizing():
-                # At the end of the process nothing follows, and modules are gone.
+            # At the end of the process nothing follows, and modules are gone.
+            if not sys.is_finalizing() and not (is_first and self._is_untrained):
                 self._note_break()
             raise
         finally:
@@ -145,6 +147,11 @@ class CustomLoop:
             if self._open:
                 # The loop was in the body of another one, which goes on.
                 self._sync.begin_custom_loop()
+
+    @property
+    def _is_untrained(self) -> bool:
+        """Whether no body of the global batch has computed a gradient, as where the script looks at a batch first."""
+        return not (self._state.batch.bank or self.gradients.calls or self.gradients.shown())
 
     def _note_break(self) -> None:
         """Record that the script leaves the loop by ``break``, where updates are missing by it: ``end_left`` raises.
@@ -193,7 +200,7 @@ class CustomLoop:
                 why="the global batch under way would take the weight of the other loop's batch",
                 remedy="take further batches from a DataLoader of their own, or begin the loop after optimizer.step()",
             )
-        if self._state.batch.is_open and not self._state.is_last_body:
+        if self._state.batch.is_open and not self._state.is_last_body and not self._is_untrained:
             raise UsageError(
                 "the last loop over run.microbatches() was left in the middle of a global batch",
                 remedy="leave it only after an optimizer.step() with run.stepped",
