@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tests import worlds
+from tutti.parallel.normalisation import clipped
 
 LARGE = 1e160
 """Its square is no finite float64."""
@@ -45,3 +46,14 @@ def test_elements_decide_where_the_norm_overflows(strategy: str) -> None:
     for updates, norm, got in worlds.run(2, train, strategy=strategy):
         assert updates == 2 and norm == math.inf
         assert got == pytest.approx(want, rel=1e-10)
+
+
+@pytest.mark.parametrize("norm", [0.5, 1 - 1.1e-6, 1 - 0.9e-6, 1.0, 1 + 1e-9, 3.0, 0.0, math.nan])
+def test_norms_just_below_the_limit_are_clipped_as_in_pytorch(norm: float) -> None:
+    """A script that has clipped its gradient to the limit itself leaves a norm less than 1e-6 below it."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.full_like(parameter, norm)
+    before = float(nn.utils.clip_grad_norm_([parameter], 1.0))
+    factor, after = clipped(before, 1.0)
+    want = float(parameter.grad)
+    assert [norm * factor, after] == pytest.approx([want, want], rel=1e-12, nan_ok=True)

@@ -100,9 +100,10 @@ def clipped(norm: float, largest: float | None) -> tuple[float, float]:
     >>> clipped(0.5, 1.0), clipped(2.0, None)
     ((1.0, 0.5), (1.0, 2.0))
     """
-    if largest is None or norm <= largest:
+    if largest is None:
         return 1.0, norm
-    factor = largest / (norm + 1e-6)
+    # A norm of ``largest``, or less than 1e-6 below it, is scaled too, as in PyTorch. NaN stays.
+    factor = min(largest / (norm + 1e-6), 1.0)
     return factor, norm * factor
 
 

@@ -78,7 +78,7 @@ class PendingSums:
         """
         if clip is not None:
             # As ``clip_norm`` on the host.
-            factor = torch.where(self.allowed & (self.norm > clip), clip / (self.norm + 1e-6), 1.0)
+            factor = torch.where(self.allowed, (clip / (self.norm + 1e-6)).clamp(max=1.0), 1.0)
             for dtype in {gradient.dtype for gradient in gradients}:
                 foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], factor.to(dtype))
         with skipped_unless(self.allowed, [member for each in optimizers for member in stepping(each)]):
