@@ -260,7 +260,7 @@ def _region(tensor: Tensor, name: str, offset: Sequence[int], shape: Sequence[in
     try:
         check_within(name, tensor.shape, offset, shape)
     except ValueError as error:
-        raise CheckpointError("cannot read", why=str(error)) from error
+        raise CheckpointError(f"cannot read a region of {name!r}", why=str(error)) from error
     return tensor[region_index(offset, shape)]
 
 

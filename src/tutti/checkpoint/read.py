@@ -150,7 +150,9 @@ class TensorReader:
         try:
             wanted = SliceRecord(name, record.dtype, record.shape, tuple(offset), tuple(shape))
         except ValueError as error:
-            raise CheckpointError("cannot read", where=str(self._manifest.path), why=str(error)) from error
+            raise CheckpointError(
+                f"cannot read a region of {name!r}", where=str(self._manifest.path), why=str(error)
+            ) from error
         result = np.empty(wanted.part, unsigned(record.dtype))
         for file, index in record.slices:
             self._copy(file, index, result, wanted)

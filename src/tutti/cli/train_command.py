@@ -448,7 +448,9 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
 
 
 def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
-    """Return the result of a run in one line: held-out values, target, throughput, digest of the weights, directory.
+    """Return the result of a run in one line: held-out values, target, throughput, MFU, hash of the weights, directory.
+
+    Values of training take the place of held-out ones in a run without evaluation.
 
     Args:
         task: name of the run's task.

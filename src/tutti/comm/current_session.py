@@ -9,7 +9,7 @@ from typing import Any
 
 from tutti.comm.collective_engine import default_session
 from tutti.comm.collective_session import CollectiveSession
-from tutti.errors import UsageError
+from tutti.errors import UsageError, script_line
 from tutti.torch_compat import TorchDispatchMode
 
 _current: list[CollectiveSession] = []
@@ -51,6 +51,7 @@ class _RefuseCollectives(TorchDispatchMode):
 def _refusal() -> UsageError:
     return UsageError(
         "the script calls a collective within a call that not all ranks make",
+        where=script_line(),
         remedy="call it outside of the model and the loss function",
     )
 

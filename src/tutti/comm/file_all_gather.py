@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tutti.comm.stall import Call, StallInspector
+from tutti.comm.stall import ENDED_RANK, Call, StallInspector
 from tutti.errors import PeerError
 from tutti.launcher.context import World
 from tutti.launcher.lost_rank_notes import LostRankNotes, write_whole
@@ -122,7 +122,7 @@ class FileAllGather:
         """
         brought = self.gather(_bytes(tensor) if self._rank == source else b"", text)
         if source not in self.alive:
-            raise PeerError(f"{text} failed: rank {source} has ended", where=f"rank {self._rank}")
+            raise PeerError(f"{text} failed: rank {source} has ended", where=f"rank {self._rank}", remedy=ENDED_RANK)
         tensor.copy_(_tensor(brought[self.alive.index(source)], tensor))
 
     def _path(self, rank: int, number: int | None = None) -> Path:

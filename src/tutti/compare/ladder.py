@@ -125,8 +125,11 @@ def load_ladder(text: str, variables: Mapping[str, int | float], options: Mappin
     if len(rungs) < 2:
         raise UsageError("a ladder of one rung compares nothing", where=str(path), remedy="add a [[rung]]")
     naive = table.get("naive", rungs[min(1, len(rungs) - 1)].name)
-    if naive not in [rung.name for rung in rungs]:
-        raise UsageError(f"naive is '{naive}', which is not a rung", where=str(path))
+    names = [rung.name for rung in rungs]
+    if naive not in names:
+        raise UsageError(
+            f"naive is '{naive}', which is not a rung", where=str(path), remedy=did_you_mean(str(naive), names)
+        )
     return Ladder(table.get("name", path.stem), table.get("summary", ""), naive, rungs)
 
 
@@ -139,7 +142,11 @@ def _rungs(rows: list[Any], base: Mapping[str, Any], values: Mapping[str, Any], 
         place = f"{where}, rung '{name}'"
         parent = row.get("from", next(reversed(rungs), None))
         if parent is not None and parent not in rungs:
-            raise UsageError(f"it comes from '{parent}', which is not an earlier rung", where=place)
+            raise UsageError(
+                f"it comes from '{parent}', which is not an earlier rung",
+                where=place,
+                remedy=did_you_mean(str(parent), rungs) if rungs else "leave from out in the first rung",
+            )
         before = dataclasses.asdict(rungs[parent].config) if parent else {}
         given = _options({key: value for key, value in row.items() if key not in _OWN}, values, place)
         config = TrainConfig(**({**before, **given} if parent else {**base, **given}))

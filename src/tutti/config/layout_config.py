@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from tutti.config.spec import StrategyOptions
-from tutti.errors import UsageError, did_you_mean
+from tutti.errors import UsageError, counted, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,4 +335,7 @@ def check_cuts(cuts: Sequence[str], stages: int) -> None:
     """
     if cuts and len(cuts) != stages - 1:
         named = "+".join(cuts)
-        raise UsageError(f"cuts={named} makes {len(cuts) + 1} stages, not {stages}", remedy=f"name {stages - 1}")
+        raise UsageError(
+            f"cuts={named} makes {len(cuts) + 1} stages, not {stages}",
+            remedy=f"name {counted(stages - 1, 'module')}, the first of each stage but the first",
+        )

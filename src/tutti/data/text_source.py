@@ -99,7 +99,7 @@ def check_text(data: str) -> None:
         # Reading a named pipe would block.
         size = path.stat().st_size if path.is_file() else None
     except OSError as error:
-        raise DataError("this file cannot be read", where=data, why=str(error)) from error
+        raise DataError("this file cannot be read", where=data, why=str(error), remedy="check --data") from error
     if size is None:
         raise DataError("there is no such text file", where=data, remedy="check --data")
     if not size:
@@ -125,7 +125,7 @@ def read_text(data: str | None) -> Text:
     try:
         return encode_characters(Path(data).expanduser().read_bytes().decode(), data)
     except OSError as error:
-        raise DataError("this file cannot be read", where=data, why=str(error)) from error
+        raise DataError("this file cannot be read", where=data, why=str(error), remedy="check --data") from error
     except UnicodeDecodeError as error:
         raise DataError(
             "this file is not UTF-8 text",

@@ -32,7 +32,7 @@ def devices_per_node(devices: int, nodes: int) -> int:
     if devices % nodes:
         raise UsageError(
             f"{counted(devices, 'device')} cannot be shared out equally over {counted(nodes, 'node')}",
-            remedy="give a number of --devices that nodes divides",
+            remedy=f"give a multiple of {nodes} as --devices, or another number of nodes",
         )
     return devices // nodes
 

@@ -109,7 +109,7 @@ class SlotTable:
                     self._running, self._next = _Call(self._script), now + _LIMIT
                 except OSError as error:
                     self._next = now + _EVERY
-                    self._fail(UsageError("the host discovery script cannot be run", why=str(error)))
+                    self._fail(UsageError(f"the host discovery script {self._script} cannot be run", why=str(error)))
         elif (code := self._running.process.poll()) is not None:
             output, _ = self._running.printed()
             self._running, self._next = None, now + _EVERY
@@ -178,7 +178,7 @@ class SlotTable:
     def _take(self, code: int, output: str) -> None:
         try:
             if code:
-                raise UsageError(f"the host discovery script ended with code {code}")
+                raise UsageError(f"the host discovery script {self._script} ended with code {code}")
             self._hosts, self._warned = parse_slots(output, self._default), False
         except UsageError as error:
             self._fail(error)

@@ -56,7 +56,7 @@ class LARS(LayerWise):
         **shared: Unpack[LayerWiseArguments],
     ) -> None:
         if nesterov and momentum <= 0:
-            raise UsageError("nesterov needs momentum above 0")
+            raise UsageError("nesterov needs momentum above 0", remedy="give momentum=0.9, or leave nesterov out")
         if momentum_correction and (momentum <= 0 or not lr_in_momentum):
             raise UsageError(
                 "there is nothing for momentum_correction to correct",

@@ -72,9 +72,9 @@ class ParameterAverage:
         for name, parameter in new.items():
             if name not in self._replica.sharded and self._run_context.shards_parameters:
                 raise UsageError(
-                    f"{name} is thawed between a forward and its backward, which cannot be combined with ema= here",
-                    why="the average is sharded, and this parameter is sharded after the step alone",
-                    remedy="thaw before the forward",
+                    f"{name} is unfrozen between a forward and its backward, which cannot be combined with ema= here",
+                    why="the average is sharded, and this parameter is sharded only after the step",
+                    remedy="set requires_grad before the forward, or leave out ema",
                 )
             self._add(name, parameter)
 
@@ -93,7 +93,7 @@ class ParameterAverage:
         after each update of the parameters; increments the attribute ``updates``. Not collective.
         """
         if any(p.shape != value.shape for p, value in zip(self._parameters, self._values, strict=True)):
-            # ZeRO stage 1 has cut a thawed parameter, and the model has another object in its place.
+            # ZeRO stage 1 has sharded an unfrozen parameter, and the model has another object in its place.
             now = dict(parameters(self._replica.parts))
             self._parameters = [self._rows.get(name, now[name]) for name in self._names]
         if self._values:

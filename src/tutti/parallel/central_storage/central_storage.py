@@ -594,7 +594,7 @@ class CentralAverage(ParameterAverage):
         Raises:
             UsageError: always.
         """
-        self._refuse(f"{next(iter(names))} is thawed after tutti.prepare, which")
+        self._refuse(f"{next(iter(names))} is unfrozen after tutti.prepare, which")
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         self._refuse(f"the checkpoint has an average of {name}, which is frozen now. This")

@@ -905,7 +905,7 @@ class AllReduceSync(UnshardedGradients):
             largest = max(largest_vector(named, bytes_), FIRST_BYTES)
             if self._scheduled is None:
                 self._scheduled = ScheduledAllReduce(run_context.comms, config.schedule, largest)
-            # Parameters that are thawed later may be on one stage alone, and its data ranks alone call this again.
+            # Parameters that are unfrozen later may be on one stage alone, and its data ranks alone call this again.
             self._scheduled.grow(largest)
             return OverlappedReducer(named, run_context, config.wire, bytes_, borrowed, self._scheduled.start)
         if config.algorithm in ("auto", "shared_memory") and config.wire == "fp32" and config.bucket_mb is None:

@@ -221,7 +221,7 @@ class ShardedSync:
         refuse_parts(optimizer, mixing, mesh.stage, "stages of the model")
         if optimizer is None:
             return None
-        # Frozen parameters, too: once the script thaws them, these objects are their rows.
+        # Frozen parameters, too: once the script unfreezes them, these objects are their rows.
         held = {rows.parameter: (rows.name, rows.local) for rows in self._rows}
         held |= {p: (name, tuple(p.shape)) for name, p in self._fixed.items()}
         norms, wholes = None, None
