@@ -65,12 +65,12 @@ class LossCounter:
         return None if totals is None else totals.sums
 
     def means(self, metrics: Sequence[float], count: float) -> dict[str, float]:
-        """Divide the sums of the loss function's metrics by the count.
+        """Return the mean of each metric of the loss function: its sum divided by the count.
 
-        The names of the metrics are those that ``add`` or ``note`` has recorded last.
+        The names of the metrics are those of the last call of ``add`` or ``note``.
 
         Args:
-            metrics: sums in the order in which the loss function reports the metrics; further entries are ignored.
+            metrics: sums of the metrics, in the order of the loss function's dict; further entries are ignored.
             count: number of samples or tokens in the sums, not 0.
 
         Returns:

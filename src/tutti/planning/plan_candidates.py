@@ -202,8 +202,8 @@ def plan_config_of(step: PlannedStep, base: PlannedRun) -> PlannedRun:
         base: configuration with all other options.
 
     Returns:
-        ``base`` with the choice of ``step``, without a number of workers, and without micro-batch and activation
-        checkpointing where ``step`` has none.
+        ``base`` with the devices, batch, strategy and options of ``step``. ``workers`` is None, so that the run takes
+        its default; micro-batch and activation checkpointing are off unless ``step.options`` has them.
     """
     chosen: dict[str, Any] = {"micro_batch": None, "activation_checkpointing": "none", **dict(step.options)}
     return replace(

@@ -438,11 +438,11 @@ class CustomLoop:
 
     @contextmanager
     def explaining(self, call: str) -> Iterator[None]:
-        """Return a context manager that explains why a method of the script's optimizer fails in an earlier loop body.
+        """Return a context manager around a method of the script's optimizer that turns its errors into a UsageError.
 
-        Where each rank updates a part of the parameters (shards, ZeRO rows), the optimizer's parameters have gradients
-        only in the loop's body for a rank's last micro-batch of a global batch. If the method raises in the body for an
-        earlier micro-batch, it is taken to have needed them. Not collective.
+        A loop's body runs once for each micro-batch of a rank. Where a rank's optimizer has only some of the
+        parameters (shards, ZeRO rows), their ``.grad`` is None in all bodies of a global batch but the last. An error
+        of the method in one of these bodies is attributed to the missing gradients. Not collective.
 
         Args:
             call: the method as a message names it, such as ``SAM.first_step()``.

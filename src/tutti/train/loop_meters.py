@@ -163,7 +163,7 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager; the time within does not count as training time, as that of an evaluation."""
+        """Return a context manager whose time, such as that of an evaluation, is left out of the training time."""
         begin = time.perf_counter()
         try:
             yield

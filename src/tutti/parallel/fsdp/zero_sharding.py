@@ -274,10 +274,10 @@ class ZeroSharding:
         self._aside = {}
 
     def pop_reached(self) -> list[bool]:
-        """Return a list of False, one for each sharded parameter: ZeRO stage 1 keeps no record of backward.
+        """Return a list of False, one for each sharded parameter, because ZeRO stage 1 needs no such record.
 
-        FSDP2's counterpart returns which parameters backward has given a gradient. In ZeRO stage 1 the full parameter's
-        ``.grad``, None or not, says so.
+        Stages 2 and 3 record which parameters have received a gradient in backward, and this method returns the record
+        and clears it. Stage 1 keeps full parameters: a parameter has received a gradient if its ``.grad`` is not None.
         """
         return [False] * len(self._whole)
 

@@ -163,11 +163,11 @@ class StalenessTracker:
         return (self._clocks[worker] or 0) - self.slowest()
 
     def ask_to_stop(self) -> None:
-        """Set ``stop_at``, the step after which all workers stop: one more than the furthest worker has pushed.
+        """Choose the step after which all logical workers stop, and store it in ``stop_at``.
 
-        Workers are logical workers, shares of the global batch that step by themselves. Every worker gets the number
-        with a server's reply before it can complete that step. Where the run counts the steps of all workers together,
-        the mean number of their steps takes the place of the furthest worker's. Later calls change nothing.
+        Workers step at their own speeds. ``stop_at`` is 1 + the largest number of steps that any worker has pushed, or
+        1 + the mean number where the run counts the steps of all workers together. The server's next replies carry it
+        to the workers, so that each of them knows it before it completes that step. Later calls change nothing.
         """
         if self.stop_at is None:
             self.stop_at = (self.clock if self._together else max(self.steps)) + 1

@@ -127,7 +127,9 @@ class SplitBackward:
     ) -> list[nn.Parameter]:
         """Run the weight half of a backward: add the gradients of the stage's trained parameters to their ``.grad``.
 
-        Called after ``inputs`` for the same micro-batch. Not collective.
+        Called after ``inputs`` for the same micro-batch. The gradients of a layer's weights follow from those of its
+        outputs. Parameters that other code than a recorded layer also uses, such as tied weights, are found in the
+        first backward, and their gradients are computed from ``roots``. Not collective.
 
         Args:
             roots: ``tensors`` where the pipeline stage's backward starts, and their ``gradients``, as for ``inputs``.
