@@ -266,8 +266,10 @@ class CrossStepWatch(LossWatch):
                 for each in kept & self._leaves_among_kept(total):
                     self._refuse_trained(each.line)
                 return
-            of_samples = any(number.of_samples for number in origin.numbers) and self._reads.is_mean(loss)
-            self._plain.reach(number for number in origin.numbers if of_samples or not number.of_samples)
+            cancelling = self._run.checks.cancelling
+            numbers = [number for number in origin.numbers if not (number.of_samples and number.line in cancelling)]
+            of_samples = any(number.of_samples for number in numbers) and self._reads.is_mean(loss)
+            self._plain.reach(number for number in numbers if of_samples or not number.of_samples)
             for each in kept:
                 self._reached.setdefault(each.line, set()).add(each.digest)
 

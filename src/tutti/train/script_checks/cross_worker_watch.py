@@ -267,7 +267,8 @@ class CrossWorkerWatch(LossWatch):
             return None
         # Workers that update by themselves have numbers of their own.
         own = self._run.gradient_sync.loss_normalisation != "step" and first.worker != self._here.worker
-        return None if first.by_number and own else first
+        cancels = first.by_number and script_line() in self._run.checks.cancelling
+        return None if cancels or (first.by_number and own) else first
 
     def ended(self) -> None:
         """End the check of a micro-batch; ``end`` calls this. Compiled code runs compiled again.

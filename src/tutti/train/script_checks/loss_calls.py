@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
 from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from tutti.train.script_checks.loss_watch import leaves_of_call
+from tutti.train.script_checks.script_variables import script_constants, script_values
 from tutti.train.script_checks.storage_records import TensorSet
 from tutti.types.micro_batch import MicroBatch
 
@@ -38,6 +40,14 @@ _TURNING = frozenset(
 """Names of functions after which the first dimension may not be that of the samples, such as an attribute ``T``."""
 _CHOOSING = frozenset(("index_select", "gather", "take", "take_along_dim", "index_fill", "index_fill_"))
 """Names of functions that choose rows or elements of their first argument by an index."""
+_ARITHMETIC = frozenset(
+    (
+        *("add", "add_", "sub", "sub_", "subtract", "subtract_", "rsub", "mul", "mul_", "div", "div_", "true_divide"),
+        *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__"),
+        *("__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__rdiv__", "__idiv__"),
+    )
+)
+"""Names of functions that compute a smooth function of a number and of tensors."""
 _FROM_OUTSIDE = frozenset(("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "load", "as_strided"))
 """Names of functions whose result may have a row for each sample, of values that the script has brought."""
 
@@ -79,6 +89,18 @@ class RecordedForward(NamedTuple):
     output: Tensor
 
 
+class GivenNumber(NamedTuple):
+    """A Python number that the script has given to PyTorch after it had read values of the samples.
+
+    Attributes:
+        value: the number.
+        lines: the lines of the script that have given it, as ``FILE:LINE``.
+    """
+
+    value: float | np.floating[Any]
+    lines: set[str]
+
+
 class LossCalls(TorchFunctionMode):
     """Records what a loss function, or the body of a custom loop, computes from its batch and the model's outputs.
 
@@ -100,6 +122,9 @@ class LossCalls(TorchFunctionMode):
         reads_rows: whether the script has read values of single samples.
         reads_values: whether the script has read values of samples, also of all together, such as a mean.
         reads_sizes: whether the script has read a size of a tensor.
+        numbers: floats that the script has given to sums, differences, products and quotients of recorded tensors after
+            it had read values, by their ids; but for those that stand in its code, or were in a variable before.
+        lines_of_others: lines that have given such floats to other functions.
     """
 
     def __init__(self, model: nn.Module, micro_batch: MicroBatch, batch_size: int) -> None:
@@ -119,6 +144,8 @@ class LossCalls(TorchFunctionMode):
         # Tensors that were computed from single rows.
         self._single, self.turned = set[int](), set[int]()
         self.reads_rows = self.reads_values = self.reads_sizes = False
+        self.numbers, self.lines_of_others = dict[int, GivenNumber](), set[str]()
+        self._constant_numbers = {id(each): each for each in script_values() if isinstance(each, float | np.floating)}
         self._drawn = draws_marker()
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward),
@@ -168,6 +195,8 @@ class LossCalls(TorchFunctionMode):
             return result
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", "")
+        if self.reads_values:
+            self._note_numbers(name, args, kwargs, given)
         if name.startswith(("rand", "normal", "bernoulli", "multinomial", "dropout")) and name != "normalize":
             self._end_record()
         if not any(id(leaf) in self._known for leaf in given):
@@ -189,6 +218,19 @@ class LossCalls(TorchFunctionMode):
             self.reads_values = True
             self.reads_rows |= any(leaf.dim() > 0 or id(leaf) in self._single for leaf in given)
         return result
+
+    def _note_numbers(self, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+        """Record the floats among the arguments of a call that may be computed from values of the samples."""
+        literals = script_constants()
+        for leaf in leaves_of_call(args, kwargs):
+            if not isinstance(leaf, float | np.floating) or id(leaf) in self._constant_numbers:
+                continue
+            if any(leaf is each for each in literals):
+                continue
+            if name in _ARITHMETIC and any(self.is_known(each) for each in tensors):
+                self.numbers.setdefault(id(leaf), GivenNumber(leaf, set())).lines.add(script_line())
+            else:
+                self.lines_of_others.add(script_line())
 
     def _end_record(self) -> None:
         self._recording, self._calls = False, []
@@ -282,22 +324,32 @@ class LossCalls(TorchFunctionMode):
             for key, leaf in self._before.items()
         }
 
-    def replay(self, values: dict[int, Tensor], calls: Sequence[RecordedCall] | None = None) -> None:
+    def replay(
+        self,
+        values: dict[int, Tensor],
+        calls: Sequence[RecordedCall] | None = None,
+        numbers: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
         """Make the recorded calls again with other values, by the recorded tensors' ids, and add the results to these.
 
         Args:
             values: tensors of the batch and outputs of the model; a tensor without a value is as it was.
             calls: those of the recorded calls that are made, in their order; None for all.
+            numbers: other values of floats that the script has given to PyTorch, by their ids.
         """
         for call in self._calls if calls is None else calls:
-            args, kwargs = tree_map(partial(_newest, values), (call.args, call.kwargs))
+            args, kwargs = tree_map(partial(_newest, values, numbers), (call.args, call.kwargs))
             with torch.set_grad_enabled(call.gradients), collectives_refused():
                 result = call.func(*args, **kwargs)
             (olds, _), (news, _) = tree_flatten(call.result), tree_flatten(result)
             values.update((id(old), value) for old, value in zip(olds, news, strict=True) if isinstance(old, Tensor))
 
     def gradients(
-        self, loss: Any, values: dict[int, Tensor], outputs: dict[int, Tensor]
+        self,
+        loss: Any,
+        values: dict[int, Tensor],
+        outputs: dict[int, Tensor],
+        numbers: Mapping[int, float] = MappingProxyType({}),
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the loss, and the gradients of outputs, for other values of batch and outputs.
 
@@ -305,6 +357,7 @@ class LossCalls(TorchFunctionMode):
             loss: what the loss function returned, or what the script passed to ``run.backward``.
             values: tensors of the batch by id.
             outputs: the model's outputs by id.
+            numbers: other values of floats that the script has given to PyTorch, by their ids (``numbers``).
 
         Returns:
             The loss (), and a tensor (rows, elements of a row) for each output that the loss depends on.
@@ -312,10 +365,10 @@ class LossCalls(TorchFunctionMode):
         leaves = {key: output.detach().clone().requires_grad_() for key, output in outputs.items()}
         # A view: the script may have written into the outputs in place.
         values = values | {key: leaf.view_as(leaf) for key, leaf in leaves.items()}
-        self.replay(values)
+        self.replay(values, numbers=numbers)
         flat, tree = tree_flatten(loss)
         with torch.enable_grad():
-            outcome = tree_unflatten([_newest(values, value) for value in flat], tree)
+            outcome = tree_unflatten([_newest(values, {}, value) for value in flat], tree)
             objective, start, _ = read_loss(outcome, self.micro_batch)
             # Not around read_loss: its graph's constants cannot be read within a dispatch mode.
             with collectives_refused():
@@ -342,5 +395,7 @@ def alike(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= most)
 
 
-def _newest(values: dict[int, Tensor], value: Any) -> Any:
-    return values.get(id(value), value) if isinstance(value, Tensor) else value
+def _newest(values: Mapping[int, Tensor], numbers: Mapping[int, float], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return values.get(id(value), value)
+    return numbers.get(id(value), value) if numbers and isinstance(value, float | np.floating) else value

@@ -30,6 +30,7 @@ from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.ac_and_compile import has_compiled_code
 from tutti.nn.owned_hooks import OwnedHook
 from tutti.nn.swap import buffers, training_mode
+from tutti.train.script_checks.cancelling_numbers import lines_of_cancelling
 from tutti.train.script_checks.iterator_watch import iterators_unread
 from tutti.train.script_checks.loss_calls import LossCalls
 from tutti.train.script_checks.metric_objects import metric_objects
@@ -91,6 +92,7 @@ class Checks:
 
     Attributes:
         diagnoses: the findings.
+        cancelling: lines of the script whose Python numbers cancel in the loss of the first step.
         looking: whether ``look`` must be called in the next step. With several logical workers that do not step
             together (asynchronous parameter servers) only in the first step.
     """
@@ -103,6 +105,7 @@ class Checks:
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
         self._rates = group_rates(run.gradient_sync.optimizers)
         self._evaluated = self._aside = self._mixing_due = self._in_parts = False
+        self.cancelling = frozenset[str]()
         self._probes: _Probes | None = None
         self._numbers: dict[str, float] = {}
         for hook in _WATCHED.pop(run.model, ()):
@@ -411,6 +414,7 @@ class Checks:
                 probes.calls.finish()
                 if self._in_parts:
                     check_places(probes.calls, loss)
+                    self.cancelling |= lines_of_cancelling(probes.calls, loss)
                 by_targets = mixed_data(probes.calls, loss) if probes.mixing is not None else ""
                 mixes = (probes.mixing is not None and probes.mixing.mixes(loss)) or by_targets
         finally:

@@ -1,4 +1,4 @@
-"""Read the values that the variables of a running script hold."""
+"""Read the values that the variables of a running script hold, and the constants of its code."""
 
 from __future__ import annotations
 
@@ -43,3 +43,13 @@ def script_values() -> Iterator[Any]:
                 if of_script[kind]:
                     yield from list(getattr(value, "__dict__", {}).values())
         frame = frame.f_back
+
+
+def script_constants() -> tuple[Any, ...]:
+    """Return the constants in the code of the innermost function of the script that is running; none outside of one."""
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        if is_script_file(frame.f_code.co_filename):
+            return frame.f_code.co_consts
+        frame = frame.f_back
+    return ()

@@ -1,0 +1,61 @@
+"""Find Python numbers that a loss does not depend on, such as the largest score that a script subtracts by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.data.global_generators import own_generators
+from tutti.parallel.ddp.loss_output import read_loss
+from tutti.train.script_checks.loss_calls import LossCalls, alike
+from tutti.train.script_checks.target_mixing import MOST_ELEMENTS
+
+_MOVES = (1.0, -1.0, 0.37, -0.61)
+"""By how much a number is moved, as multiples of its size, or of 1 where it is smaller (a guess)."""
+_MOST = 16
+"""Largest number of numbers that are moved."""
+
+
+def lines_of_cancelling(record: LossCalls, loss: Any) -> frozenset[str]:
+    """Return the lines of the script whose Python numbers cancel in a loss: with others, gradients are the same.
+
+    An example is the log-sum-exp by hand, ``m + (x - m).exp().sum(1).log()`` with ``m = x.max().item()``: ``m`` is
+    another number in each micro-batch, and the loss is the same for any. The loss is computed again from the recorded
+    calls with each number moved up and down. Its derivative by the number would not tell: that of a variance by the
+    mean that it subtracts is 0.
+
+    Args:
+        record: the calls that have computed the loss, after ``finish``.
+        loss: what the loss function returned, or what the script passed to ``run.backward``.
+
+    Returns:
+        The lines, as ``FILE:LINE``, that give such numbers to sums, differences, products and quotients, and no other
+        number that was computed after a read of the samples' values.
+    """
+    numbers = record.numbers
+    if not numbers or len(numbers) > _MOST or not record.computes(loss) or not record.outputs:
+        return frozenset()
+    if sum(output.numel() for output in record.outputs.values()) > MOST_ELEMENTS:
+        return frozenset()
+    lines, kept = {line for each in numbers.values() for line in each.lines}, set(record.lines_of_others)
+    with suppress(Exception), own_generators():
+        value, found = record.gradients(loss, record.batch_of(None), record.outputs)
+        told, whole = read_loss(loss, record.micro_batch)[0], torch.cat(found, 1)
+        if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False):
+            return frozenset()
+        for key, number in numbers.items():
+            if not all(alike(whole, other) for other in _moved(record, loss, key, float(number.value))):
+                kept |= number.lines
+        return frozenset(lines - kept)
+    return frozenset()
+
+
+def _moved(record: LossCalls, loss: Any, key: int, number: float) -> Iterator[Tensor]:
+    """Yield the gradient of the outputs for each other value of a number."""
+    for move in _MOVES:
+        moved = number + move * max(1.0, abs(number))
+        yield torch.cat(record.gradients(loss, record.batch_of(None), record.outputs, {key: moved})[1], 1)
