@@ -82,7 +82,7 @@ def test_gradients_of_several_optimizers(strategy: str, by: str, when: str) -> N
         assert largest_difference(got, want) <= 1e-10
 
 
-def zeroed(strategy: str, workers: int) -> dict[str, Any]:
+def zeroed(strategy: str, workers: int, plain: bool = False) -> dict[str, Any]:
     """Weights after two epochs of a loop that sets gradients to zero in place."""
     model = made()
     optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -90,14 +90,21 @@ def zeroed(strategy: str, workers: int) -> dict[str, Any]:
     for epoch in range(2):
         for batch in run.microbatches(epoch):
             optimizer.zero_grad(set_to_none=False)
-            run.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+            (Tensor.backward if plain else run.backward)(loss)
             optimizer.step()
     return {name: value.numpy().copy() for name, value in run.state().items()}
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server"])
-def test_zeros_in_place_where_a_rank_has_several_bodies(strategy: str) -> None:
-    """Servers' placeholders that the script has zeroed count as zeros in a body that is not the rank's last."""
-    [want] = worlds.run(1, zeroed, strategy="single", workers=3)
-    for got in worlds.run(2, zeroed, strategy=strategy, workers=3):
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "plain"),
+    [("mirrored", 2, False), ("parameter_server", 2, False), ("mirrored", 2, True), ("mirrored", 3, True)],
+)
+def test_zeros_in_place_where_a_rank_has_several_bodies(strategy: str, ranks: int, plain: bool) -> None:
+    """Servers' placeholders that the script has zeroed count as zeros in a body that is not the rank's last.
+
+    A plain backward adds to zeros the gradient of its micro-batch.
+    """
+    want = worlds.alone(zeroed, strategy="single", workers=3)
+    for got in worlds.run(ranks, zeroed, strategy=strategy, workers=3, plain=plain):
         assert largest_difference(got, want) <= 1e-10

@@ -55,6 +55,8 @@ class GradientOrigin:
         self.is_whole_batch = self.exchanged = False
         # Complete gradients: tensor and version. Weak, since a tensor that the script keeps is copied in a reduction.
         self._complete: dict[nn.Parameter, tuple[ReferenceType[Tensor], int]] = {}
+        # Parameters whose gradient zero_grad(set_to_none=False) has made zeros.
+        self._zeros: set[nn.Parameter] = set()
         # Gradients of a plain loss.backward(): tensor and version.
         self._made: dict[nn.Parameter, tuple[Tensor, int]] = {}
         # Such gradients that earlier bodies have left: tensor, its values, and these weighted by the bodies' shares.
@@ -193,10 +195,16 @@ class GradientOrigin:
         if before is not None and before[0] is gradient and tensor_version(gradient) != before[1] + 1:
             # Zeroed in place since.
             self._left.pop(parameter, None)
+        complete = self._complete.get(parameter)
+        zeroed = parameter in self._zeros and complete is not None and gradient is complete[0]()
+        if zeroed and not isinstance(gradient, IncompleteGradient):
+            # Added to zeros, it is the micro-batch's own. Its memory may be that of others, which change its version.
+            parameter.grad = gradient = gradient.clone()
+            del self._complete[parameter]
+        self._zeros.discard(parameter)
         self._made[parameter] = gradient, tensor_version(gradient)
         if self._error is not None:
             self._unfit[parameter] = gradient, self._error
-        complete = self._complete.get(parameter)
         if parameter not in self._mixed and complete is not None and parameter.grad is complete[0]():
             self._mixed[parameter] = script_line()
 
@@ -213,6 +221,8 @@ class GradientOrigin:
         # Edits through .grad.data change no version: scripts make them in each step, and are found in the first ones.
         is_due = place in ("rank", "slices") and not taken & (taken - 1)
         self._norms = self._norms_here() if place == "sliced_rows" or is_due else {}
+        if self.exchanged:
+            self._zeros.clear()
         self._mixed.clear()
         self._made.clear()
         self._left.clear()
@@ -237,6 +247,7 @@ class GradientOrigin:
         for parameter in members:
             if (zeros := parameter.grad) is not None:
                 # The same on every rank.
+                self._zeros.add(parameter)
                 self._complete[parameter] = ref(zeros), tensor_version(zeros)
 
     # --- gradients that are left for the next body ---
@@ -344,7 +355,8 @@ class GradientOrigin:
             "loss.backward() added one micro-batch's gradient to that of the global batch",
             where=where,
             why="the sum can no longer be told apart, and every rank has another one",
-            remedy="call run.backward(loss) there, or clear the gradients (zero_grad) before optimizer.step()",
+            remedy="call run.backward(loss) there, or clear the gradients before it by zero_grad(), which sets them to"
+            " None",
         )
 
     # --- gradients of FSDP2 ----------------------------------------------------------------------------------------
