@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -344,6 +345,18 @@ def counting(how: str, found: list[str]) -> None:
                 if len(history) // 50 % 2:
                     continue
                 model(inputs).mean().backward()
+        case "first skipped" | "none skipped":
+            settings = SimpleNamespace(first=3 if how == "first skipped" else 0)
+            for at, inputs in enumerate(bodies(found)):
+                if at < settings.first:
+                    continue
+                model(inputs).mean().backward()
+        case "resumed" | "not resumed":
+            first, resumes = (5, "step_5") if how == "resumed" else (None, None)
+            for at, inputs in enumerate(bodies(found)):
+                if resumes and first is not None and at < first:
+                    continue
+                model(inputs).mean().backward()
         case "drawn":
             for inputs in bodies(found):
                 loss = model(inputs).mean()
@@ -404,8 +417,19 @@ def counting(how: str, found: list[str]) -> None:
                     losses[0].backward()
 
 
-COUNTED = ["remainder", "next", "threshold", "length", "drawn", "drawn before"]
-UNCOUNTED = ["logged", "updates", "denominator", "parts", "drawn once", "drawn for a log", "seeded", "keyed"]
+COUNTED = ["remainder", "next", "threshold", "length", "drawn", "drawn before", "first skipped", "resumed"]
+UNCOUNTED = [
+    "none skipped",
+    "not resumed",
+    "logged",
+    "updates",
+    "denominator",
+    "parts",
+    "drawn once",
+    "drawn for a log",
+    "seeded",
+    "keyed",
+]
 
 
 @pytest.mark.parametrize("how", [*COUNTED, *UNCOUNTED])

@@ -263,7 +263,8 @@ def counted_loss(draws: bool) -> str:
 
     To be called while the iterator of the ``for`` loop advances. A loss depends on the number if it is computed from a
     comparison, remainder or floor division of it, as by ``if number % 8 == 0: loss = loss + penalty``, or if its
-    ``backward`` is under such a condition. Functions that the body calls are not searched.
+    ``backward`` is under such a condition. Functions that the body calls are not searched, nor is an ``if`` that a
+    setting of the script switches off, such as ``if number < args.skip`` where ``args.skip`` is 0.
 
     Args:
         draws: whether numbers from a generator of the script's own count, too, as several workers would share it.
@@ -274,24 +275,63 @@ def counted_loss(draws: bool) -> str:
     frame: FrameType | None = calling_frame(1)
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package != "tutti" and (line := _counted_backward(file, frame.f_lineno, draws)):
+        loop = None if package == "tutti" else _loop_to_backward(file, frame.f_lineno)
+        if loop and (line := _counted_backward(loop, file, draws, _switched_off(loop, file, frame))):
             return f"{file}:{line}"
         frame = frame.f_back
     return ""
 
 
 @cache
-def _counted_backward(file: str, line: int, draws: bool) -> int:
-    """Return the line of the ``backward`` that ``counted_loss`` looks for in the loop whose header is at a line."""
+def _loop_to_backward(file: str, line: int) -> ast.For | None:
+    """Return the ``for`` loop whose header is at a line, in a file that calls ``backward``; or None."""
     if not any("backward(" in each for each in linecache.getlines(file)):
         # To parse a library takes tenths of a second.
-        return 0
-    for loop in ast.walk(parsed_source(file)):
-        if isinstance(loop, ast.For) and loop.lineno <= line <= (loop.iter.end_lineno or line):
-            flow = _LossFlow(_Counters(loop, file, draws))
-            flow.follow(loop.body)
-            return flow.line
-    return 0
+        return None
+    loops = (each for each in ast.walk(parsed_source(file)) if isinstance(each, ast.For))
+    return next((each for each in loops if each.lineno <= line <= (each.iter.end_lineno or line)), None)
+
+
+@cache
+def _counted_backward(loop: ast.For, file: str, draws: bool, off: frozenset[int]) -> int:
+    """Return the line of the ``backward`` that ``counted_loss`` looks for in a loop, without the ``if`` at ``off``."""
+    flow = _LossFlow(_Counters(loop, file, draws), off)
+    flow.follow(loop.body)
+    return flow.line
+
+
+def _switched_off(loop: ast.For, file: str, frame: FrameType) -> frozenset[int]:
+    """Return the lines of a loop's ``if`` statements that settings of the script, which the loop leaves, make false."""
+    stored = {ast.unparse(each) for each in ast.walk(loop) if isinstance(getattr(each, "ctx", None), ast.Store)}
+    names = {name: value for name, value in (frame.f_globals | frame.f_locals).items() if name not in stored}
+    counters = _counters(loop, file)
+
+    def is_off(test: ast.expr) -> bool:
+        match test:
+            case ast.BoolOp(op=ast.And(), values=parts):
+                return any(map(is_off, parts))
+            case ast.Compare(left=left, ops=[ast.Lt()], comparators=[bound]) if counters.are_in(left):
+                # A count of bodies is never below 0.
+                return _setting_of(bound, names, stored) == (0,)
+            case ast.Compare(left=left, ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                return _setting_of(left, names, stored) == (None,)
+        return _setting_of(test, names, stored) in ((None,), (0,), ("",))
+
+    return frozenset(each.lineno for each in _conditions(loop) if is_off(each.test))
+
+
+def _setting_of(node: ast.expr, names: dict[str, Any], stored: set[str]) -> tuple[Any, ...]:
+    """Return a constant, or the number, text or None in a variable or attribute that is not ``stored``; () for none."""
+    found: tuple[Any, ...] = ()
+    match node:
+        case ast.Constant(value=value):
+            found = (value,)
+        case ast.Name(id=name) if name in names:
+            found = (names[name],)
+        case ast.Attribute(value=owner, attr=name) if ast.unparse(node) not in stored:
+            kept = getattr(_value_of(owner, names), "__dict__", {})
+            found = (kept[name],) if name in kept else ()
+    return found if all(isinstance(each, int | float | str | None) for each in found) else ()
 
 
 @cache
@@ -454,13 +494,14 @@ class _LossFlow:
 
     Args:
         counters: the loop's counters.
+        off: lines of ``if`` statements whose branch never runs.
 
     Attributes:
         line: of the first ``backward`` of such a value, or under a condition by a counter; 0 for none.
     """
 
-    def __init__(self, counters: _Counters) -> None:
-        self._counters, self._decided = counters, set[str]()
+    def __init__(self, counters: _Counters, off: frozenset[int]) -> None:
+        self._counters, self._decided, self._off = counters, set[str](), off
         self.line = 0
 
     def follow(self, statements: Iterable[ast.stmt], conditional: bool = False) -> bool:
@@ -498,6 +539,8 @@ class _LossFlow:
         return conditional
 
     def _follow_if(self, statement: ast.If, conditional: bool) -> bool:
+        if statement.lineno in self._off:
+            return self.follow(statement.orelse, conditional)
         decides = self._counters.decide(statement.test) or self._depends(statement.test)
         before, skips = set(self._decided), False
         for branch in (statement.body, statement.orelse):
