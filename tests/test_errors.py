@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tutti import errors
-from tutti.errors import ExitCode, MismatchError, TuttiError, did_you_mean
+from tutti.errors import ExitCode, MismatchError, TuttiError, did_you_mean, script_line
 
 CODES = {
     "DONE": 0,
@@ -108,3 +108,13 @@ def test_the_line_of_the_users_own_code_is_not_that_of_a_library() -> None:
         json.loads("{")
     caught.value.__traceback__ = caught.value.__traceback__.tb_next  # type: ignore[union-attr]
     assert errors.own_line_of(caught.value) is None
+
+
+def test_the_line_of_a_loop_around_tqdm_is_the_script_s() -> None:
+    bar, places = pytest.importorskip("tqdm").tqdm, list[str]()
+    names = {"places": places, "script_line": script_line}
+    source = "def items():\n    places.append(script_line())\n    yield 1\n"
+    exec(compile(source, errors.__file__, "exec"), names)
+    for _ in bar(names["items"](), disable=True):
+        pass
+    assert [place.rpartition(":")[0] for place in places] == [__file__]

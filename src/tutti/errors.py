@@ -343,10 +343,11 @@ def script_line() -> str:
 def is_script_file(file: str) -> bool:
     """Return whether a source file is outside of the packages torch and tutti; its path may have folders so named.
 
-    ``contextlib.py`` is none of the user's: its decorators call functions of both packages.
+    ``contextlib.py`` is none of the user's: its decorators call functions of both packages. Nor is the iterator of
+    tqdm, which loops of scripts are written around.
     """
     packages = tuple(sys.modules[name].__file__ for name in ("torch", "tutti") if name in sys.modules)
-    return not file.startswith(_folders(packages)) and not file.endswith("/contextlib.py")
+    return not file.startswith(_folders(packages)) and not file.endswith(("/contextlib.py", "/tqdm/std.py"))
 
 
 @cache
