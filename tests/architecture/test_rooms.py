@@ -20,8 +20,7 @@ LAYERS = (
     "nn optim",
     "comm",
     "launcher",
-    "types errors config native process_context device cgroup host_memory torch_compat python_compat "
-    "distribution",
+    "types errors config native process_context device cgroup host_memory torch_compat python_compat distribution",
 )
 """Rooms by layer, the highest first. A room imports lower layers; of its own layer nothing."""
 
@@ -216,3 +215,17 @@ def test_only_normalisation_asks_whether_a_gradient_is_finite() -> None:
         if isinstance(node, ast.Call) and dotted(node.func) in {"math.isfinite", "torch.isfinite"}
     ]
     assert not wrong, "use finite_by_norm and is_finite of tutti.parallel.normalisation"
+
+
+def test_modules_named_by_the_map_of_a_room_exist() -> None:
+    """``__init__`` of a large room lists its modules by purpose; others it leaves to the reader."""
+    maps = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in SOURCE.rglob("__init__.py")}
+    named = {path: re.findall(r"``([a-z_0-9]+)``", text) for path, text in maps.items() if "Start with" in text}
+    assert len(named) >= 10
+    gone = [
+        f"{path.parent}: {name}"
+        for path, names in named.items()
+        for name in names
+        if not (path.parent / f"{name}.py").exists()
+    ]
+    assert not gone
