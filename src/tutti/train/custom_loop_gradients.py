@@ -24,11 +24,10 @@ from tutti.errors import UsageError, script_line
 from tutti.launcher.heartbeat import Phase
 from tutti.nn.incomplete_gradient import is_zeroed
 from tutti.train.custom_loop_state import Contribution, CustomLoopState, Gradients
-from tutti.train.noise_parts import SilentHook
 from tutti.train.void_body import VoidBody
 from tutti.types.custom_loop_sync import SPLIT_OVER_MODEL, LocalStepSync
 from tutti.types.micro_batch import LossSums, MicroBatch
-from tutti.types.replica_runner import GradientReadyHook
+from tutti.types.replica_runner import GradientReadyHook, SilentHook
 from tutti.types.step_records import StepContext, StepStats
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from tutti.parallel.normalisation import divisor_of_backward, mean_factor
 from tutti.train.partial_state import gathered_state
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossFn, LossSums, MicroBatch
-from tutti.types.replica_runner import ReplicaRunner
+from tutti.types.replica_runner import ReplicaRunner, SilentHook
 from tutti.types.run_context import RunContext
 from tutti.types.step_records import StepContext, StepStats
 
@@ -40,27 +40,6 @@ class StepNoise(NamedTuple):
 
     simple: NoiseEstimate | None = None
     scaled: NoiseEstimate | None = None
-
-
-class SilentHook:
-    """Gradient-ready hook that sends nothing during backward, so that each part's gradient can be measured by itself.
-
-    Takes the place of the strategy's hook in steps whose gradient noise is measured.
-    """
-
-    def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing: in a measured step the reduction of gradients begins in ``GradientSync.reduce_gradients``.
-
-        Args:
-            part: unused.
-        """
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing: in a measured step no gradient is sent before backward ends.
-
-        Args:
-            parameter: unused.
-        """
 
 
 class MeasuredParts:
@@ -411,7 +390,7 @@ def _roots(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor | None]:
 def _squares_of_pieces(own: OwnGradients) -> float:
     """Return this rank's part of Σ g²/(√v̂ + ε) of the reduced gradient."""
     roots = _roots(own.optimizers)
-    pairs = [(piece.tensor.grad, roots.get(piece.tensor)) for piece in (() if own.pieces is None else own.pieces())]
+    pairs = [(piece.tensor.grad, roots.get(piece.tensor)) for piece in (() if own.pieces is None else own.slices())]
     known = [(gradient, root) for gradient, root in pairs if gradient is not None and root is not None]
     return scaled_squares_of([gradient for gradient, _ in known], [root for _, root in known])[1]
 

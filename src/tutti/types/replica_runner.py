@@ -55,6 +55,28 @@ class GradientReadyHook(Protocol):
         """
 
 
+class SilentHook:
+    """Gradient-ready hook that does nothing: gradients are read from ``.grad`` after the backward.
+
+    For strategies whose logical workers step optimizers of their own, or push gradients to servers, in ``end_worker``;
+    and for all strategies in steps whose gradient noise is measured, part by part.
+    """
+
+    def prepare_for_backward(self, part: LossSums | None) -> None:
+        """Do nothing.
+
+        Args:
+            part: unused.
+        """
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Do nothing.
+
+        Args:
+            parameter: unused.
+        """
+
+
 class EditRecords(Protocol):
     """Records, on one rank, of the script's calls of PyTorch that wrote parameters or gradients split over ranks."""
 

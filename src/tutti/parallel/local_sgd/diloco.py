@@ -56,8 +56,7 @@ class DiLoCoSync(LocalSGDSync):
                 worker's inner optimizer, which is the run's optimizer, or None where there is nothing to train.
 
         Returns:
-            This object as the gradient-ready hook, which does nothing: each worker's gradients are used by its own
-            optimizer.
+            A gradient-ready hook that does nothing: each worker's gradients are used by its own optimizer.
 
         Raises:
             MismatchError: ranks hold models with different parameters or buffers.

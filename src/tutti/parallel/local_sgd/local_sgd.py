@@ -41,7 +41,7 @@ from tutti.torch_compat import foreach_copy_, tensor_version
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import OptimizerFactory
-from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner, SilentHook
 from tutti.types.run_context import RunContext
 from tutti.types.saved_state import SavedState
 from tutti.types.step_records import StepContext, StepStats, UpdateResult
@@ -97,8 +97,7 @@ class LocalSGDSync(LocalGradients):
                 nothing to train.
 
         Returns:
-            This object as the gradient-ready hook, which does nothing: each worker's gradients are used by its own
-            optimizer.
+            A gradient-ready hook that does nothing: each worker's gradients are used by its own optimizer.
 
         Raises:
             MismatchError: ranks hold models with different parameters or buffers.
@@ -128,25 +127,7 @@ class LocalSGDSync(LocalGradients):
         self._note_frozen()
         self._make_sums()
         self._step_sums = TreeSum(comm, workers, STEP_SUMS, torch.float64)
-        return self
-
-    def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing before the last backward of a logical worker: local SGD does not send gradients during backward.
-
-        A logical worker (share of the global batch) steps its own copy of the parameters, in ``end_worker``.
-
-        Args:
-            part: unused; loss sums of the worker.
-        """
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing when backward has completed a gradient: local SGD reads all ``.grad`` after backward.
-
-        ``end_worker`` steps the logical worker's own optimizer with them.
-
-        Args:
-            parameter: unused; the parameter whose gradient is complete.
-        """
+        return SilentHook()
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Put a logical worker's own parameters and buffers into the model, before its forwards. Not collective.

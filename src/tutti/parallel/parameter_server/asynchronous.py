@@ -39,7 +39,7 @@ from tutti.torch_compat import foreach_copy_
 from tutti.types.gradient_sync import OwnGradients
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import OptimizerFactory
-from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
+from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner, SilentHook
 from tutti.types.run_context import RunContext
 from tutti.types.saved_state import SavedState
 from tutti.types.shard_spec import TensorSlice
@@ -91,8 +91,7 @@ class AsynchronousServerSync(RemoteGradients):
             make_optimizer: builds the run's optimizer from a list of (name, parameter).
 
         Returns:
-            This object as the gradient-ready hook, which does nothing: ``end_worker`` pushes the gradients after
-            backward.
+            A gradient-ready hook that does nothing: ``end_worker`` pushes the gradients after backward.
 
         Raises:
             MismatchError: ranks hold models with different parameters or buffers.
@@ -124,7 +123,7 @@ class AsynchronousServerSync(RemoteGradients):
         self._guards = self._new_guards()
         self._accrued: dict[int, list[Tensor | None]] = {w: [None] * len(self._trained) for w in mine}
         self._put(mine[0])
-        return self
+        return SilentHook()
 
     def _put(self, worker: int) -> None:
         """Put a worker's parameters into the model."""
@@ -174,26 +173,6 @@ class AsynchronousServerSync(RemoteGradients):
 
     def _extras(self, settings: int) -> Mapping[int, int]:
         return async_floats(len(self._trained), settings)
-
-    def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing: ``end_worker`` pushes the gradients to the parameter servers, once backward is complete.
-
-        Called before the last backward of each logical worker in a step, where other strategies prepare the reduction
-        of gradients. A logical worker is one of N fixed shares of the global batch.
-
-        Args:
-            part: unused; loss sums of the worker.
-        """
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing when backward has completed the gradient of ``parameter``.
-
-        ``end_worker`` reads ``.grad`` of all parameters after the whole backward, and pushes them to the parameter
-        servers.
-
-        Args:
-            parameter: unused; the parameter whose gradient is complete.
-        """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         """Make the model compute with the parameters that logical worker ``worker`` read last from the servers.
