@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from tutti.process_context import Identity
 STATE = {"model": {"weight": torch.zeros(2)}}
 
 
-def saver(folder: Path, store: dist.Store, timeout: float, rank: int = 0, size: int = 1) -> CheckpointManager:
+def saver(
+    folder: Path, store: dist.Store, timeout: float, rank: int = 0, size: int = 1, most_failures: int = 1
+) -> CheckpointManager:
     comm: Any = SimpleNamespace(
         rank=rank,
         broadcast_json=lambda value, root, text: value if text.startswith("folder") else ["token", str(folder)],
@@ -31,7 +34,7 @@ def saver(folder: Path, store: dist.Store, timeout: float, rank: int = 0, size: 
         lost_ranks=dict,
     )
     world = World(Identity(rank, size), torch.device("cpu"), store, timeout, owned=False)
-    return CheckpointManager(comm, folder, world, keep=1, warn=lambda text: None, most_failures=1)
+    return CheckpointManager(comm, folder, world, keep=1, warn=lambda text: None, most_failures=most_failures)
 
 
 def test_a_long_write_outlasts_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +90,23 @@ def test_a_rank_that_waits_for_a_slow_one(progress: bool, tmp_path: Path, monkey
                 saves.wait()
         finish.set()
     assert (tmp_path / "step-00000001").is_dir() == progress
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_whose_disk_is_full(rank: int, tmp_path: Path) -> None:
+    """At the first failure, and as a full disk: the other ranks would wait in vain, and name a host that is silent."""
+
+    class Store(dist.HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistStoreError("No space left on device")
+
+    store = Store()
+    # By which rank 0 lets rank 1 write.
+    dist.HashStore.set(store, "save/token/1/open", json.dumps([str(tmp_path), ""]))
+    saves = saver(tmp_path, store, 10, rank, 2, most_failures=3)
+    saves.write(1, STATE, {"config_sha256": "0" * 64})
+    with pytest.raises(DiskError, match="key-value store cannot be written: No space left"):
+        saves.wait()
 
 
 def test_a_store_that_does_not_answer(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import secrets
 import socket
 import threading
@@ -78,7 +79,7 @@ class CheckpointManager:
         self.best = best
         self._thread: threading.Thread | None = None
         self._written, self._held = threading.Event(), False
-        self._outcome = ""
+        self._outcome = self._store_failure = ""
         self._failures = 0
         self._verified: set[Path] = set()
         self.saved_step, self.failure = -1, ""
@@ -165,7 +166,8 @@ class CheckpointManager:
         A failed save is only a warning, until ``most_failures`` in a row (an argument of the constructor) have failed.
 
         Raises:
-            DiskError: ``most_failures`` consecutive saves have failed.
+            DiskError: ``most_failures`` consecutive saves have failed, or the file of the job's key-value store cannot
+                be written.
             PeerError: the job's key-value store, on rank 0's host, does not answer within the job's timeout.
         """
         if self._thread is None:
@@ -185,6 +187,14 @@ class CheckpointManager:
                     )
                 self._thread.join(self._world.timeout)
         self._thread, self.failure = None, self._outcome
+        if self._store_failure:
+            # The other ranks wait for what this one could not tell them.
+            raise DiskError(
+                "the job's key-value store cannot be written",
+                where=os.environ.get("TUTTI_STORE"),
+                why=self._store_failure,
+                remedy="free space there, or set TMPDIR to a folder on another disk, then --resume",
+            )
         if not self.failure:
             self._failures = 0
             log.debug("the checkpoint of step %s is on disk in %s", self.saved_step, self.folder)
@@ -253,6 +263,7 @@ class CheckpointManager:
             self._outcome = self._await(key, "done")
         except Exception as error:
             self._outcome = _reason(error)
+            self._store_failure = str(error) if type(error).__name__ == "DistStoreError" else ""
         finally:
             self._written.set()
             heartbeat.saving.enter(Phase.IDLE)
