@@ -26,7 +26,8 @@ def lines_of_cancelling(record: LossCalls, loss: Any) -> frozenset[str]:
     An example is the log-sum-exp by hand, ``m + (x - m).exp().sum(1).log()`` with ``m = x.max().item()``: ``m`` is
     another number in each micro-batch, and the loss is the same for any. The loss is computed again from the recorded
     calls with each number moved up and down. Its derivative by the number would not tell: that of a variance by the
-    mean that it subtracts is 0.
+    mean that it subtracts is 0. A number does not count as cancelling where the results of the calls that take it have
+    no part in the loss either, or next to none, as those of a term whose weight grows from 0 during the run.
 
     Args:
         record: the calls that have computed the loss, after ``finish``.
@@ -48,7 +49,8 @@ def lines_of_cancelling(record: LossCalls, loss: Any) -> frozenset[str]:
         if not torch.allclose(value, told.detach(), rtol=1e-6, equal_nan=False):
             return frozenset()
         for key, number in numbers.items():
-            if not all(alike(whole, other) for other in _moved(record, loss, key, float(number.value))):
+            cancels = all(alike(whole, other) for other in _moved(record, loss, key, float(number.value)))
+            if not cancels or not _has_part(record, loss, key, value, whole):
                 kept |= number.lines
         return frozenset(lines - kept)
     return frozenset()
@@ -59,3 +61,15 @@ def _moved(record: LossCalls, loss: Any, key: int, number: float) -> Iterator[Te
     for move in _MOVES:
         moved = number + move * max(1.0, abs(number))
         yield torch.cat(record.gradients(loss, record.batch_of(None), record.outputs, {key: moved})[1], 1)
+
+
+def _has_part(record: LossCalls, loss: Any, key: int, value: Tensor, whole: Tensor) -> bool:
+    """Return whether each call that takes a number has a part in the loss: with another result of it the loss differs.
+
+    Args:
+        record, loss: as for ``lines_of_cancelling``.
+        key: the number's id.
+        value, whole: the loss (), and the gradient of the outputs.
+    """
+    others = [record.gradients(loss, record.batch_of(None), record.outputs, moved=c) for c in record.calls_with(key)]
+    return all(not (alike(whole, torch.cat(found, 1)) and alike(value, other)) for other, found in others)

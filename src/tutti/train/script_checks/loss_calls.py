@@ -329,6 +329,7 @@ class LossCalls(TorchFunctionMode):
         values: dict[int, Tensor],
         calls: Sequence[RecordedCall] | None = None,
         numbers: Mapping[int, float] = MappingProxyType({}),
+        moved: RecordedCall | None = None,
     ) -> None:
         """Make the recorded calls again with other values, by the recorded tensors' ids, and add the results to these.
 
@@ -336,12 +337,16 @@ class LossCalls(TorchFunctionMode):
             values: tensors of the batch and outputs of the model; a tensor without a value is as it was.
             calls: those of the recorded calls that are made, in their order; None for all.
             numbers: other values of floats that the script has given to PyTorch, by their ids.
+            moved: one of the recorded calls, to whose result other values are added, unequal and of its size.
         """
         for call in self._calls if calls is None else calls:
             args, kwargs = tree_map(partial(_newest, values, numbers), (call.args, call.kwargs))
             with torch.set_grad_enabled(call.gradients), collectives_refused():
                 result = call.func(*args, **kwargs)
-            (olds, _), (news, _) = tree_flatten(call.result), tree_flatten(result)
+            (olds, _), (news, _) = (
+                tree_flatten(call.result),
+                tree_flatten(tree_map(_moved, result) if call is moved else result),
+            )
             values.update((id(old), value) for old, value in zip(olds, news, strict=True) if isinstance(old, Tensor))
 
     def gradients(
@@ -350,6 +355,7 @@ class LossCalls(TorchFunctionMode):
         values: dict[int, Tensor],
         outputs: dict[int, Tensor],
         numbers: Mapping[int, float] = MappingProxyType({}),
+        moved: RecordedCall | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the loss, and the gradients of outputs, for other values of batch and outputs.
 
@@ -358,6 +364,7 @@ class LossCalls(TorchFunctionMode):
             values: tensors of the batch by id.
             outputs: the model's outputs by id.
             numbers: other values of floats that the script has given to PyTorch, by their ids (``numbers``).
+            moved: one of the recorded calls, to whose result other values are added, as by ``replay``.
 
         Returns:
             The loss (), and a tensor (rows, elements of a row) for each output that the loss depends on.
@@ -365,7 +372,7 @@ class LossCalls(TorchFunctionMode):
         leaves = {key: output.detach().clone().requires_grad_() for key, output in outputs.items()}
         # A view: the script may have written into the outputs in place.
         values = values | {key: leaf.view_as(leaf) for key, leaf in leaves.items()}
-        self.replay(values, numbers=numbers)
+        self.replay(values, numbers=numbers, moved=moved)
         flat, tree = tree_flatten(loss)
         with torch.enable_grad():
             outcome = tree_unflatten([_newest(values, {}, value) for value in flat], tree)
@@ -374,6 +381,12 @@ class LossCalls(TorchFunctionMode):
             with collectives_refused():
                 found = torch.autograd.grad(objective, list(leaves.values()), start, allow_unused=True)
         return objective.detach(), [each.reshape(len(each), -1) for each in found if each is not None]
+
+    def calls_with(self, number: int) -> list[RecordedCall]:
+        """Return the recorded calls that were given a float, by its id."""
+        return [
+            call for call in self._calls if any(id(leaf) == number for leaf in leaves_of_call(call.args, call.kwargs))
+        ]
 
     def leading_to(self, wanted: Sequence[Tensor]) -> list[RecordedCall]:
         """Return the recorded calls that have computed tensors, the last one first."""
@@ -393,6 +406,16 @@ def alike(one: Tensor, other: Tensor) -> bool:
     """
     most = _SMALL * torch.maximum(one.abs().max(), other.abs().max())
     return bool((one - other).abs().max() <= most)
+
+
+def _moved(value: Any) -> Any:
+    """Add unequal positive values, of the size of its largest element, to a tensor of floats."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return value
+    size = value.detach().abs().max().clamp(min=1.0)
+    return value + size * torch.linspace(0.1, 1.0, value.numel(), dtype=value.dtype, device=value.device).view(
+        value.shape
+    )
 
 
 def _newest(values: Mapping[int, Tensor], numbers: Mapping[int, float], value: Any) -> Any:
