@@ -119,11 +119,20 @@ CONSTANT: dict[str, Loss] = {
     "sum": lambda out, want: (out - want).square().sum() / BATCH,
     "loss function": lambda out, want: functional.mse_loss(out, want, reduction="sum") / BATCH,
     "factors": lambda out, want: 0.3 * (out - want).abs().sum() * (1 / BATCH),
+    "beside a size": lambda out, want: (out.view(len(out), 2) - want).square().sum() / BATCH,
     "two terms": lambda out, want: functional.mse_loss(out, want) + (out.abs().sum() + out.square().sum()) / BATCH,
 }
 UNEVEN: dict[str, tuple[Loss, str]] = {
     "half a sum": (lambda out, want: 0.5 * (out - want).square().sum(), "times 0.5|a sum over"),
     "twice a sum": (lambda out, want: (out - want).square().sum() * 2, "times 2"),
+    "half a sum, beside a size": (
+        lambda out, want: 0.5 * (out.view(len(out), 2) - want).square().sum(),
+        "times 0.5|a sum over",
+    ),
+    "twice a sum, beside a size": (
+        lambda out, want: 2 * (out.view(len(out), 2) - want).square().sum(),
+        "a sum over|times 2",
+    ),
     "a hundredth of a loss": (
         lambda out, want: 0.01 * functional.mse_loss(out, want, reduction="sum"),
         "times 0.01|a sum over",
@@ -210,6 +219,7 @@ OF_SAMPLES: dict[str, Loss] = {
     "mean times a constant beside a size": lambda out, want: 4 * by_sample(out, want).mean() + 0 * out.sum() / len(out),
     "half the mean": lambda out, want: (out - want).square().sum() / (2 * len(out)),
     "half the mean by size": halved_size,
+    "half by a factor": lambda out, want: 0.5 * (out - want).square().sum() / len(out),
     "half the mean in a module": Halved(),
     "mean, halved by a constant": lambda out, want: functional.mse_loss(out, want) / BATCH,
 }

@@ -315,6 +315,102 @@ def test_the_loss_of_a_single_sample_is_that_of_the_same_sample_twice() -> None:
                     assert each[0] == 0 and "no mean over samples" in str(each[1]), (name, each)
 
 
+HALF = BATCH // 2
+
+
+def sum_of_parts(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for part in errors(net(inputs), want).split(4):
+        total = total + part.mean()
+    return total / 6
+
+
+def mean_of_parts(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    parts = errors(net(inputs), want).split(4)
+    return sum((part.mean() for part in parts), torch.zeros(())) / len(parts)
+
+
+def shares_of_parts(net: nn.Module, inputs: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    pairs = zip(inputs.split(4), want.split(4), strict=True)
+    return sum((mse(net(x), y) * (len(x) / len(inputs)) for x, y in pairs), torch.zeros(()))
+
+
+WRITTEN: dict[str, tuple[Loss, str]] = {
+    "half the batch, beside a size": (lambda net, x, want, kind: mse(net(x.view(len(x), 5))[:12], want[:12]), "places"),
+    "half the batch by name": (lambda net, x, want, kind: mse(net(x.view(len(x), 5))[:HALF], want[:HALF]), "places"),
+    "a mask that all places have": (
+        lambda net, x, want, kind: (errors(net(x), want) * (torch.arange(len(x)) < 12)).mean(),
+        "places",
+    ),
+    "weights by a mask": (
+        lambda net, x, want, kind: (
+            errors(net(x), want) * torch.where(torch.arange(x.size(0)) < HALF, 1.0, 0.5).double()
+        ).mean(),
+        "places",
+    ),
+    "a sum of means of parts": (sum_of_parts, "parts of a constant size"),
+    "sums of parts": (
+        lambda net, x, want, kind: sum((part.sum() for part in errors(net(x), want).split(4)), torch.zeros(())) / BATCH,
+        "parts of a constant size",
+    ),
+    "inputs in parts": (
+        lambda net, x, want, kind: sum(
+            (mse(net(a), b) / 6 for a, b in zip(x.split(4), want.split(4), strict=True)), torch.zeros(())
+        ),
+        "parts of a constant size",
+    ),
+    "slices by the size": (lambda net, x, want, kind: mse(net(x)[: x.shape[0]], want[: len(x)]), ""),
+    "a mask by the size": (
+        lambda net, x, want, kind: (errors(net(x), want) * (torch.arange(len(x)) < len(x))).mean(),
+        "",
+    ),
+    "a mask of the first place on": (
+        lambda net, x, want, kind: (errors(net(x), want) * (torch.arange(len(x)) >= 0)).mean(),
+        "",
+    ),
+    "a mean of parts": (mean_of_parts, ""),
+    "shares of parts": (shares_of_parts, ""),
+    "a mean over parts": (
+        lambda net, x, want, kind: torch.stack([part.mean() for part in errors(net(x), want).split(4)]).mean(),
+        "",
+    ),
+    "two equal parts": (
+        lambda net, x, want, kind: sum((part.mean() for part in errors(net(x), want).chunk(2)), torch.zeros(())) / 2,
+        "",
+    ),
+}
+
+
+def train_written(strategy: str, micro_batch: int | None, how: str) -> list[Any]:
+    return [trained(loss, made(), strategy, micro_batch, how) for loss, _ in WRITTEN.values()]
+
+
+def plain_written() -> list[Any]:
+    found = []
+    for loss, _ in WRITTEN.values():
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in global_batches(dataset(), BATCH, 0):
+            optimizer.zero_grad()
+            loss(model, *batch).backward()
+            optimizer.step()
+        found.append([float(value.sum()) for value in model.state_dict().values()])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "micro", "how"), [(1, "single", 12, "run.backward"), (3, "mirrored", None, "step")]
+)
+def test_numbers_that_the_source_has_are_no_sizes(ranks: int, strategy: str, micro: int | None, how: str) -> None:
+    want = worlds.alone(plain_written)
+    for found in worlds.run(ranks, train_written, strategy=strategy, micro_batch=micro, how=how):
+        for (name, (_, refused)), each, of_plain in zip(WRITTEN.items(), found, want, strict=True):
+            if refused:
+                assert each[0] == 0 and refused in str(each[1]), (name, each)
+            else:
+                assert each == pytest.approx(of_plain, abs=1e-12), (name, each)
+
+
 def test_listed_rows_are_no_groups_of_neighbours() -> None:
     """Of four samples rows 0 and 2 are also the first of each pair."""
     [found] = worlds.run(1, train_all, names=["listed rows"], strategy="single", micro_batch=4, how="run.backward")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import tutti
 from tests import worlds
 from tests.scripts.oracle import global_batches
 from tests.train.test_places_of_samples import BATCH, PLACES, dataset, errors, made, trained
@@ -49,6 +50,12 @@ def advantages(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
     reward = want[:, 0]
     chosen = net(x).log_softmax(1)[:, 0]
     return -((reward - reward.mean().item()) / math.sqrt(float(reward.var()) + 1e-8) * chosen).mean()
+
+
+def beside_single_ones(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """A number of all samples, in a body that reads a single one, too."""
+    each, first = errors(net(x), want), kind[0].item()
+    return each.mean() * each.mean().item() + 0 * first
 
 
 def decided(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
@@ -100,6 +107,7 @@ REFUSED: dict[str, Loss] = {
     "weights by counts": counted,
     "normalised advantages": advantages,
     "a factor of the loss": decided,
+    "beside a single sample": beside_single_ones,
     "a smoothing by the share": lambda net, x, want, kind: functional.cross_entropy(
         net(x), kind, label_smoothing=0.1 * float((kind == 1).double().mean())
     ),
@@ -208,6 +216,129 @@ def test_numbers_of_single_samples_counts_and_logs_are_right(place: int) -> None
     for found in worlds.run(ranks, train_all, names=names, strategy=strategy, micro_batch=micro, how=how):
         for name, each, of_plain in zip(names, found, want, strict=True):
             assert each == pytest.approx(of_plain, abs=1e-12), name
+
+
+def doubled(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    loss = mse(net(x), want)
+    if loss.item() > 1.3:
+        loss = 2 * loss
+    return loss
+
+
+def doubled_tensor(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    out = net(x)
+    loss = mse(out, want)
+    if loss > 1.3:
+        loss += out.abs().mean()
+    return loss
+
+
+def by_accuracy(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    out = net(x)
+    accuracy = (out.argmax(1) == kind).double().mean().item()
+    loss = functional.cross_entropy(out, kind)
+    return loss if 1 - accuracy < 0.7 else loss + 0.1 * out.square().mean()
+
+
+def bounded(loss: Tensor) -> Tensor:
+    """A function that the loss function calls."""
+    if float(loss) > 1.3:
+        return loss.log1p()
+    return loss
+
+
+def finite(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    loss = mse(net(x), want)
+    if not math.isfinite(loss.item()) or loss.item() == float("inf") or loss != loss:
+        loss = loss * 0
+    return loss
+
+
+def if_any(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    each = errors(net(x), want)
+    loss, found = each.mean(), (kind == 1).sum().item()
+    if found > 0 and (kind == 1).any():
+        loss = loss + 0.5 * (each * (kind == 1)).sum() / len(x)
+    return loss
+
+
+def grade(loss: Tensor) -> str:
+    return "high" if loss.item() > 1.3 else "low"
+
+
+def graded(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """Conditions for a log alone."""
+    loss, best = mse(net(x), want), 9.0
+    if loss.item() < best:
+        best = loss.item()
+    assert grade(loss) in ("high", "low") and best < 9
+    return loss
+
+
+def one_by_one(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    each, total = errors(net(x), want), torch.zeros((), dtype=torch.float64)
+    for k in range(len(x)):
+        if each[k].item() > 1.3:
+            total = total + each[k]
+    return total / len(x)
+
+
+BRANCHES: dict[str, tuple[Loss, bool]] = {
+    "a loss that is doubled": (doubled, False),
+    "a term by a tensor": (doubled_tensor, False),
+    "a term by the accuracy": (by_accuracy, False),
+    "in a function": (lambda net, x, want, kind: bounded(mse(net(x), want)), False),
+    "finite": (finite, True),
+    "any of a kind": (if_any, True),
+    "for a log": (graded, True),
+    "samples one by one": (one_by_one, True),
+}
+
+
+def exchanged(net: nn.Module, x: Tensor, want: Tensor, kind: Tensor) -> Tensor:
+    """A condition on the mean of all ranks."""
+    loss = mse(net(x), want)
+    return loss * 2 if tutti.allreduce(loss.detach()).item() > 1.3 else loss
+
+
+def train_exchanged(how: str) -> Any:
+    return trained(exchanged, made(), "mirrored", None, how)
+
+
+def train_branches(strategy: str, micro_batch: int | None, how: str) -> list[Any]:
+    return [trained(loss, made(), strategy, micro_batch, how) for loss, _ in BRANCHES.values()]
+
+
+def plain_branches() -> list[Any]:
+    found = []
+    for loss, _ in BRANCHES.values():
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in global_batches(dataset(), BATCH, 0):
+            optimizer.zero_grad()
+            loss(model, *batch).backward()
+            optimizer.step()
+        found.append([float(value.sum()) for value in model.state_dict().values()])
+    return found
+
+
+@pytest.mark.parametrize("place", range(len(PLACES)))
+def test_conditions_on_a_number_of_all_samples_are_refused_where_they_decide_on_the_loss(place: int) -> None:
+    ranks, strategy, micro, how = PLACES[place]
+    how, want = "step" if how == "step" else "run.backward", worlds.alone(plain_branches)
+    for found in worlds.run(ranks, train_branches, strategy=strategy, micro_batch=micro, how=how):
+        for (name, (_, is_right)), each, of_plain in zip(BRANCHES.items(), found, want, strict=True):
+            if is_right:
+                assert each == pytest.approx(of_plain, abs=1e-12), (name, each)
+            else:
+                assert each[0] == 0 and "a condition on a number of all samples" in str(each[1]), (name, each)
+                assert "test_sample_reads.py:" in each[1], (name, each)
+
+
+def test_a_condition_on_a_number_of_all_ranks_is_right() -> None:
+    want = worlds.alone(plain_branches)[0]
+    for ranks, how in ((2, "run.backward"), (3, "step")):
+        assert worlds.run(ranks, train_exchanged, how=how) == [pytest.approx(want, abs=1e-12)] * ranks
 
 
 DRAWN: dict[str, Loss] = {

@@ -253,7 +253,9 @@ def _check_sums(root: Any, samples: int) -> None:
             ahead += [(each, host_divisor(node)) for each in before]
 
 
-def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool], may_scale: bool) -> bool:
+def undivided_sum(
+    root: Any, samples: int, may_divide: Callable[[Tensor], bool], may_scale: Callable[[float], bool]
+) -> bool:
     """Return whether a loss has a sum over samples that neither a number nor a constant tensor has divided.
 
     The sum may be one of a tensor, an inner product, one of as many pieces as there are samples, such as in
@@ -266,8 +268,8 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
         samples: number of samples of the micro-batch.
         may_divide: function of a constant factor of several elements, which returns whether it may already include 1 /
             samples, and of a divisor of one element, which returns whether it is a sum over the samples.
-        may_scale: whether a constant factor above 1 may be (samples of the whole data set) / (samples of the batch),
-            and so count as a division.
+        may_scale: function that returns whether a constant may come from the number of samples. A factor above 1 may
+            then be (samples of the whole data set) / (samples of the batch), and so counts as a division.
     """
     known = _Dividers(samples, may_divide, may_scale)
     ahead: list[tuple[Any, int, tuple[float, ...]]] = [(root, 0, ())]
@@ -296,7 +298,7 @@ def undivided_sum(root: Any, samples: int, may_divide: Callable[[Tensor], bool],
             adds = adds and not _of_stack(node, samples)
         if adds:
             constant = constant_operand(node)
-            is_divided = any(known.is_size(each) or (may_scale and abs(each) < 1) for each in divisors)
+            is_divided = any(known.is_size(each) or (abs(each) < 1 and may_scale(each)) for each in divisors)
             is_divided |= constant is not None and constant.numel() > 1 and known.may_be_in(constant, inverse=True)
             if not (is_divided or _is_divided(inputs, samples, known)):
                 return True
@@ -379,16 +381,17 @@ class _Dividers(NamedTuple):
     Attributes:
         samples: number of samples of the micro-batch.
         may_divide: function that returns whether a constant of several elements may have done so.
-        reads_sizes: whether a number of one or two may be the number of samples, and no constant of a formula.
+        may_scale: function that returns whether a constant may come from the number of samples; one or two may be of a
+            formula.
     """
 
     samples: int
     may_divide: Callable[[Tensor], bool]
-    reads_sizes: bool
+    may_scale: Callable[[float], bool]
 
     def is_size(self, number: float) -> bool:
         """Return whether a divisor may be a multiple of the number of samples."""
-        return (self.samples > 2 or self.reads_sizes) and _is_multiple(number, self.samples)
+        return (self.samples > 2 or self.may_scale(number)) and _is_multiple(number, self.samples)
 
     def may_be_in(self, constant: Tensor, inverse: bool) -> bool:
         """Return whether a factor (``inverse``) or a divisor of several elements may have divided by the samples."""

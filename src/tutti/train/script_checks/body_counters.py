@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from types import FrameType, FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -94,7 +94,7 @@ def setting_condition(updates: int) -> str:
     Returns:
         The ``if`` or the call as ``FILE:LINE``; an empty text for none.
     """
-    for frame, loop in _looping_frames():
+    for frame, loop in looping_frames():
         file = frame.f_code.co_filename
         counters, names = _counters(loop, file), {**frame.f_globals, **frame.f_locals}
         for each in _conditions(loop):
@@ -231,12 +231,16 @@ def _is_numbered(loop: ast.For | ast.While) -> bool:
 
 def _running_loops() -> Iterator[tuple[str, int, ast.For]]:
     """Yield the loops over ``microbatches`` that are running, innermost first, with their files and present lines."""
-    for frame, loop in _looping_frames():
+    for frame, loop in looping_frames():
         yield frame.f_code.co_filename, frame.f_lineno, loop
 
 
-def _looping_frames() -> Iterator[tuple[FrameType, ast.For]]:
-    """Yield the loops over ``microbatches`` that are running, innermost first, with their frames."""
+def looping_frames() -> Iterator[tuple[FrameType, ast.For]]:
+    """Yield the loops over ``microbatches`` that are running, innermost first, with their frames.
+
+    Yields:
+        A frame, and the syntax tree of the loop in its source.
+    """
     frame: FrameType | None = calling_frame(1)
     while frame is not None:
         for loop in _loops(frame.f_code.co_filename):
@@ -295,7 +299,7 @@ def _loop_to_backward(file: str, line: int) -> ast.For | None:
 @cache
 def _counted_backward(loop: ast.For, file: str, draws: bool, off: frozenset[int]) -> int:
     """Return the line of the ``backward`` that ``counted_loss`` looks for in a loop, without the ``if`` at ``off``."""
-    flow = _LossFlow(_Counters(loop, file, draws), off)
+    flow = LossFlow(_Counters(loop, file, draws), off=off)
     flow.follow(loop.body)
     return flow.line
 
@@ -489,19 +493,30 @@ def _is_count(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("count", "itertools.count")
 
 
-class _LossFlow:
-    """Follows, through the statements of a loop's body, the values that a counter of bodies decides on, up to a loss.
+class Deciders(Protocol):
+    """Numbers of a script by which it may choose between statements: ``LossFlow`` follows their conditions."""
+
+    def decide(self, node: ast.AST) -> bool:
+        """Return whether an expression has a comparison, or the like, of one of the numbers."""
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Follow an assignment of a value, which may be computed from one of the numbers, to a variable."""
+
+
+class LossFlow:
+    """Follows, through the statements of a loop's body or a function, what numbers decide on, up to a loss.
 
     Args:
-        counters: the loop's counters.
+        counters: the numbers, such as the loop's counters.
+        returns: whether a value that a function returns counts as the loss.
         off: lines of ``if`` statements whose branch never runs.
 
     Attributes:
-        line: of the first ``backward`` of such a value, or under a condition by a counter; 0 for none.
+        line: of the first ``backward`` (or ``return``) of such a value, or under a condition by a number; 0 for none.
     """
 
-    def __init__(self, counters: _Counters, off: frozenset[int]) -> None:
-        self._counters, self._decided, self._off = counters, set[str](), off
+    def __init__(self, counters: Deciders, returns: bool = False, off: frozenset[int] = frozenset()) -> None:
+        self._counters, self._decided, self._returns, self._off = counters, set[str](), returns, off
         self.line = 0
 
     def follow(self, statements: Iterable[ast.stmt], conditional: bool = False) -> bool:
@@ -534,6 +549,8 @@ class _LossFlow:
                         conditional |= self.follow((s for s in inner if isinstance(s, ast.stmt)), conditional)
                 case ast.Continue():
                     return conditional
+                case ast.Return(value=ast.expr() as value) if self._returns and (conditional or self._depends(value)):
+                    self.line = self.line or each.lineno
                 case ast.Expr():
                     self._note_calls(each, conditional)
         return conditional

@@ -62,6 +62,8 @@ _MOST = 4096
 """Most autograd nodes of a loss that are looked at (a guess)."""
 _CONSTANT = 3
 """Fewest watched steps with one tensor after which another one at the turn of an epoch counts as kept (a guess)."""
+_ALL = "all samples"
+"""Origin of a number of all samples of a micro-batch."""
 _STEP = ".step() in "
 """Words between the class of an optimizer and the line of its step."""
 
@@ -262,6 +264,8 @@ class CrossStepWatch(LossWatch):
         if self._active and (total := tensor_of_loss(loss)) is not None:
             origin = self._joined([total], with_ints=False)
             kept = origin.kept - self._states
+            if self._run.gradient_sync.loss_normalisation == "step":
+                self._reads.check_branches(loss, self._run.global_step + 1)
             if self._alone:
                 for each in kept & self._leaves_among_kept(total):
                     self._refuse_trained(each.line)
@@ -419,7 +423,10 @@ class CrossStepWatch(LossWatch):
             return self._note_in_backward(func, args, kwargs) if self._in_backward else func(*args, **kwargs)
         self.note_call(func, args)
         # Buffers of code that exchanges tensors over ranks differ between ranks.
-        if func in METADATA or (caller := calling_module(calling_frame(1))).startswith(EXCHANGING):
+        if func in METADATA:
+            return func(*args, **kwargs)
+        if (caller := calling_module(calling_frame(1))).startswith(EXCHANGING):
+            self._reads.leave_out(leaves_of_call(args, kwargs))
             return func(*args, **kwargs)
         if roots := roots_of_backward(func, args, kwargs):
             for loss, _ in roots:
@@ -437,11 +444,16 @@ class CrossStepWatch(LossWatch):
         if of_script:
             self._plain.note(name, args, kwargs, result, origin.samples)
             self._reads.note(name, args, kwargs, result, origin.samples)
+        else:
+            self._reads.follow(given, leaves_of_call((result,)))
         if func in (Tensor.item, Tensor.tolist):
             if self._steps > FIRST:
                 # To make them plain takes tenths of a second.
                 return result
-            origins = {each: "" for each in origin.kept} | ({self._steps: ""} if origin.samples else {})
+            origins: dict[Any, str] = {each: "" for each in origin.kept}
+            if origin.samples:
+                origins |= {self._steps: ""}
+                origins |= {_ALL: ""} if of_script and self._reads.last_of_all else {}
             return tree_map(lambda value: self._numbers.follow(value, origins), result) if origins else result
         written = [leaf for leaf, old, new in zip(given, before, tensor_versions(given), strict=True) if old != new]
         for memory in memories_of(written) - self._own - self._batch:
@@ -529,7 +541,8 @@ class CrossStepWatch(LossWatch):
         if any(isinstance(each, int) and each < self._steps for each in number.origins):
             return _Origin(frozenset((_Kept(script_line(), name_key(repr(float(number)))),)), samples=True)
         kept = frozenset(each for each in number.origins if isinstance(each, _Kept))
-        numbers = [self._plain.number_of_samples(number)] if self._reads.are_of_all else []
+        of_all = self._reads.are_of_all or _ALL in number.origins
+        numbers = [self._plain.number_of_samples(number)] if of_all else []
         return _Origin(kept, samples=True, numbers=frozenset(numbers))
 
     def _origin_of(self, tensor: Tensor) -> _Origin:

@@ -255,6 +255,8 @@ class CrossWorkerWatch(LossWatch):
     def _compared(self, func: Any, args: Any, kwargs: Any, result: Any, of_samples: bool) -> MicroBatchKey | None:
         """Return the micro-batch whose code has given other numbers to the same call of PyTorch; None for none."""
         if tutti_caller(__name__) is not None:
+            given = (each for each in leaves_of_call(args, kwargs) if isinstance(each, Tensor))
+            self._reads.follow(given, leaves_of_call((result,)))
             return None
         name = getattr(func, "__name__", "")
         self._reads.note(name, args, kwargs, result, of_samples)
@@ -336,6 +338,8 @@ class CrossWorkerWatch(LossWatch):
         self._follow_counts()
         if (total := tensor_of_loss(loss)) is None:
             return
+        if self._run.gradient_sync.loss_normalisation == "step":
+            self._reads.check_branches(loss, self._run.global_step + 1)
         origins = self._origins([total])
         whole = self._run.context.comms.model.size == 1 and not self._run.replica.sharded
         if whole and self._finds_counters and (first := self._trace.other_graph(total)) is not None:

@@ -20,9 +20,10 @@ from tutti.nn.script_mode import SIZES, asked_by_script
 from tutti.nn.written_tensors import METADATA
 from tutti.parallel.ddp.loss_output import read_loss
 from tutti.torch_compat import leave_function_mode, tensor_versions, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from tutti.train.script_checks.loss_watch import leaves_of_call
+from tutti.train.script_checks.loss_watch import SCALING, leaves_of_call
 from tutti.train.script_checks.script_variables import script_constants, script_values
 from tutti.train.script_checks.storage_records import TensorSet
+from tutti.train.script_checks.written_numbers import written_numbers
 from tutti.types.micro_batch import MicroBatch
 
 _CALLS = 2_000
@@ -71,6 +72,8 @@ class RecordedCall(NamedTuple):
         gradients: whether gradients were enabled.
         places: how the call takes samples by their places in the micro-batch.
         line: the script's line of a call that takes samples by their places; else empty.
+        written: the numbers among the arguments that stand in the script's source (``written_numbers``), of calls that
+            make constants, or scale; None of others.
     """
 
     func: Any
@@ -80,6 +83,13 @@ class RecordedCall(NamedTuple):
     gradients: bool
     places: Places = Places.NONE
     line: str = ""
+    written: frozenset[float] | None = None
+
+    @property
+    def scales_by_computed(self) -> bool:
+        """Whether the call multiplies or divides by a number that the script has computed, such as one of samples."""
+        numbers = [each for each in self.args if type(each) in (int, float)]
+        return self.written is not None and not self.written.issuperset(numbers)
 
 
 class RecordedForward(NamedTuple):
@@ -99,6 +109,10 @@ class GivenNumber(NamedTuple):
 
     value: float | np.floating[Any]
     lines: set[str]
+
+
+class _UnknownNumber(Exception):
+    """A number of a call may depend on the samples of the micro-batch in another way than as their number."""
 
 
 class LossCalls(TorchFunctionMode):
@@ -140,7 +154,7 @@ class LossCalls(TorchFunctionMode):
         self._before = {id(leaf): leaf.clone() for leaf in batch}
         self._known = {id(leaf) for leaf in batch}
         # Tensors that the script has made of sizes and numbers alone.
-        self._constants = TensorSet()
+        self._constants, self._constant_calls = TensorSet(), list[RecordedCall]()
         # Tensors that were computed from single rows.
         self._single, self.turned = set[int](), set[int]()
         self.reads_rows = self.reads_values = self.reads_sizes = False
@@ -203,6 +217,8 @@ class LossCalls(TorchFunctionMode):
             result = func(*args, **kwargs)
             if name not in _FROM_OUTSIDE and all(map(self.is_constant, given)):
                 self._constants.update(each for each in leaves_of_call((result,)) if isinstance(each, Tensor))
+                call = RecordedCall(func, args, kwargs, result, False, written=written_numbers())
+                self._constant_calls.append(call)
             return result
         before = tensor_versions(given)
         result = func(*args, **kwargs)
@@ -233,12 +249,13 @@ class LossCalls(TorchFunctionMode):
                 self.lines_of_others.add(script_line())
 
     def _end_record(self) -> None:
-        self._recording, self._calls = False, []
+        self._recording, self._calls, self._constant_calls = False, [], []
 
     def _record(self, call: RecordedCall, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         places = self._places(name, call.args, call.kwargs, given)
         line = "" if places is Places.NONE else script_line()
-        self._calls.append(call._replace(places=places, line=line))
+        written = written_numbers() if name in SCALING else None
+        self._calls.append(call._replace(places=places, line=line, written=written))
         self._known.update(map(id, made))
         if name in _TURNING or any(id(leaf) in self.turned for leaf in given):
             self.turned.update(map(id, made))
@@ -284,8 +301,10 @@ class LossCalls(TorchFunctionMode):
             rows = -taken.start
         else:
             return False
-        # Of a script that reads sizes it may be the number of samples.
-        return bool(self.samples + self.reads_sizes <= rows < self._batch_size)
+        if rows == self.samples and self.reads_sizes:
+            # It may be the number of samples.
+            return rows < self._batch_size and not written_numbers().isdisjoint((rows, -rows))
+        return bool(self.samples <= rows < self._batch_size)
 
     def finish(self) -> None:
         """End the record: remove the hooks from the model, and leave the function mode. Recorded calls stay.
@@ -303,8 +322,51 @@ class LossCalls(TorchFunctionMode):
     def close(self) -> None:
         """End the record as ``finish`` does, and delete the recorded calls. A second call does nothing."""
         self.finish()
-        self._calls = []
+        self._calls, self._constant_calls = [], []
         self.outputs, self.parts, self.forwards, self._inputs = {}, {}, [], []
+
+    def is_part_of_constant(self, constant: Tensor) -> bool:
+        """Return whether a constant has equal rows for the micro-batch, and would have unequal ones for the batch.
+
+        Such is ``torch.arange(len(x)) < 8`` where the micro-batch has eight samples. The constant is made again for the
+        samples of the global batch. False for numbers of which it is not known what they would be there.
+
+        Args:
+            constant: a tensor with a row for each sample, as ``is_constant`` says.
+        """
+        values: dict[int, Tensor] = {}
+        with torch.no_grad(), collectives_refused():
+            if not bool((constant == constant[:1]).all()):
+                return False
+            for call in self._constant_calls:
+                whole = partial(self._of_batch, values, call.written or frozenset())
+                try:
+                    args, kwargs = list(map(whole, call.args)), {key: whole(each) for key, each in call.kwargs.items()}
+                    result = call.func(*args, **kwargs)
+                except _UnknownNumber:
+                    continue
+                (olds, _), (news, _) = tree_flatten(call.result), tree_flatten(result)
+                values.update((id(old), new) for old, new in zip(olds, news, strict=True) if isinstance(old, Tensor))
+            made = values.get(id(constant))
+            return made is not None and len(made) == self._batch_size and not bool((made == made[:1]).all())
+
+    def _of_batch(self, values: dict[int, Tensor], written: frozenset[float], value: Any) -> Any:
+        """Return an argument of a call that makes a constant, for the samples of the global batch."""
+        if isinstance(value, Tensor):
+            if id(value) not in values:
+                raise _UnknownNumber
+            return values[id(value)]
+        if isinstance(value, tuple | list):
+            return type(value)(self._of_batch(values, written, each) for each in value)
+        if isinstance(value, slice):
+            return slice(*(self._of_batch(values, written, each) for each in (value.start, value.stop, value.step)))
+        if type(value) not in (int, float) or value in written:
+            return value
+        if value == self.samples:
+            return self._batch_size
+        if abs(value) > 1 or type(value) is float:
+            raise _UnknownNumber
+        return value
 
     # --- the loss for other values ---------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from tutti.train.script_checks.batch_statistics import VALUES, BatchStatistics
 from tutti.train.script_checks.entered_mode import EnteredMode
 from tutti.train.script_checks.followed_numbers import FollowedNumbers
 from tutti.train.script_checks.storage_records import memories_of
+from tutti.train.script_checks.written_numbers import written_numbers
 from tutti.types.micro_batch import LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _OF_DATA = frozenset(
 """Names of functions whose result has a size that depends on values."""
 _LEAVES = Tensor, int, float, str, type(None), torch.dtype, torch.device
 _NO_ARGUMENTS: Mapping[str, Any] = {}
-_SCALING = frozenset(
+SCALING = frozenset(
     name.format(function)
     for function in ("mul", "multiply", "div", "divide", "true_divide", "truediv")
     for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
@@ -77,7 +78,8 @@ class LossWatch(EnteredMode):
         super().__init__()
         self._run = run
         self._rows, self._by_batch, self._by_rows, self._reads_sizes = 0, False, False, False
-        self._factors = set[float]()
+        # Numbers by which the script has scaled, and those of them that are not written in its source.
+        self._factors, self._computed = set[float](), set[float]()
         self._statistics = BatchStatistics()
         self.size_lines: list[str] = []
         mode = ref(self)  # a script that keeps a number keeps no run
@@ -108,7 +110,7 @@ class LossWatch(EnteredMode):
         self._by_batch = self._by_rows = False
         # Other leaves, such as lists, may tell the script how many samples there are.
         self._reads_sizes = not all(isinstance(leaf, Tensor) for leaf in tree_leaves(batch))
-        self._factors = set()
+        self._factors, self._computed = set(), set()
         self._statistics = BatchStatistics(micro_batch.samples, memories_of(batch_tensors(batch)))
         self.begin(micro_batch, batch)
 
@@ -131,8 +133,9 @@ class LossWatch(EnteredMode):
             batch = self._run.feed.contract.batch
             numbers = [each for each in args if isinstance(each, int | float | np.number) and type(each) is not bool]
             self._by_batch |= any(each in (batch, 1 / batch) for each in numbers)
-            if numbers and getattr(func, "__name__", "") in _SCALING and not within_call_of(models):
+            if numbers and getattr(func, "__name__", "") in SCALING and not within_call_of(models):
                 self._factors.update(map(float, numbers))
+                self._computed.update(set(map(float, numbers)) - written_numbers())
                 self._by_rows |= self._rows in numbers and script_line() in self.size_lines
             return
         if len(self.size_lines) == _READS or not self._rows:
@@ -206,7 +209,7 @@ class LossWatch(EnteredMode):
                 )
             elif (factor := self._constant_factor(each, samples)) is not None:
                 what, remedy = f"a sum over {counted(samples, 'sample')} times {factor:g}, and no mean", _MEANS
-            elif (number := self._statistics.divisor_of(each)) is not None and not _is_count(loss, micro_batch, number):
+            elif (number := self._computed_divisor(each)) is not None and not _is_count(loss, micro_batch, number):
                 what = f"divided by {number:g}, a mean or a sum over the micro-batch's samples"
                 remedy = (
                     "return (sum, count), with what divides the sum as the count, such as ((weights * losses).sum(),"
@@ -215,7 +218,7 @@ class LossWatch(EnteredMode):
             if what:
                 self._refuse_divisor(what, remedy)
         may_divide = partial(self._statistics.may_divide, reads_sizes=self._reads_sizes)
-        if undivided_sum(loss.grad_fn, samples, may_divide, may_scale=self._reads_sizes):
+        if undivided_sum(loss.grad_fn, samples, may_divide, self._may_be_size):
             check_adds_up(loss.grad_fn, micro_batch)  # names a ratio of sums, such as a dice loss
             self._refuse_divisor(f"a sum over {counted(samples, 'sample')}, and no mean", _MEANS)
         self.compare_scales(loss, micro_batch, scaled)
@@ -258,7 +261,9 @@ class LossWatch(EnteredMode):
         # A factor of the samples may already be divided by their number.
         may_divide = partial(self._statistics.may_divide, reads_sizes=self._reads_sizes)
         is_weighted = bool(scaled.weights) and not scaled.is_mean and not any(map(may_divide, scaled.weights))
-        if self.size_lines or not self._by_batch or not (scaled.is_sum or is_weighted):
+        if not self._by_batch or not (scaled.is_sum or is_weighted):
+            return False
+        if self.size_lines and not self._is_written(batch):
             return False
         others = [each for each in scaled.divisors if not math.isclose(each, batch)]
         return len(others) < len(scaled.divisors) and all(each % samples for each in others)
@@ -272,15 +277,29 @@ class LossWatch(EnteredMode):
 
     def _constant_factor(self, scaled: Scaled, samples: int) -> float | None:
         """Return the factor on a sum over samples where it is the script's constant, and not that of a mean."""
-        if self._reads_sizes or not scaled.is_sum or not scaled.divisors:
+        if any(map(self._may_be_size, scaled.divisors)) or not scaled.is_sum or not scaled.divisors:
             return None
         divisor = math.prod(scaled.divisors)
-        constants = {each for number in self._factors if number for each in (number, 1 / number)}
-        of_script = any(math.isclose(each, other, rel_tol=1e-6) for each in scaled.divisors for other in constants)
+        constants = _with_inverses(self._factors)
+        of_script = any(_is_among(each, constants) for each in scaled.divisors)
         # Two samples, or one, are rather a half or a one of the formula than a size.
         means = {samples, scaled.elements} - {1, 2}
         is_mean = any(math.isclose(each, mean, rel_tol=1e-6) for each in (*scaled.divisors, divisor) for mean in means)
         return 1 / divisor if of_script and not is_mean else None
+
+    def _computed_divisor(self, scaled: Scaled) -> float | None:
+        """Return a mean or a sum over the samples that divides a loss, and is no number that the source has, too."""
+        divisors = tuple(each for each in scaled.divisors if not self._is_written(each))
+        return self._statistics.divisor_of(scaled._replace(divisors=divisors))
+
+    def _may_be_size(self, number: float) -> bool:
+        """Return whether a divisor may be a number of samples: the script has read sizes, and has not written it."""
+        return self._reads_sizes and not self._is_written(number)
+
+    def _is_written(self, number: float) -> bool:
+        """Return whether the script has scaled by a number, or its inverse, that stands in its source."""
+        computed = _with_inverses(self._computed)
+        return _is_among(number, _with_inverses(self._factors)) and not _is_among(number, computed)
 
     @abstractmethod
     def check(self, loss: Any) -> None:
@@ -384,6 +403,14 @@ def _is_count(loss: Tensor, micro_batch: MicroBatch, number: float) -> bool:
     """Return whether a number is the count of a loss, by which the micro-batch is weighted."""
     count = loss_count(loss, micro_batch)
     return count is not None and math.isclose(float(count), number, rel_tol=1e-6)
+
+
+def _with_inverses(numbers: Iterable[float]) -> set[float]:
+    return {each for number in numbers if number for each in (number, 1 / number)}
+
+
+def _is_among(number: float, others: Iterable[float]) -> bool:
+    return any(math.isclose(number, each, rel_tol=1e-6) for each in others)
 
 
 class WatchHook(OwnedHook):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from tutti.data.global_generators import own_generators
-from tutti.errors import UsageError, script_line
+from tutti.errors import UsageError, counted, script_line
 from tutti.parallel.ddp.output_graph import nodes_below
+from tutti.torch_compat import divisor_of_node
 from tutti.train.script_checks.loss_calls import LossCalls, Places, RecordedCall, alike
 from tutti.train.script_checks.loss_watch import leaves_of_call
 from tutti.train.script_checks.target_mixing import MOST_ELEMENTS
@@ -20,6 +23,8 @@ _NODES = 4096
 """Most autograd nodes of a loss in which the model's outputs are looked for (a guess)."""
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Relative difference of two losses that counts as rounding, by the dtype of the model's outputs."""
+_JOINING = "StackBackward", "CatBackward"
+"""Beginnings of the names of autograd nodes that put parts together, over which a mean may follow."""
 _FEW_BITS = 0.02
 """The same for other dtypes, such as bfloat16."""
 
@@ -48,10 +53,50 @@ def check_places(record: LossCalls, loss: Any) -> None:
     used = record.leading_to([loss])
     if line := next((call.line for call in used if call.places is Places.BEYOND), ""):
         _refuse_places(line)
+    if line := _line_of_sum(record, loss, used):
+        _refuse_sum(line, record.samples)
+    if line := next((call.line for call in used if call.line and any(map(partial(_is_part, record), call.args))), ""):
+        _refuse_places(line)
     if record.samples == 1:
         _check_single(record, loss)
     elif not record.reads_rows:
         _check_rows(record, loss, used)
+
+
+def _is_part(record: LossCalls, leaf: Any) -> bool:
+    """Return whether an argument is a constant by places that shows its unequal rows in the global batch alone."""
+    with suppress(Exception):
+        return record.is_constant(leaf) and record.has_rows(leaf) and record.is_part_of_constant(leaf)
+    return False
+
+
+def _line_of_sum(record: LossCalls, loss: Tensor, used: list[RecordedCall]) -> str:
+    """Return the line of a ``split`` into parts of a constant size whose losses are added, and not divided by a count.
+
+    How many parts there are follows from the number of samples: ``sum(part.mean() for part in losses.split(4)) / 6`` is
+    the mean over 24 samples, and of no other number. Empty if there is none, or where a computed number may divide.
+    """
+    for call in used:
+        name = getattr(call.func, "__name__", "")
+        size = next((each for each in (*call.args[1:2], *call.kwargs.values()) if type(each) is int), None)
+        if call.places is not Places.ROWS or name not in ("split", "unsafe_split") or not size or len(call.result) < 2:
+            continue
+        ends = {part.grad_fn for part in (*call.result, *record.parts.values()) if part.grad_fn is not None}
+        above = list(nodes_below(loss.grad_fn, _is_none_of(ends), _NODES))
+        divided = any(str(node.name()).startswith(_JOINING) or _tensor_divides(node) for node in above)
+        if ends and not divided and not any(each.scales_by_computed for each in used):
+            return call.line
+    return ""
+
+
+def _is_none_of(ends: set[Any]) -> Callable[[Any], bool]:
+    return lambda node: node not in ends
+
+
+def _tensor_divides(node: Any) -> bool:
+    """Return whether a node divides by a tensor, which may hold a number of samples."""
+    divisor = divisor_of_node(node)
+    return divisor is not None and (divisor.dim() > 0 or divisor.requires_grad)
 
 
 def _check_rows(record: LossCalls, loss: Tensor, used: list[RecordedCall]) -> None:
@@ -180,6 +225,17 @@ def _again(record: LossCalls, loss: Tensor, once: set[int]) -> float:
 
 def _is_close(one: float, other: float, rounding: float) -> bool:
     return math.isclose(one, other, rel_tol=rounding, abs_tol=1e-6 * rounding)
+
+
+def _refuse_sum(line: str, samples: int) -> NoReturn:
+    raise UsageError(
+        "the loss is a sum over parts of a constant size of the micro-batch, and no mean",
+        where=line,
+        why=f"this micro-batch has {counted(samples, 'sample')}, and the global batch, which has more, would have more"
+        " parts: tutti takes a scalar for the mean over the micro-batch",
+        remedy="divide by the number of parts (len(parts)), or each part's sum by the number of samples (len(losses));"
+        " or return (sum, n) of n samples",
+    )
 
 
 def _refuse_places(line: str) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.parallel.ddp.loss_shape import is_gathered
-from tutti.train.script_checks.loss_watch import leaves_of_call, reads_values
+from tutti.train.script_checks.loss_watch import batch_tensors, leaves_of_call, reads_values
+from tutti.train.script_checks.sample_branches import Stack, deciding_condition, script_stack
 from tutti.train.script_checks.storage_records import TensorSet
 from tutti.types.micro_batch import MicroBatch
 
@@ -24,6 +25,8 @@ _REDUCTIONS = frozenset(
 """Names of functions whose result may be of all samples, and have elements of its own, such as one for each class."""
 _CHOICES = frozenset(("select", "unbind", "split", "chunk", "tensor_split", "narrow"))
 """Names of functions that take a part of a tensor by its place along a dimension."""
+_MOST = 8
+"""Most reads of values whose lines are recorded in a micro-batch (a guess)."""
 _DISTINCT = frozenset(("unique", "unique_dim", "unique_consecutive"))
 
 
@@ -41,13 +44,19 @@ class SampleReads:
         micro_batch: as given.
         of_all: whether the script has read a value of all samples of the micro-batch.
         of_others: whether the script has read a value of single samples, or of a tensor of another origin.
+        last_of_all: whether the last value that it has read is of all samples.
     """
 
     def __init__(self, micro_batch: MicroBatch | None = None) -> None:
         self.micro_batch, self._samples = micro_batch, 0 if micro_batch is None else micro_batch.samples
-        self.of_all = self.of_others = False
+        self.of_all = self.of_others = self.last_of_all = False
         # Tensors of samples that were chosen by their places, and those without a row for each sample.
         self._chosen, self._reduced = TensorSet(), TensorSet()
+        # Tensors that the code itself has computed from the micro-batch's, which a collective's result is not.
+        self._own = TensorSet()
+        self._own.update(() if micro_batch is None else batch_tensors(micro_batch.batch))
+        # Where values of all samples were read, and whether as a condition.
+        self._places: list[tuple[Stack, bool]] = []
 
     @property
     def are_of_all(self) -> bool:
@@ -81,23 +90,71 @@ class SampleReads:
             result: what it has returned.
             of_samples: whether an argument is computed from samples.
         """
-        if not self._samples or self.of_others:
+        if not self._samples:
             return
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
         chosen = any(each in self._chosen for each in given)
         reduced = bool(given) and all(each.dim() == 0 or each in self._reduced for each in given)
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
+        own = any(each in self._own for each in given)
         if not made:
             if reads_values(name, args, kwargs, result):
-                self.of_others |= not of_samples or chosen or not reduced
+                self.last_of_all = of_samples and reduced and not chosen
+                self.of_others |= not self.last_of_all
                 self.of_all |= not self.of_others
+                if self.last_of_all and own and len(self._places) < _MOST:
+                    self._places.append((script_stack(), type(result) is bool))
             return
+        self.follow(given, made)
         if not of_samples:
             return
         if chosen or name in _DISTINCT or (not reduced and _chooses(name, args, kwargs)):
             self._chosen.update(made)
         elif reduced or (name in _REDUCTIONS and not any(self._samples in each.shape for each in made)):
             self._reduced.update(made)
+
+    def follow(self, given: Iterable[Tensor], made: Iterable[Any]) -> None:
+        """Record tensors that a call has computed, as the micro-batch's own if one that it was given is.
+
+        Args:
+            given: the tensors that the call was given.
+            made: what it has returned; other values than tensors are passed over.
+        """
+        if any(each in self._own for each in given):
+            self._own.update(each for each in made if isinstance(each, Tensor))
+
+    def leave_out(self, tensors: Iterable[Any]) -> None:
+        """Take tensors for those of all ranks, on which conditions may depend.
+
+        Args:
+            tensors: arguments of a collective, which may write into them; other values are passed over.
+        """
+        self._own.discard(tensors)
+
+    def check_branches(self, loss: Any, step: int) -> None:
+        """Check that no condition on a number of all samples of a part of the global batch decides on its loss.
+
+        Args:
+            loss: what the loss function returned, or what the script passed to ``run.backward``.
+            step: the step, from 1.
+
+        Raises:
+            UsageError: a condition decides on it (``deciding_condition``), and the loss is a mean over samples.
+        """
+        if self.micro_batch is None or self.micro_batch.whole or not self._places or not self.is_mean(loss):
+            return
+        if line := next(filter(None, (deciding_condition(*place) for place in self._places)), ""):
+            raise UsageError(
+                "a condition on a number of all samples of one micro-batch decides on the loss",
+                where=f"step {step}, {line}",
+                why="a micro-batch is a part of the global batch: the condition would hold for some parts, and not for"
+                " the whole",
+                remedy="decide for each sample by itself (torch.where), by values of earlier steps that are the same"
+                " for all (run.stats), or by run.global_step; or take one worker without micro_batch; or, with as many"
+                " workers as devices and one micro-batch each, exchange the values over ranks first (tutti.allreduce);"
+                " for a decision in each micro-batch, as gradient accumulation by hand makes it, return (loss * n, n)"
+                " of n samples",
+            )
 
 
 def refuse_number(step: int, line: str) -> NoReturn:

@@ -62,6 +62,15 @@ class TensorSet:
         """
         self._known.update((id(each), ref(each)) for each in tensors)
 
+    def discard(self, values: Iterable[Any]) -> None:
+        """Remove tensors, of which some may be no members.
+
+        Args:
+            values: the tensors, and other values, which are passed over.
+        """
+        for each in values:
+            self._known.pop(id(each), None)
+
 
 def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     """Return a weak reference to a tensor's storage; if the tensor is split over ranks, to that of this rank's slice.

@@ -1,0 +1,171 @@
+"""Find, in a script's source, conditions on numbers of all samples of a micro-batch that decide on the loss."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from types import FrameType
+from typing import TypeAlias
+
+from tutti.errors import is_script_file
+from tutti.nn.script_mode import is_function_mode
+from tutti.python_compat import calling_frame
+from tutti.train.script_checks.body_counters import LossFlow
+from tutti.train.script_checks.skipped_bodies import parsed_source
+
+_READS = frozenset(("item", "float", "int", "tolist", "numpy"))
+"""Names of functions and methods that return the values of a tensor."""
+_ARITHMETIC = frozenset(("float", "int", "abs", "min", "max", "round"))
+"""Functions whose result counts as a number of the samples if an argument does."""
+_FINITE = frozenset(("inf", "nan", "isnan", "isinf", "isfinite"))
+"""Words of conditions that guard against values that are not finite."""
+Stack: TypeAlias = tuple[tuple[str, int], ...]
+"""Lines of a script, each as (file, line), that call one another: the innermost first."""
+
+
+def script_stack() -> Stack:
+    """Return the script's lines that run now, from the one that calls PyTorch to the one that tutti has called.
+
+    Lines of the model's forward count, and those of a loop over ``run.microbatches`` with its callers.
+    """
+    found: list[tuple[str, int]] = []
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_script_file(file):
+            found.append((file, frame.f_lineno))
+        elif found and str(frame.f_globals.get("__name__")).startswith("tutti.") and not is_function_mode(frame):
+            break
+        frame = frame.f_back
+    return tuple(found)
+
+
+def deciding_condition(stack: Stack, is_bool: bool) -> str:
+    """Return the condition on a number of samples that decides on the loss, where the number is read; "" for none.
+
+    A condition is a comparison with another number than 0, such as ``if loss.item() > 2``. Conditions that ask whether
+    there are any samples of a kind (``> 0``), or whether values are finite, decide on no loss that is right otherwise.
+    The search follows variables through the statements of a function up to its ``return``, then those of its caller,
+    up to the ``backward`` of a loop or the function that tutti has called.
+
+    Args:
+        stack: what ``script_stack`` has returned where the script has read the number.
+        is_bool: whether it was read as a condition, as by ``if loss > 2``.
+
+    Returns:
+        The line of the read as ``FILE:LINE``.
+    """
+    if any("site-packages" in file for file, _ in stack[:1]):
+        return ""
+    for level, (file, line) in enumerate(stack):
+        numbers = _ReadNumbers(line, is_bool) if level == 0 else _Called(line)
+        found = _sink(file, line, numbers)
+        if found is None:
+            return ""
+        if found:
+            break
+    return "{}:{}".format(*stack[0]) if stack else ""
+
+
+def _sink(file: str, line: int, numbers: _ReadNumbers | _Called) -> bool | None:
+    """Return whether the numbers of a line decide on a ``backward`` (True) or on what its function returns (False)."""
+    function = _function(file, line)
+    if isinstance(function, ast.Lambda):
+        return False if numbers.decide(function.body) else None
+    flow = LossFlow(numbers)
+    flow.follow(parsed_source(file).body if function is None else function.body)
+    if flow.line or function is None:
+        return True if flow.line else None
+    flow = LossFlow(numbers, returns=True)
+    flow.follow(function.body)
+    return False if flow.line else None
+
+
+@cache
+def _function(file: str, line: int) -> ast.FunctionDef | ast.Lambda | None:
+    """Return the innermost function of a source file that has a line; None for a line of the module itself."""
+    nodes = (each for each in ast.walk(parsed_source(file)) if isinstance(each, ast.FunctionDef | ast.Lambda))
+    # Of nested functions ast.walk yields the innermost last.
+    around = [each for each in nodes if _has(each, line)]
+    return around[-1] if around else None
+
+
+class _ReadNumbers:
+    """Numbers that a line reads of the samples, and those that are computed from them (``Deciders``).
+
+    Args:
+        line: the line.
+        is_bool: whether the line reads a condition, such as ``if loss > 2``.
+    """
+
+    def __init__(self, line: int, is_bool: bool) -> None:
+        self._line, self._is_bool, self._names = line, is_bool, set[str]()
+
+    def decide(self, node: ast.AST) -> bool:
+        """Return whether an expression compares one of the numbers with another number than 0."""
+        # A comparison within a call, such as ``(labels == 1).any()``, is by element.
+        calls = (each for each in ast.walk(node) if isinstance(each, ast.Call | ast.BinOp | ast.Subscript))
+        within = {id(inner) for each in calls for inner in ast.walk(each)}
+        compares = (each for each in ast.walk(node) if isinstance(each, ast.Compare))
+        return any(self._compares(each, whole=id(each) not in within) for each in compares)
+
+    def _compares(self, node: ast.Compare, whole: bool) -> bool:
+        words = {getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(node)}
+        sides = [node.left, *node.comparators]
+        zero = any(isinstance(each, ast.Constant) and each.value in (0, None) for each in sides)
+        one = any(isinstance(each, ast.Constant) and each.value == 1 for each in node.comparators)
+        is_any = zero or (one and isinstance(node.ops[0], ast.GtE | ast.Lt))
+        same = len({ast.unparse(each) for each in sides}) < len(sides)
+        identity = any(isinstance(each, ast.Is | ast.IsNot | ast.In | ast.NotIn) for each in node.ops)
+        texts = any(isinstance(each, ast.Constant) and each.value in ("inf", "nan") for each in ast.walk(node))
+        if is_any or same or identity or texts or words & _FINITE:
+            return False
+        return any(map(self._is_number, sides)) or (self._is_bool and whole and _has(node, self._line))
+
+    def _is_number(self, node: ast.expr) -> bool:
+        """Return whether an expression is one of the numbers, or computed from one."""
+        match node:
+            case ast.Name(id=name):
+                return name in self._names
+            case ast.BinOp(left=left, right=right):
+                return self._is_number(left) or self._is_number(right)
+            case ast.UnaryOp(operand=operand):
+                return self._is_number(operand)
+            case ast.Subscript(value=value):
+                return self._is_number(value)
+            case ast.Call(func=ast.Attribute(attr=name)) if name in _READS:
+                return _has(node, self._line) and not self._is_bool
+            case ast.Call(func=ast.Name(id=name), args=args) if name in _ARITHMETIC:
+                return (name in _READS and _has(node, self._line)) or any(map(self._is_number, args))
+        return False
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Follow an assignment: what is computed from a number of the samples is one, too."""
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        for each, own in pairs:
+            if isinstance(each, ast.Name):
+                (self._names.add if self._is_number(own) else self._names.discard)(each.id)
+
+
+class _Called:
+    """The result of a function that a line calls, which conditions within the function have decided (``Deciders``).
+
+    Args:
+        line: the line.
+    """
+
+    def __init__(self, line: int) -> None:
+        self._line = line
+
+    def decide(self, node: ast.AST) -> bool:
+        """Return whether an expression has a call in the line."""
+        return any(isinstance(each, ast.Call) and _has(each, self._line) for each in ast.walk(node))
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Do nothing: what the call decides on is followed by ``LossFlow``."""
+
+
+def _has(node: ast.stmt | ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
