@@ -191,7 +191,7 @@ def build(kind: str) -> Any:
     return nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), KINDS[kind](), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
 
 
-def train(strategy: str, kind: str, form: str, workers: int, micro_batch: int | None = None) -> Any:
+def train(strategy: str, kind: str, form: str, workers: int, micro_batch: int | None = None, samples: int = 24) -> Any:
     model = build(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -207,7 +207,8 @@ def train(strategy: str, kind: str, form: str, workers: int, micro_batch: int | 
         "batch_size": 12,
         "shuffle": False,
     }
-    run = tutti.prepare(model, optimizer, DATA, loss, **options)
+    data = TensorDataset(*(torch.cat([each] * 3)[:samples] for each in DATA.tensors))
+    run = tutti.prepare(model, optimizer, data, loss, **options)
     updates = 0
     try:
         for epoch in range(2):
@@ -321,6 +322,16 @@ def test_layers_of_stages_that_workers_share_are_refused_as_those_of_a_whole_mod
     assert all(updates == 0 for updates, _ in outcomes)
     assert any(said in text and "as many workers as data ranks (1)" in text for _, text in outcomes)
     worlds.forget(2)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1"])
+def test_a_clamp_that_a_rank_without_samples_has_not_made_is_refused_at_once(strategy: str) -> None:
+    """Also in a sixth step, where other writes of a forward are not compared."""
+    for updates, said in worlds.run(3, train, strategy=strategy, kind="clamped", form="step", workers=3, samples=61):
+        assert updates == 5 and "has 1 sample, and a rank" in said and "drop_last=True" in said
+    [want] = worlds.run(1, train, strategy="mirrored", kind="clamped", form="step", workers=1, samples=60)
+    for got in worlds.run(3, train, strategy=strategy, kind="clamped", form="step", workers=3, samples=60):
+        assert equal(got, want)
 
 
 @pytest.mark.parametrize("kind", ["spectral", "clamped"])

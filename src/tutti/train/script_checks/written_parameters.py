@@ -11,7 +11,7 @@ from torch import nn
 
 from tutti.checkpoint.fingerprint import is_compared, tensor_digests
 from tutti.comm.random_keys import mix
-from tutti.errors import UsageError, script_line
+from tutti.errors import UsageError, counted, script_line
 from tutti.nn.swap import parameters
 from tutti.torch_compat import FunctionModesDisabled, tensor_version
 from tutti.train.replicas import differing_copies
@@ -96,7 +96,8 @@ class WrittenParameters:
         A hash reads every parameter, and therefore not every step compares them:
 
         - If a version counter has changed since ``note``, so that the script has written a parameter: the first four of
-          such steps, then the 8th, 16th, 32nd and so on.
+          such steps, then the 8th, 16th, 32nd and so on; and each in which a logical worker (share of the global batch)
+          has no samples, where forwards that write run on some ranks alone.
         - Otherwise the first steps of epochs: the first four, then each that is at least 16 steps after the last one
           compared; and steps before which a power of two of steps was taken, for writes that change no counter.
 
@@ -105,7 +106,7 @@ class WrittenParameters:
         """
         if self._seen():
             self._count += 1
-            if not is_compared(self._count):
+            if not (is_compared(self._count) or self._lacks_samples()):
                 return 0
         elif not self._parameters or not (self._epoch_begins() or self._is_due()):
             return 0
@@ -114,6 +115,10 @@ class WrittenParameters:
     def _seen(self) -> bool:
         """Return whether a version says that the script has written a parameter since ``note``."""
         return [tensor_version(p) for p in self._parameters] != self._versions
+
+    def _lacks_samples(self) -> bool:
+        """Return whether a logical worker has no samples in this step, so that a rank may call no forward."""
+        return self._run.lifecycle.step_context.samples < self._run.context.workers
 
     def _epoch_begins(self) -> bool:
         """Return whether the coming step is the first of an epoch, and the last such digest is not too near."""
@@ -215,6 +220,15 @@ class WrittenParameters:
             return
         names, sides = found
         way = "" if self._seen() else ", such as through .data, or a device computes wrongly"
+        if self._lacks_samples():
+            raise UsageError(
+                f"the script has written other values into {names} on each rank: {sides}",
+                where=f"before step {run.global_step + 1}, {script_line()}",
+                why=f"the global batch has {counted(run.lifecycle.step_context.samples, 'sample')}, and a rank without"
+                " any calls no forward: what a forward writes, such as a clamp, it has not written",
+                remedy="write after the update, on every rank; or give tutti.prepare drop_last=True or another"
+                " batch_size, so that every rank has samples in every step",
+            )
         raise UsageError(
             f"the script has written other values into {names} on each rank{way}: {sides}",
             where=f"before step {run.global_step + 1}, {script_line()}",
