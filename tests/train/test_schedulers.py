@@ -183,6 +183,42 @@ def test_each_scheduler_follows_its_own_optimizer() -> None:
     assert worlds.run(2, two) == [want] * 2
 
 
+def halves(by: str, workers: int) -> Any:
+    """Weights of a model whose layers have an optimizer each, with a rate that falls after every update of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    schedulers = [StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
+    if by != "plain":
+        own = schedulers if by == "prepare" else None
+        run = tutti.prepare(model, optimizers, (INPUTS, TARGETS), workers=workers, batch_size=22, scheduler=own)
+    try:
+        for epoch in range(4):
+            for batch in [(INPUTS, TARGETS)] if by == "plain" else run.microbatches(epoch):
+                if by == "every body":
+                    optimizers[1].param_groups[0]["lr"] *= 0.9
+                value = loss(model, batch)
+                value.backward() if by == "plain" else run.backward(value)
+                for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                    optimizer.step()
+                    if by == "plain" or (by == "loop" and run.stepped):
+                        scheduler.step()
+                model.zero_grad()
+    except UsageError as error:
+        return str(error), run.updates
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("by", ["prepare", "loop"])
+def test_a_rate_may_fall_before_the_next_optimizer_of_the_body_steps(by: str) -> None:
+    want = halves("plain", 1)
+    for ranks, workers in ((1, 4), (2, 4), (3, 3)):
+        for found in worlds.run(ranks, halves, by=by, workers=workers):
+            assert found == [pytest.approx(each, abs=1e-12) for each in want], found
+    [(said, updates)] = worlds.run(1, halves, by="every body", workers=4)
+    assert "changes the optimizer's settings" in said and updates == 0
+
+
 def called() -> str:
     model, optimizer = built()
     scheduler = StepLR(optimizer, 1)

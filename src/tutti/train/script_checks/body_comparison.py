@@ -205,7 +205,7 @@ class BodyComparison:
                     self.refuse_different()
             self._check_writes()
             if kind == "step":
-                self._check_settings()
+                self._check_settings(index)
                 self._check_counted_step()
                 if self._first is None and index <= 0:
                     self._check_counted_settings()
@@ -252,9 +252,12 @@ class BodyComparison:
             f" ({self._run.context.mesh.data_ranks})",
         )
 
-    def _check_settings(self) -> None:
-        """Raise UsageError if an optimizer has other settings than at this place of the rank's first body."""
-        now, place = self._run.shared_settings.text(), len(self._events)
+    def _check_settings(self, index: int) -> None:
+        """Raise UsageError if an optimizer (-1: one of all) has other settings than at this place of the first body.
+
+        Those of the optimizers that have stepped before it in this body may be for their next update.
+        """
+        now, place = self._run.shared_settings.text(index), len(self._events)
         before = self._settings.setdefault(place, now)
         if before != now:
             raise UsageError(

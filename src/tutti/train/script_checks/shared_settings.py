@@ -25,29 +25,33 @@ class SharedSettings:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._values: list[tuple[str, Any]] = []
-        self._text = ""
+        # By optimizer the settings that were read last, and their text.
+        self._known: dict[int, tuple[list[tuple[str, Any]], str]] = {}
 
-    def text(self) -> str:
+    def text(self, index: int = -1) -> str:
         """Return ``lr``, ``momentum``, ``betas`` and ``weight_decay`` of the script's optimizers as one text.
 
         The text is ``lr {value} {value} …, momentum …``, with a value for each parameter group that has the setting. A
         tensor on an accelerator is written as None, so that the host does not wait for the device. Settings that no
         group has are left out; the text is empty without optimizers.
+
+        Args:
+            index: the optimizer's position among those passed to ``tutti.prepare``; -1 for all optimizers.
         """
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        optimizers = self._optimizers if index < 0 else self._optimizers[index : index + 1]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         values = [
             (name, value if type(value := group[name]) in (float, int) else _plain(value))
             for group in groups
             for name in SETTINGS
             if name in group
         ]
-        if values != self._values:
+        if index not in self._known or self._known[index][0] != values:
             found: dict[str, list[str]] = {}
             for name, value in values:
                 found.setdefault(name, []).append(repr(value))
-            self._values, self._text = values, ", ".join(f"{name} {' '.join(each)}" for name, each in found.items())
-        return self._text
+            self._known[index] = values, ", ".join(f"{name} {' '.join(each)}" for name, each in found.items())
+        return self._known[index][1]
 
     def schedulers(self) -> list[LRScheduler]:
         """Return the PyTorch learning-rate schedulers of the script's optimizers that exist in this process.
