@@ -20,6 +20,7 @@ NAMES = (
     "2026-11-28-moved-scripts",
     "2026-11-28-moved-library-scripts",
     "2026-11-28-moved-trainer-scripts",
+    "2026-11-28-moved-project-scripts",
 )
 RESULTS = [ROOT / "benchmarks" / "results" / f"{name}.json" for name in NAMES]
 
