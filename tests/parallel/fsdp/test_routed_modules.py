@@ -112,6 +112,30 @@ def test_modules_that_only_some_ranks_call_are_refused_by_name() -> None:
     worlds.forget(2)
 
 
+def called_by_length(calls: int) -> str:
+    """Call the model once for each letter of a sample, as a recurrent network; samples differ in length."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
+    run = tutti.prepare(model, "sgd:lr=0.1", DATA, strategy="sharded", workers=2, batch_size=2, micro_batch=1)
+    try:
+        for inputs, _ in run.microbatches(0):
+            hidden = inputs
+            for _ in range(1 + calls * tutti.rank() * (run.global_step > 0)):
+                hidden = model(hidden)
+            run.backward(hidden.square().mean())
+            run.gated_step()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_number_of_calls_that_differs_between_ranks_is_refused_with_the_reason() -> None:
+    assert worlds.run(2, called_by_length, calls=0) == [""] * 2
+    for said in worlds.run(2, called_by_length, calls=2):
+        assert "ranks use different modules" in said and "how often" in said and "test_routed_modules.py:" in said, said
+    worlds.forget(2)
+
+
 def test_experts_are_wrapped_together() -> None:
     model = Model().double()
     names = {module: name for name, module in model.named_modules()}

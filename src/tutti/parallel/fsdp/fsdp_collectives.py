@@ -15,6 +15,9 @@ from tutti.errors import MismatchError, UsageError, script_line
 from tutti.parallel.ddp.gradient_arithmetic import squares_of
 from tutti.torch_compat import reduce_scatter_single, set_fsdp_collectives
 
+_COMPARISON = "which unit's parameters or gradients come next"
+"""Name of the collective by which ranks compare their next one in the first step."""
+
 
 def set_collectives(
     unit: FSDPModule, place: str, comm: Communicator, check: FirstStepCheck, meter: GradientMeter
@@ -71,7 +74,7 @@ class FirstStepCheck:
         if not self.over:
             self._comm.agree(
                 [call],
-                "which unit's parameters or gradients come next",
+                _COMPARISON,
                 "let every batch use the same units of the model, or take sharded:stage=1",
             )
 
@@ -134,8 +137,8 @@ class _Message:
 
 class _Gather(_Message):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self._check.compare(text := f"all_gather of {self._place}")
-        with _same_modules(text):
+        with same_modules(text := f"all_gather of {self._place}"):
+            self._check.compare(text)
             self._comm.gather_into(output_tensor, input_tensor, text)
 
 
@@ -147,26 +150,35 @@ class _ScatterSum(_Message):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        self._check.compare(text := f"reduce_scatter of gradients of {self._place}")
-        self._meter.add(input_tensor)
-        with _same_modules(text):
+        with same_modules(text := f"reduce_scatter of gradients of {self._place}"):
+            self._check.compare(text)
+            self._meter.add(input_tensor)
             self._comm.scatter_sum(output_tensor, input_tensor, text)
 
 
 @contextmanager
-def _same_modules(call: str) -> Iterator[None]:
-    """Within the block explain ranks in different collectives: their forwards have used different modules."""
+def same_modules(call: str) -> Iterator[None]:
+    """Explain errors of a collective within the block: ranks' forwards use different modules, or not equally often.
+
+    Args:
+        call: the collective, for errors.
+
+    Raises:
+        UsageError: ranks are in different collectives of a sharded model's step.
+    """
     try:
         yield
     except MismatchError as error:
-        if sum(error.what.count(kind) for kind in ("all_gather of", "reduce_scatter of gradients of")) < 2:
+        # Another rank may have no module left in this step, and reduce its loss.
+        kinds = ("all_gather of", "reduce_scatter of gradients of", "loss sums", _COMPARISON)
+        if sum(error.what.count(kind) for kind in kinds) < 2:
             raise
         raise UsageError(
             f"ranks use different modules of the model in one step: {error.what}",
             where=f"{call}, {script_line()}",
             why="a module is gathered when the forward calls it, on all ranks at once, and here the data or a random"
-            " number choose which modules compute",
-            remedy="name the modules around them, which every forward calls (strategy='sharded:units=Name'), or"
+            " number choose which modules compute, or how often",
+            remedy="name the modules around them, which every forward calls once (strategy='sharded:units=Name'), or"
             " take sharded:stage=1 or mirrored",
         ) from error
 

@@ -44,6 +44,7 @@ from tutti.parallel.ddp.optimizer_step import gather_nonfinite_names, optimizer_
 from tutti.parallel.ddp.step_agreement import layout_key_of, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.fsdp.fsdp_collectives import same_modules
 from tutti.parallel.fsdp.fsdp_refusals import refuse_gradient_of_rows, refuse_offload, refuse_rows_written
 from tutti.parallel.fsdp.model_cut import cut_model
 from tutti.parallel.fsdp.row_collectives import RowGatherer, RowNormReducer, along_rows
@@ -1029,7 +1030,8 @@ class ShardedSync:
         message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
         self._tail.fill(message[:-1], step_context, loss_sums, used)
         message[-1] = square
-        comm.sum_in_place(message, f"all_reduce of loss sums in step {step_context.local_step + 1}")
+        with same_modules(text := f"all_reduce of loss sums in step {step_context.local_step + 1}"):
+            comm.sum_in_place(message, text)
         numbers = message.tolist()
         if not self._tail.same(numbers, step_context, comm.size):
             refuse_mismatch(comm, step_context)
