@@ -452,6 +452,32 @@ class Prefixed(Decoder):
         return Output(scores, None if labels is None else functional.cross_entropy(scores.mT, labels))
 
 
+class Marking(Decoder):
+    """Adds to the places of some words between blocks, and hands its head the embedding whose weight that takes."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(WORDS))
+
+        def forward(self, x: Tensor, embed: nn.Module) -> Tensor:
+            return x @ embed.weight.T + self.bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.marks = self.Head(), nn.Embedding(WORDS, WIDTH)  # type: ignore[assignment]
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        x, marked = self.body.embed(words), words.argsort(1).argsort(1) < 3
+        marks = self.marks(words[marked])
+        for block in self.body.blocks:
+            x = x.clone()
+            x[marked, :] = x[marked, :] + marks
+            x, _ = block(x)
+        scores = self.head(self.body.norm(x), self.body.embed)
+        return Output(scores, None if labels is None else functional.cross_entropy(scores.mT, labels))
+
+
 class Reading(Decoder):
     """Reads the weight of a block for its loss."""
 
@@ -467,6 +493,7 @@ MODELS = {
     "judging": partial(Judging, False),
     "judging, checked": partial(Judging, True),
     "measuring": Measuring,
+    "marking": Marking,
     "prefixed": Prefixed,
     "seeing": Seeing,
     "assigning": Assigning,
@@ -519,6 +546,8 @@ PLACES = [
     ("judging, checked", 3, "pipeline:micro_batches=4", True),
     ("measuring", 2, "pipeline:micro_batches=4", True),
     ("measuring", 3, "pipeline:micro_batches=4", False),
+    ("marking", 2, "pipeline:micro_batches=4", True),
+    ("marking", 3, "pipeline:micro_batches=4", False),
     ("prefixed", 2, "pipeline:micro_batches=4", True),
     ("prefixed", 3, "pipeline:micro_batches=4", False),
     ("in place", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
@@ -598,6 +627,25 @@ class SkippedInEvaluation(ScaledInEvaluation):
         return hidden
 
 
+class KeptInEvaluation(ScaledInEvaluation):
+    """Has layers that return a second tensor in evaluation only, as a state that is kept, which all later ones add."""
+
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+            y = torch.tanh(super().forward(x))
+            return y, None if self.training else y if kept is None else 0.5 * y + kept
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Keeping(4, 4) for _ in range(4))
+
+    def forward(self, *args: Tensor) -> Tensor:
+        hidden, kept = args[0], None
+        for layer in self.layers:
+            hidden, kept = layer(hidden, kept)
+        return hidden if kept is None else hidden + kept
+
+
 class AuxiliaryHead(ScaledInEvaluation):
     """Has a second head, of an inner layer, in training only; ``last`` calls it behind all other layers."""
 
@@ -617,6 +665,7 @@ class AuxiliaryHead(ScaledInEvaluation):
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "scaled": ScaledInEvaluation,
     **{f"without layer {number}": partial(SkippedInEvaluation, number) for number in range(4)},
+    "kept": KeptInEvaluation,
     "auxiliary": partial(AuxiliaryHead, False),
     "auxiliary, last": partial(AuxiliaryHead, True),
 }

@@ -96,6 +96,20 @@ class StageEnd(BaseException):
         self.values = values
 
 
+class _FakesByMasks(FakeTensorMode):
+    """Mode of fake tensors in which an index by a mask with values gives as many elements as the mask names.
+
+    Every stage knows a mask that the code outside of blocks computes from the model's inputs, such as the places of
+    images among words.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor and any(map(_is_mask, args[1])):
+            indices = [each.nonzero().unbind(1) if _is_mask(each) else (each,) for each in args[1]]
+            args = (args[0], [index for each in indices for index in each], *args[2:])
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
 class ForwardRun(Protocol):
     """One run of a model's forward that decides the result of each call of a block (module called as a unit); protocol.
 
@@ -157,7 +171,7 @@ class BlockDispatch:
     def __init__(
         self, plain: nn.Module, opened: frozenset[str], device: torch.device, numbered: Mapping[str, Exception]
     ) -> None:
-        self.plain, self.fakes = plain, FakeTensorMode(allow_non_fake_inputs=True)
+        self.plain, self.fakes = plain, _FakesByMasks(allow_non_fake_inputs=True)
         self.active: ForwardRun | None = None
         self.blocks = {
             name: module
@@ -440,6 +454,11 @@ def _type(leaf: Any) -> Any:
 def _is_known(leaf: Any) -> bool:
     """Return whether an argument has integers that every stage computes from the model's inputs."""
     return isinstance(leaf, Tensor) and not is_fake(leaf) and not (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _is_mask(index: Any) -> bool:
+    """Return whether an index of a tensor is a mask with values."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and not is_fake(index)
 
 
 def _value(leaf: Any) -> Any:

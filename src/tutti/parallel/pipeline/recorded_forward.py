@@ -478,9 +478,11 @@ class _Recording(TorchDispatchMode):
             Exception: the error of an operation before this call that needs values of fake tensors.
         """
         leaves = tree_leaves((args, kwargs))
-        self._look(leaves)
+        # A module that a block is given, such as the embedding to which a head is tied.
+        lent = [p for leaf in leaves if isinstance(leaf, nn.Module) for p in leaf.parameters()]
+        self._look([*leaves, *lent])
         # Objects, such as a cache, may hold what other blocks have computed.
-        given = [*leaves, *(t for leaf in leaves if not isinstance(leaf, Tensor) for t in tensors_within(leaf))]
+        given = [*leaves, *lent, *(t for leaf in leaves if not isinstance(leaf, Tensor) for t in tensors_within(leaf))]
         reads, read = frozenset(self.sources(given)), frozenset(self._parameters_of(given))
         last = next(block.parameters(), None) is None and self._is_behind_all_blocks()
         self._within = name

@@ -202,16 +202,20 @@ class _StageRun:
         return self._unwritten(number, result, tree_leaves((args, kwargs)))
 
     def _to_send(self) -> tuple[Tensor, ...]:
-        """Return the activations to send; tensors without elements for blocks that evaluation leaves out."""
+        """Return the activations to send; tensors without elements for those that there are in the other mode alone.
+
+        Evaluation may leave out blocks, and a block may return more tensors in evaluation, such as a cache.
+        """
         device = next(self._record.plain.parameters()).device
         return tuple(
-            self._known[place] if place.call in self._numbers else torch.zeros(0, device=device)
-            for place in self._stage.sent
+            self._known[place] if place in self._known else torch.zeros(0, device=device) for place in self._stage.sent
         )
 
     def _received(self, place: BlockOutput, fake: Tensor) -> Tensor:
         """Return the received tensor of another stage's block, a copy where the forward writes it, or ``fake``."""
         value = self._known.get(place, fake)
+        if value.numel() == 0 != fake.numel():
+            value = fake
         return value.clone() if place in self._record.written and not is_fake(value) else value
 
     def _unwritten(self, number: int, result: Any, given: Sequence[Any]) -> Any:
