@@ -17,6 +17,7 @@ import tutti
 from tests import worlds
 from tests.contract.table import OPTIMIZERS, largest_difference
 from tests.covering import in_turn
+from tutti.errors import UsageError
 from tutti.parallel.pipeline.stage_partition import find_stage_partition
 from tutti.torch_compat import FunctionModesDisabled
 
@@ -699,6 +700,34 @@ def test_forwards_that_differ_in_evaluation_equal_one_device(kind: str, place: t
     wanted = worlds.alone(trained_and_evaluated, strategy="single", kind=kind)
     for found in worlds.run(devices, trained_and_evaluated, strategy=strategy, kind=kind):
         assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-10
+
+
+class Paired(ScaledInEvaluation):
+    """Has two blocks, of which the first returns two tensors."""
+
+    class Pair(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Pair(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, *args: Tensor) -> Tensor:
+        one, other = self.layers[0](args[0])
+        return torch.tanh(self.layers[1](one + other))
+
+
+def told_of_too_few() -> str:
+    data = torch.utils.data.TensorDataset(torch.ones(4, 4))
+    with pytest.raises(UsageError) as caught:
+        tutti.prepare(Paired(), "sgd", data, lambda m, b: m(*b).mean(), strategy="pipeline", batch_size=2)
+    return str(caught.value)
+
+
+def test_tensors_of_one_call_are_no_blocks_to_cut_between() -> None:
+    for told in worlds.run(3, told_of_too_few):
+        assert "a model of 2 blocks cannot be cut into 3 stages" in told and "stages=2" in told
 
 
 class Drawing(Decoder):

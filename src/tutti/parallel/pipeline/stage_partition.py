@@ -449,16 +449,18 @@ def _find(
         nodes = body(graph)
         sizes = [weight(node, plain) for node in nodes]
         weights = [weight(node, plain, seconds) for node in nodes]
-        bounds = _at(nodes, begins) if begins else _even(sizes, weights, stages)
+        # No cut lies between a recorded call and the tensors that it returns.
+        calls = [i for i, node in enumerate(nodes) if "output" not in node.meta or node.op == "call_module"]
+        bounds = _at(nodes, begins) if begins else _even(sizes, weights, stages, calls)
         inside = None if begins else _heaviest(nodes, weights, bounds, stages, closed, reader)
         if inside is None:
             break
         opened.add(inside)
     if bounds is None:
         raise UsageError(
-            f"a model of {counted(len(nodes), 'block')} cannot be cut into {stages} stages",
-            why=None if nodes else "its forward calls no module, and its other methods cannot be cut",
-            remedy=f"take stages={len(nodes)} or fewer" if len(nodes) > 1 else "take strategy='mirrored'",
+            f"a model of {counted(len(calls), 'block')} cannot be cut into {stages} stages",
+            why=None if calls else "its forward calls no module, and its other methods cannot be cut",
+            remedy=f"take stages={len(calls)} or fewer" if len(calls) > 1 else "take strategy='mirrored'",
         )
     total = sum(weights) or 1
     shares = tuple(sum(weights[a:b]) / total for a, b in pairwise(bounds))
@@ -492,13 +494,16 @@ def weight(node: fx.Node, plain: nn.Module, seconds: Mapping[str, float] | None 
     return sum(p.numel() for _, module in modules_of([node], plain) for p in module.parameters())
 
 
-def _even(sizes: Sequence[float], weights: Sequence[float], stages: int) -> list[int] | None:
-    """Return even bounds before nodes with parameters, or before any if those are too few; None for too few nodes."""
-    if len(sizes) < stages:
+def _even(sizes: Sequence[float], weights: Sequence[float], stages: int, calls: Sequence[int]) -> list[int] | None:
+    """Return even bounds before nodes with parameters, or before any of ``calls`` if those are too few.
+
+    None for too few of them.
+    """
+    if len(calls) < stages:
         return None
     starts = [i for i, size in enumerate(sizes) if size]
     if len(starts) < stages:
-        starts = list(range(len(sizes)))
+        starts = [*calls]
     starts[0] = 0
     sums = [sum(weights[a:b]) for a, b in pairwise([*starts, len(sizes)])]
     return [[*starts, len(sizes)][bound] for bound in balance(sums, stages)]
