@@ -150,7 +150,7 @@ def _run(tokens: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code
     except CycloptsError as error:
-        return _refuse(_malformed(error), ExitCode.USAGE)
+        return _refuse(_malformed(error, words), ExitCode.USAGE)
     except TuttiError as error:
         return _refuse(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -182,7 +182,7 @@ def take_help_all(words: Sequence[str]) -> tuple[list[str], bool]:
     return [*("--help" if word == "--help-all" else word for word in words[:end]), *words[end:]], found
 
 
-def _malformed(error: CycloptsError) -> str:
+def _malformed(error: CycloptsError, words: Sequence[str]) -> str:
     """Return the message of a malformed command line; how to write the command where words are missing or too many."""
     error.verbose = False
     usage = str(error.app.usage).removeprefix("Usage: ") if error.app else "tutti COMMAND"
@@ -191,6 +191,9 @@ def _malformed(error: CycloptsError) -> str:
         return f"{command} does not take '{error.unused_tokens[0]}'. Write {usage}."
     if isinstance(error, MissingArgumentError) and error.argument:
         if error.keyword:
+            places = [place for place, word in enumerate(words[:-1]) if word == error.keyword]
+            if places and re.match(r"-[\d.]", value := words[places[-1] + 1]):
+                return f"{error.keyword} has no value, because '{value}' begins with -. Write {error.keyword}={value}."
             return f"{error.keyword} has no value. See {command} --help."
         return f"{command} needs {error.argument.name}. Write {usage}; see {command} --help."
     if isinstance(error, CoercionError) and error.msg is None and error.target_type is float and error.token:
