@@ -156,7 +156,8 @@ these measurements in sight. Only measurements that are not in these sets can co
 
 | protocol | the fit uses | predicted rows |
 |---|---|---|
-| zero-shot | no row of the set, only rates of other published sets on the same chip | all rows of the set |
+| zero-shot | rates of other sets alone, on the same chip; where there is none, on other chips | all rows of the set |
+| zero-shot, other hardware | rates of other sets on other chips, like ones first | all rows of the set |
 | anchored | rows with the fewest devices of a group, or of a series of published jobs | rows on more devices |
 | anchored, other sequence lengths | one job with a sequence length near the middle | jobs with other sequence lengths |
 | anchored, other workloads' network | as anchored, and all rows of the other workloads | rows on more devices |

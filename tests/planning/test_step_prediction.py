@@ -462,8 +462,11 @@ def test_published_hardware_names_its_rows_and_its_guesses() -> None:
     assert seconds_of(facts(2), run("mirrored:algorithm=native", 64), prices) > 0
     assert "published rows of A100" in prices.rests[0]
     assert any("links between nodes" in text for text in prices.guesses)
-    with pytest.raises(UsageError, match="--precision bf16 or fp16, another chip"):
-        open_machine("h100x8", "fp32", None, None)
+    for text, precision in (("h100x8", "fp32"), ("h200x8", "bf16"), ("mi300xx8", "bf16")):
+        kindred = open_machine(text, precision, None, None)
+        assert "jobs on other chips" in kindred.rests[0] and "data sheet" in kindred.rests[0]
+    with pytest.raises(UsageError, match=r"no data sheet .*fp64.*--precision bf16 or fp16 or fp32, another chip"):
+        open_machine("h100x8", "fp64", None, None)
     stated = open_machine("a100x8", "bf16", None, LINK)
     seconds_of(facts(2), run("mirrored:algorithm=native", 64), stated)
     assert not any("links between nodes" in text for text in stated.guesses)
@@ -473,7 +476,7 @@ def test_published_hardware_names_its_rows_and_its_guesses() -> None:
         for name in ("A100", *lone)
     )
     for text, word in (
-        ("a100x8", "no published row"),
+        ("a100x8", "no data sheet"),
         ("a100x0", "there is no machine"),
         ("abacusx8", "there is no machine"),
     ):

@@ -15,6 +15,8 @@ from tutti.planning.hardware_anchor import (
     HardwareAnchor,
     anchored_rate,
     chip_of,
+    joined_devices,
+    kindred_rate,
     peak_flops,
     precision_class,
     shipped_anchors,
@@ -29,6 +31,8 @@ from tutti.planning.protocol import (
     NOT_STATED,
     ONE_LENGTH,
     ONE_ROW,
+    OTHER_HARDWARE,
+    OTHER_HARDWARE_SPLIT,
     OTHER_SPLIT,
     PUBLISHED_ROWS,
     PUBLISHED_ROWS_SPLIT,
@@ -41,6 +45,7 @@ from tutti.planning.protocol import (
 from tutti.planning.scaling_laws import (
     ALLREDUCE_LAW,
     ANCHORED_LAW,
+    BETWEEN_SETS,
     DATA_PARALLEL_LAW,
     GPT_GRID_LAW,
     LOSS_LAW,
@@ -308,20 +313,22 @@ class _Job:
             # Rows without a model's name are one series where they have one shape.
             self.kind += tuple(row.label(role) for role in ("params_b", "layers", "hidden"))
         self.plan = number("tp", 1.0), number("pp", 1.0)
+        # Context ranks divide the tokens of a sample, and hold the same weights.
+        self.context = number("cp", 1.0)
         self.split = math.prod(self.plan)
         self.tokens = _TOKENS if math.isnan(self.length) else self.length
         batch = number("global_batch")
         if row.text.get("batch_unit", "").startswith("token"):
             batch /= self.tokens
         micro = number("micro_batch")
-        data = max(1.0, self.devices / self.split)
+        data = max(1.0, self.devices / self.split / self.context)
         local = batch / data
         # A pipeline is filled with as many micro-batches as there are samples: one alone would be all bubble.
         each = 1.0 if math.isnan(micro) and number("pp", 1.0) > 1 else micro
         self.passes = max(1.0, local / each) if not math.isnan(local * each) else 1.0
         self.batch_known = not math.isnan(batch)
         self.batch = batch if self.batch_known else data * (micro if not math.isnan(micro) else 64.0)
-        self.call = micro * self.tokens if not math.isnan(micro) else 1e12
+        self.call = micro * self.tokens / self.context if not math.isnan(micro) else 1e12
         self.flops = self._flops()
         self.seconds = self._device_seconds()
         self.series = " / ".join((*(part for part in self.kind if part), f"{self.length:g}"))
@@ -345,6 +352,24 @@ class _Job:
     @property
     def recompute(self) -> bool:
         return self.row.text.get("recompute", "").lower() in ("full", "true", "yes", "1")
+
+    def _bubbles(self) -> tuple[float, float]:
+        """Return by how much a pipeline's bubble lengthens a step, at most and at least: 1 without a pipeline.
+
+        A table that does not state the number of model chunks of a stage says a bubble between those of one chunk and
+        of as many as a stage has layers (Narayanan et al. 2021, arXiv 2104.04473, §2.2).
+        """
+        number = self.row.number
+        stages = number("pp", 1.0)
+        most = max(1.0, number("layers", _LAYERS) / stages)
+        each = (stages - 1) / self.passes
+        return 1 + each / number("vpp", 1.0), 1 + each / number("vpp", most)
+
+    @property
+    def bubble_sigma(self) -> float:
+        """Standard deviation of the logarithm of the pipeline's bubble where the table does not state its schedule."""
+        most, least = self._bubbles()
+        return 0.5 * math.log(most / least)
 
     def _flops(self) -> float:
         """Return the hardware FLOP of a sample with the pipeline's bubble, NaN where the shape is not known."""
@@ -378,17 +403,20 @@ class _Job:
             (bytes/s of a device between and within nodes).
         """
         number, text = self.row.number, self.row.text
-        hardware, per_node = self.row.label("hardware"), number("per_node", 8.0)
-        local = usual_links(hardware)[0]
-        stated = stated_wire(text.get("interconnect", ""), hardware, per_node)
-        stages = number("pp", 1.0)
-        bubble = 1 + (stages - 1) / self.passes / number("vpp", 1.0)
+        hardware, server = self.row.label("hardware"), number("per_node", 8.0)
+        local, per_node = usual_links(hardware)[0], joined_devices(hardware, server)
+        stated = stated_wire(text.get("interconnect", ""), hardware, server)
+        bubble = math.sqrt(math.prod(self._bubbles()))
         how = text.get("sharding") or text.get("framework", "")
         sharded = re.search(r"zero-?3|fsdp|full", how.lower()) is not None
+        # FSDP keeps the weights that it gathers for recomputation, DeepSpeed gathers them again (Rajbhandari et al.
+        # 2021, arXiv 2104.07857, §4.2).
+        again = self.recompute and "deepspeed" in text.get("framework", "").lower()
         wide = precision_class(self.row.label("precision")) in ("32", "tf32")
         known = {"devices": self.devices, "per_node": per_node, "split": self.split, "sharded": float(sharded)}
         known |= {"parameters": number("params_b", 0.0) * 1e9, "passes": self.passes, "word": 4.0 if wide else 2.0}
         known |= {"wire": stated, "local": local, "tensor": number("tp", 1.0), "recompute": float(self.recompute)}
+        known |= {"gathers": 4.0 if again else 3.0}
         known |= {"layers": number("layers", _LAYERS), "hidden": number("hidden", 0.0), "tokens": self.tokens}
         flops = self.flops if shaped else self.tokens * (4 / 3 if self.recompute else 1.0)
         return known | {"call": self.call, "flops": flops * bubble, "global_batch": self.batch}
@@ -439,7 +467,7 @@ def _predict(fitted: FittedLaw, pairs: Sequence[tuple[_Job, _Job]], basis: str) 
         CheckedPrediction(
             *(job.set_name, basis if job.plan == anchor.plan else OTHER_SPLIT, job.devices / anchor.devices),
             job.series,
-            *(float(value), float(wide), job.seconds),
+            *(float(value), math.hypot(wide, job.bubble_sigma - anchor.bubble_sigma), job.seconds),
         )
         for (anchor, job), value, wide in zip(pairs, centre, sigma, strict=True)
     ]
@@ -463,7 +491,8 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
     """Predict the throughput of published training jobs, as device-seconds for each sample.
 
     A law of stragglers, rings and fixed costs, fitted to the other sources, scales a known speed to each job's devices.
-    *Zero-shot* starts from other sources' utilisation (FLOP/s over the chip's peak) of the same chip, *anchored* from
+    *Zero-shot* starts from other sources' utilisation (FLOP/s over the chip's peak) of the same chip, where there is
+    none of other chips, as *zero-shot, other hardware* always does, *anchored* from
     the job of the same model and sequence length on the fewest devices, *anchored, other sequence lengths* from a job
     of another length, and *extrapolated* from a job on at most half the devices.
 
@@ -501,12 +530,13 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
                 if job.devices > anchor.devices
             ]
             inputs = _pairs(pairs)
-            fits[left_out] = fit_law(ANCHORED_LAW, inputs, np.array([job.seconds for _, job in pairs]), OTHER_SETS)
+            fitted = fit_law(ANCHORED_LAW, inputs, np.array([job.seconds for _, job in pairs]), OTHER_SETS)
+            fits[left_out] = _of_a_new_set(fitted)
         return fits[left_out]
 
     for group, members in grouped(jobs, lambda job: job.group).items():
         fitted = law_without(members[0].set_name)
-        yield _zero_shot(group, members, fitted, anchors)
+        yield from _zero_shot(group, members, fitted, anchors)
         anchored = [
             (_first(same), job)
             for same in grouped(members, lambda job: job.series).values()
@@ -531,6 +561,18 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[GroupPredictions]:
         yield GroupPredictions(group, EXTRAPOLATED, predictions, guess if near else alone)
 
 
+def _of_a_new_set(fitted: FittedLaw) -> FittedLaw:
+    """Return a law that is fitted to other sets as that of a set never seen.
+
+    Sets differ about their mean by ``BETWEEN_SETS``. One set, the least that says something of a constant, tells the
+    mean that well; the law's prior is the other source.
+    """
+    prior, between = np.square(fitted.law.spread), np.square(BETWEEN_SETS)
+    centre = np.log(fitted.law.centre({}, np.ones(1)))
+    mean = centre + (fitted.log_constants - centre) * prior / (prior + between)
+    return replace(fitted, log_constants=mean, covariance=fitted.covariance + np.diag(between))
+
+
 def _half_the_devices(jobs: Sequence[_Job]) -> list[tuple[_Job, _Job]]:
     """Return pairs of an anchor and a job of one series: the job most like it of those on at most half the devices."""
     return [
@@ -552,8 +594,45 @@ def _refit(fitted: FittedLaw, pairs: Sequence[tuple[_Job, _Job]]) -> FittedLaw:
 
 def _zero_shot(
     group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: Sequence[HardwareAnchor]
+) -> Iterator[GroupPredictions]:
+    """Predict jobs from the rate that other published sets reached on the same chip, and from that on other chips.
+
+    Where no other set has rows of the chip, the first protocol takes the rate from other chips, too.
+    """
+
+    def on_chip(hardware: str, precision: str, name: str, width: float) -> tuple[float, float, str]:
+        return anchored_rate(hardware, precision, anchors, name, width)
+
+    def on_others(hardware: str, precision: str, name: str, width: float) -> tuple[float, float, str]:
+        return kindred_rate(hardware, precision, anchors, name, width)
+
+    own = _from_rates(group, members, fitted, on_chip, (PUBLISHED_ROWS, PUBLISHED_ROWS_SPLIT))
+    other = _from_rates(group, members, fitted, on_others, (OTHER_HARDWARE, OTHER_HARDWARE_SPLIT))
+    if own.predictions or not other.predictions:
+        yield own
+        other.protocol = f"{ZERO_SHOT}, other hardware"
+        yield other
+    else:
+        other.reason = f"{own.reason}: rates of other hardware"
+        yield other
+
+
+def _from_rates(
+    group: str,
+    members: Sequence[_Job],
+    fitted: FittedLaw,
+    rate_of: Callable[[str, str, str, float], tuple[float, float, str]],
+    bases: tuple[str, str],
 ) -> GroupPredictions:
-    """Predict jobs from the rate that other published sets reached on the same chip."""
+    """Predict jobs from a rate of computing by hardware, precision, set and hidden size.
+
+    Args:
+        group: the group's name in results.
+        members: the jobs.
+        fitted: the law of what many devices take besides computing.
+        rate_of: returns FLOP/s, the standard deviation of its logarithm, and why there is none.
+        bases: names of what a prediction rests on, for whole and for split models.
+    """
     asked = GroupPredictions(group, ZERO_SHOT)
     pairs: list[dict[str, float]] = []
     kept: list[tuple[_Job, float]] = []
@@ -562,9 +641,7 @@ def _zero_shot(
             asked.reason = _NO_SHAPE
             continue
         text = job.row.label
-        rate, spread, reason = anchored_rate(
-            *(text("hardware"), text("precision"), anchors, job.set_name, job.row.number("hidden", 0.0))
-        )
+        rate, spread, reason = rate_of(text("hardware"), text("precision"), job.set_name, job.row.number("hidden", 0.0))
         if reason:
             asked.reason = reason
             continue
@@ -577,13 +654,13 @@ def _zero_shot(
         }
         there |= {"call": max(2048.0, min(job.call, 1e12))}
         pairs.append(job.columns() | {f"a_{name}": value for name, value in there.items()})
-        kept.append((job, spread))
+        kept.append((job, math.hypot(spread, job.bubble_sigma)))
     if kept:
         inputs = {name: np.array([pair[name] for pair in pairs]) for name in pairs[0]}
         centre, sigma = fitted.predict(inputs)
         asked.predictions = [
             CheckedPrediction(
-                *(job.set_name, PUBLISHED_ROWS if job.split == 1 else PUBLISHED_ROWS_SPLIT, 1.0, job.series),
+                *(job.set_name, bases[job.split > 1], 1.0, job.series),
                 *(float(value), float(np.hypot(wide, spread)), job.seconds),
             )
             for (job, spread), value, wide in zip(kept, centre, sigma, strict=True)

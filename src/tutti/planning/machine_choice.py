@@ -35,7 +35,7 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
         ``MeasuredCosts`` for a file, ``PublishedCosts`` for a chip.
 
     Raises:
-        UsageError: there is no such file or chip; no published job ran on the chip in this precision; a file has
+        UsageError: there is no such file or chip; the chip's data sheet lacks the precision; a file has
             another format or version; the file ``between`` has no links; or ``per_node`` is below 1.
     """
     check_least({"--devices-per-node": per_node})

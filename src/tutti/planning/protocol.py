@@ -21,6 +21,8 @@ OTHER_SPLIT = "one measured row of another split of the model"
 ONE_LENGTH = "one measured row of another sequence length"
 PUBLISHED_ROWS = "published rows of the hardware"
 PUBLISHED_ROWS_SPLIT = "published rows of the hardware and a split model"
+OTHER_HARDWARE = "published rows of other hardware"
+OTHER_HARDWARE_SPLIT = "published rows of other hardware and a split model"
 
 _Element = TypeVar("_Element")
 _Key = TypeVar("_Key", bound=Hashable)

@@ -16,8 +16,9 @@ from tutti.planning.hardware_anchor import (
     ONE_SOURCE,
     anchored_rate,
     chip_of,
+    data_sheet,
+    kindred_rate,
     matching_anchors,
-    precision_class,
     shipped_anchors,
     usual_links,
 )
@@ -38,7 +39,8 @@ _LAUNCH = 5e-6
 class PublishedCosts(StepCosts):
     """Predicts how long computing and messages take on hardware that published training jobs ran on.
 
-    One FLOP/s rate, reached by these jobs, holds for all computing; links are guessed.
+    One FLOP/s rate, reached by these jobs, holds for all computing; links are guessed. Of a chip without such jobs the
+    rate is the part of its peak that jobs on other chips reached.
 
     Args:
         hardware: name of the chip, as people write it, such as ``A100-80GB``.
@@ -49,7 +51,7 @@ class PublishedCosts(StepCosts):
         basis: kind of the data in texts; always ``published``.
 
     Raises:
-        UsageError: no published job ran on this chip in this precision.
+        UsageError: the chip's data sheet has no peak in this precision, or no published job ran in it on any chip.
     """
 
     hardware: str
@@ -60,12 +62,15 @@ class PublishedCosts(StepCosts):
     basis: str = "published"
 
     def __post_init__(self) -> None:
-        rate, sigma, why = anchored_rate(self.hardware, self.precision, shipped_anchors(), without="")
-        if why:
-            there = {anchor.precision for anchor in shipped_anchors() if anchor.chip == chip_of(self.hardware)[0]}
-            known = [name for name in ("bf16", "fp16", "fp32") if precision_class(name) in there]
+        chip, rows = chip_of(self.hardware)[0], shipped_anchors()
+        rate, sigma, lacking = anchored_rate(self.hardware, self.precision, rows, without="")
+        own = not lacking
+        if lacking:
+            rate, sigma, lacking = kindred_rate(self.hardware, self.precision, rows, without="")
+        if lacking:
+            known = [name for name in ("bf16", "fp16", "fp32") if not kindred_rate(self.hardware, name, rows, "")[2]]
             raise UsageError(
-                f"the machine '{self.hardware}' cannot be priced: {why}",
+                f"the machine '{self.hardware}' cannot be priced: {lacking}",
                 where="--machine",
                 remedy=f"take --precision {' or '.join(known) or 'fp32'}, another chip with published rows "
                 f"({', '.join(published_chips())}), or a machine.json of tutti bench",
@@ -74,14 +79,21 @@ class PublishedCosts(StepCosts):
         self.overlaps = True
         self._rate = rate
         self._factor = np.exp(sigma * np.random.default_rng(0).standard_normal(DRAWS))
-        chip, sets = chip_of(self.hardware)[0], sorted({a.set_name for a in shipped_anchors()})
-        rows = [a for a in shipped_anchors() if a.chip == chip]
-        names = ", ".join(name for name in sets if any(a.set_name == name for a in rows))
-        self.rests.append(f"published rows of {chip} in {self.precision}: {rate / 1e12:.3g} TFLOP/s a device ({names})")
+        reached = f"{rate / 1e12:.3g} TFLOP/s a device"
+        if own:
+            near = matching_anchors(self.hardware, self.precision, rows)
+            names = ", ".join(sorted({each.set_name for each in near}))
+            self.rests.append(f"published rows of {chip} in {self.precision}: {reached} ({names})")
+        else:
+            near = []
+            self.rests.append(
+                f"no published row of {chip} in {self.precision}: {reached}, the part of the peak that jobs on other "
+                f"chips reached, times or over {np.exp(sigma):.2f} ({data_sheet(chip)})"
+            )
         self.guesses.append(
             "all computing runs at the rate that published jobs reach; small models and small batches do not reach it"
         )
-        if len(matching_anchors(self.hardware, self.precision, shipped_anchors())) == 1:
+        if len(near) == 1:
             self.note(f"the rate is known from one source; others would differ by {100 * ONE_SOURCE:g} %")
 
     def share_node(self, devices: int) -> None:
