@@ -41,16 +41,18 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
-        for leaf in tree_leaves(result):
-            if _is_plain(leaf):
-                self._add(leaf, given)
-        self.peak = max(self.peak, self.now)
+        # Counting all storages takes longer than most operators, and no view or write in place makes them more.
+        if any([self._add(leaf, given) for leaf in tree_leaves(result) if _is_plain(leaf)]):
+            self.peak = max(self.peak, self.now)
         return result
 
-    def _add(self, tensor: Tensor, given: set[int]) -> None:
+    def _add(self, tensor: Tensor, given: set[int]) -> bool:
+        """Keep a tensor's storage if the operator has made it, and return whether it has."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
-        if key not in given and key not in self._made:
-            self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key, None))
+        if key in given or key in self._made:
+            return False
+        self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key, None))
+        return True
 
 
 def _is_plain(leaf: Any) -> bool:
