@@ -37,7 +37,7 @@ _LOST_PEER = re.compile(
 )
 _HINTS = {
     signal.SIGKILL: "by hand, by a scheduler, or by the system because it was out of memory",
-    signal.SIGBUS: "perhaps shared memory (/dev/shm) or a disk was full",
+    signal.SIGBUS: "perhaps shared memory (/dev/shm) or a disk was full, or a mapped file was cut short",
     signal.SIGSEGV: "a crash in native code; the log ends with the Python stack",
     signal.SIGABRT: "a native library gave up; its message is above or in the log",
 }
