@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import runpy
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -109,6 +110,22 @@ def adopted(rank: int, path: str) -> list[Any]:
     dist.all_reduce(total)
     context.shutdown()
     return [world.identity.rank, world.identity.size, world.owned, int(total), dist.is_initialized()]
+
+
+def imported_anew(rank: int, path: str, job: bool) -> Any:
+    """Call ``tutti.init`` at the top of a script that a child of multiprocessing imports."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} if job else {})
+    return runpy.run_path(path, run_name="__mp_main__")["size"]
+
+
+def test_a_child_that_imports_the_script_does_not_join_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import tutti\n\ntutti.init('cpu', timeout=2)\nsize = tutti.size()\n")
+    [said] = apart(1, imported_anew, str(script), True)
+    assert "runs the script once more (rank 0" in said and f"{script}:3" in said and "__name__" in said
+    assert apart(1, imported_anew, str(script), False) == [1]
 
 
 def test_a_process_group_that_exists_is_adopted_and_left_alone(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from cyclopts import (
     App,
     CoercionError,
     CycloptsError,
+    Group,
     MissingArgumentError,
     UnknownCommandError,
+    UnknownOptionError,
     UnusedCliTokensError,
 )
 
@@ -30,6 +32,7 @@ from tutti.cli.help_pages import OneScreen
 from tutti.cli.landscape_command import landscape
 from tutti.cli.launch_flags import hosts_as_engine, node_of_job, start_node
 from tutti.cli.noise_command import noise
+from tutti.cli.other_names import name_here
 from tutti.cli.plan_command import plan_devices
 from tutti.cli.report_command import report_runs
 from tutti.cli.run_command import end_options, run, run_options
@@ -47,6 +50,10 @@ from tutti.launcher.encoding import replace_unencodable
 from tutti.launcher.failure import failure_exit_code
 
 ALL_OPTIONS = "tutti train --help-all lists all options."
+_TRAIN = Group("Train", sort_key=1)
+_RUNS = Group("Look at a run", sort_key=2)
+_PLANS = Group("Plan for other devices", sort_key=3)
+_OTHERS = Group("Other", sort_key=4)
 _NEGATIVE = re.compile(r"-\d+(\.\d+)?[a-zA-Z]+")
 
 
@@ -74,32 +81,38 @@ def build_app(whole_help: bool = False) -> App:
         help_formatter=OneScreen(),
         help_format="plaintext",
         help_epilogue=EPILOGUE,
+        group_commands=_OTHERS,
     )
     app.command(
         train,
+        group=_TRAIN,
         usage="Usage: tutti train TASK [OPTIONS]",
         help_formatter=OneScreen(None if whole_help else {f"--{name.replace('_', '-')}" for name in USUAL}),
         help_epilogue=EPILOGUE if whole_help else f"{ALL_OPTIONS}\n{EPILOGUE}",
     )
-    app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
-    app.command(submit, usage="Usage: tutti submit slurm|kubeflow|skypilot[:OPTIONS] -- train|run …")
-    app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
-    app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
-    app.command(goodput, usage="Usage: tutti goodput RUN [--json]")
-    app.command(noise, usage="Usage: tutti noise RUN… [OPTIONS]")
-    app.command(landscape, usage="Usage: tutti landscape RUN [OPTIONS]")
-    app.command(workload, usage="Usage: tutti workload TASK [OPTIONS] [-- ARGUMENTS]")
-    app.command(bench, usage="Usage: tutti bench [PARTS] [OPTIONS]")
+    app.command(run, group=_TRAIN, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
+    app.command(submit, group=_TRAIN, usage="Usage: tutti submit slurm|kubeflow|skypilot[:OPTIONS] -- train|run …")
+    app.command(compare, group=_RUNS, usage="Usage: tutti compare TASK [OPTIONS]")
+    app.command(export, group=_RUNS, usage="Usage: tutti export RUN [OPTIONS]")
+    app.command(goodput, group=_RUNS, usage="Usage: tutti goodput RUN [--json]")
+    app.command(noise, group=_RUNS, usage="Usage: tutti noise RUN… [OPTIONS]")
+    app.command(landscape, group=_RUNS, usage="Usage: tutti landscape RUN [OPTIONS]")
+    app.command(workload, group=_PLANS, usage="Usage: tutti workload TASK [OPTIONS] [-- ARGUMENTS]")
+    app.command(bench, group=_PLANS, usage="Usage: tutti bench [PARTS] [OPTIONS]")
     app.command(
         simulate_step,
         name="simulate",
-        usage="Usage: tutti simulate TASK --machine FILE [OPTIONS] [-- ARGUMENTS]",
+        group=_PLANS,
+        usage="Usage: tutti simulate TASK --machine FILE|a100x8 [OPTIONS] [-- ARGUMENTS]",
     )
-    app.command(plan_devices, name="plan", usage="Usage: tutti plan TASK --runs DIR [OPTIONS] [-- ARGUMENTS]")
-    app.command(report_runs, name="report", usage="Usage: tutti report RUN... [OPTIONS]")
+    app.command(
+        plan_devices, name="plan", group=_PLANS, usage="Usage: tutti plan TASK --runs DIR [OPTIONS] [-- ARGUMENTS]"
+    )
+    app.command(report_runs, name="report", group=_RUNS, usage="Usage: tutti report RUN... [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
-    app.command(config_command.config_verb())
-    app.command(chaos_command.verb())
+    for verb, group in ((config_command.config_verb(), _TRAIN), (chaos_command.verb(), _RUNS)):
+        verb.group = group
+        app.command(verb)
     app.register_install_completion_command(
         add_to_startup=False,
         help="Complete commands and options from the next shell on.",
@@ -198,6 +211,10 @@ def _malformed(error: CycloptsError, words: Sequence[str]) -> str:
         return f"{command} needs {error.argument.name}. Write {usage}; see {command} --help."
     if isinstance(error, CoercionError) and error.msg is None and error.target_type is float and error.token:
         return f"{error.token.keyword} is '{error.token.value}'. Give a number, such as 3 or 0.5."
+    if isinstance(error, UnknownOptionError) and {*(error.command_chain or ())} & {"train", "compare", "config"}:
+        word = (error.token.keyword or error.token.value).split("=")[0]
+        if here := name_here("train", word):
+            return f"unknown option {word}. Did you mean {here}? See tutti train --help."
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
         return _unknown(error, error.unused_tokens[0])
     return str(error)

@@ -37,7 +37,7 @@ def bench(
     disk: Annotated[Path, Parameter(show_default=False)] = Path("."),
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Measure devices, links, collectives, data, disk and optimizers here.
+    """Measure this machine: devices, links, disks, optimizers.
 
     Example: tutti bench device links -o machine.json
     Example: tutti bench scaling digits --ranks 1,2 -- --batch-size 512

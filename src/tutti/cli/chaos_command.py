@@ -43,7 +43,7 @@ Switch = Annotated[bool, Parameter(negative="", show_default=False)]
 Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False)]
 Seconds = Annotated[float | None, Parameter(name="--for", show_default=False)]
 
-SUMMARY = """Break a run on purpose, and see whether it survives as promised.
+SUMMARY = """Break a run on purpose, and see whether it survives.
 
 Example: tutti chaos kill --verify -- tutti train digits --devices 3
 

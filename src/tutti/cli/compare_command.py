@@ -43,7 +43,7 @@ def compare(
     dry_run: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Explain a drop of accuracy by runs that differ in one option each, over seeds.
+    """Find the one change that cost the accuracy.
 
     Example: tutti compare digits --workers 8 --batch-size 512 --epochs 12 --seeds 3
 

@@ -21,7 +21,7 @@ Variables = flag_table()
 
 USAGE = "Usage: tutti config show [TASK] [OPTIONS OF tutti train]"
 SUMMARY = (
-    "Show every option of a run with its value, and where it comes from.\n\n"
+    "Show every option with its value, and where that comes from.\n\n"
     "Example: tutti config show digits --config mine.toml --batch-size 128 --origin\n\n"
     "It takes the options of tutti train (tutti train --help-all)."
 )
@@ -44,7 +44,7 @@ def show(
     origin: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Show every option of a run with its value, and where it comes from.
+    """Show every option with its value, and where that comes from.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ _COLOURS: dict[Mark, str] = {"ok": "green", "note": "yellow", "problem": "bold r
 
 
 def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False) -> int:
-    """Check hardware, software and collectives of this machine, with remedies.
+    """Check this machine, and say how to repair what is wrong.
 
     Example: tutti doctor
 
@@ -109,7 +109,7 @@ def launcher() -> Iterator[Finding]:
         yield Finding("launcher", "problem", str(error), {"source": None}, remedy)
         return
     values = {"source": found.source, "rank": found.rank, "size_processes": found.size}
-    text = "none: tutti starts its own workers"
+    text = "none: tutti starts its own ranks"
     if found.source != "single":
         text = f"{found.source}: this is rank {found.rank} of {found.size}"
     yield Finding("launcher", "ok", text, values)
@@ -168,7 +168,14 @@ def lines(finding: Finding, printed: set[str]) -> list[str]:
     )
     if finding.remedy and finding.remedy not in printed:
         printed.add(finding.remedy)
-        found += textwrap.wrap(f"→ {finding.remedy}", WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
+        found += textwrap.wrap(
+            f"→ {finding.remedy}",
+            WIDTH,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
     return found
 
 

@@ -20,7 +20,7 @@ def goodput(
     *,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Say how much of a run's time was training that counts, and what took the rest.
+    """Say which share of a run's time was training.
 
     Example: tutti goodput runs/digits-20261123-101500
 

@@ -65,7 +65,7 @@ def landscape(
     out: Annotated[Path | None, Parameter(show_default=False)] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Say how sharp the minimum is that a run has found, and draw it.
+    """Say how sharp a run's minimum is, and draw it.
 
     Example: tutti landscape runs/small-batch --to runs/large-batch
 

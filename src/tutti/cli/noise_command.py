@@ -50,7 +50,7 @@ def noise(
     svg: Annotated[Path | None, _QUIET] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Estimate the critical batch size, in three ways.
+    """Say up to which size a larger batch pays, in three ways.
 
     Example: tutti noise runs/digits-20261123-101500 --branch 2 4 8
 

@@ -59,7 +59,7 @@ def plan_devices(
     verify: Annotated[WholeNumber, Parameter(show_default=False)] = 0,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Say how many devices are worth it to train to a target, and why not others.
+    """Say how many devices are worth it to train to a target.
 
     Example: tutti plan digits --runs runs --machine machine.json
 

@@ -15,6 +15,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from tutti import process_context
+from tutti.cli.other_names import name_here
 from tutti.config.bounds import check_least
 from tutti.config.engine_config import (
     SlurmEngineConfig,
@@ -173,14 +174,14 @@ def run(
     horovod: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     elastic_flags: Annotated[ElasticFlags, Parameter(name="*")] = ElasticFlags(),
 ) -> int:
-    """Start your own script, which calls tutti.prepare, on many devices.
+    """Start a script that calls tutti.prepare on many devices.
 
     Example: tutti run -np 4 train.py --epochs 3
 
     Parameters
     ----------
     devices:
-        processes or 2:8; auto: one a GPU, or one
+        number of processes, or a range 2:8; auto: one for each GPU, or one
     hosts:
         HOST:PROCESSES,… to start on over ssh, in this directory of each; or
         --hostfile FILE; on each node itself: --nnodes, --node-rank, --rdzv-endpoint
@@ -202,7 +203,7 @@ def run(
     max_restarts:
         times to restart the script after a failure
     show_all:
-        show every process's output, not the first one's only
+        show every process's output, not only that of rank 0
     horovod:
         serve import horovod.torch in the script by tutti
 
@@ -229,7 +230,8 @@ def run(
     limits = WatchdogLimits.make(start_timeout, step_timeout, WatchdogLimits.read(os.environ).save)
     script, *arguments = command
     if script.startswith("-"):
-        near = difflib.get_close_matches(script, [*run_options(), *OF_NODE], n=1, cutoff=0.7)
+        here = name_here("run", script)
+        near = [here] if here else difflib.get_close_matches(script, [*run_options(), *OF_NODE], n=1, cutoff=0.7)
         meant = f"did you mean {near[0]}? " if near else ""
         raise UsageError(
             f"unknown option {script}",

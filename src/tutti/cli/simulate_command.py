@@ -76,9 +76,9 @@ def simulate_step(
     timeline: Annotated[Path | None, Parameter(show_default=False)] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Predict a step on devices that need not be here, and where its time goes.
+    """Predict the seconds of a step on devices that are not here.
 
-    Example: tutti simulate text --machine a100x8 --devices 64 --device-batch 8
+    Example: tutti simulate text --machine a100x8 --precision bf16 --devices 64
 
     TASK is a task of tutti train, or a script that calls tutti.prepare, which
     runs up to its first loss; its own arguments follow --.
@@ -118,7 +118,7 @@ def simulate_step(
     data:
         folder, file or hub name that the task reads
     model:
-        name:key=value; default: the task's first
+        model of the task, name:key=value; default: the first
     augment:
         as in tutti train
     svg:

@@ -56,7 +56,7 @@ def submit(
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     start: Annotated[bool, Parameter(negative="", show_default=False)] = False,
 ) -> int:
-    """Print the file by which Slurm, Kubeflow or SkyPilot runs a command of tutti.
+    """Print the job file for Slurm, Kubeflow or SkyPilot.
 
     Example: tutti submit slurm:nodes=2,time=4h -- train digits --devices 8
 

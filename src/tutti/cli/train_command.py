@@ -68,7 +68,8 @@ def train(
 ) -> int:
     """Train linear, digits, cifar10, text, membranes or your own.
 
-    Example: tutti train digits --workers 8 --devices 2 --epochs 3; your own: tutti train file.py:function
+    Example: tutti train digits --workers 8 --devices 2 --epochs 3
+    A task of your own: tutti train file.py:function
 
     Parameters
     ----------

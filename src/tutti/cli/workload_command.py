@@ -34,7 +34,7 @@ def workload(
     output: Annotated[Path | None, Parameter(name=("-o", "--output"), show_default=False)] = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Say what a model and its loss ask of a device: FLOP, bytes, activations.
+    """Count the FLOP, bytes and activations of a model.
 
     Example: tutti workload text --model gpt:layers=4 -o workload.json
 
@@ -47,7 +47,7 @@ def workload(
     data:
         folder, file or hub name that the task reads
     model:
-        name:key=value; default: the task's first
+        model of the task, name:key=value; default: the first
     augment:
         as in tutti train
     precision:

@@ -54,7 +54,7 @@ class TrainConfig:
 
     Attributes:
         data: folder, file or hub name that the task reads.
-        model: ``name:key=value``; default: the task's first.
+        model: model of the task, ``name:key=value``; default: the first.
         augment: random crops and flips, if the task has them.
         batch_norm: statistics over a worker; or ``ghost:size=32``, or sync.
         data_workers: loader processes of each device.
@@ -62,8 +62,8 @@ class TrainConfig:
         optimizer: ``name:key=value``.
         schedule: learning-rate schedule, ``name:key=value``.
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
-        workers: logical workers, part of the algorithm; default: devices.
-        devices: processes or GPUs; or 2:8; ``auto``: every GPU, or one.
+        workers: shares of a batch, which decide the result; default: devices.
+        devices: processes or GPUs: a number, 2:8 or auto (all GPUs).
         on: engine: local, ``ssh:hosts=a:2+b:2`` or -H, ray, slurm.
         wait: time to wait for another device when one is lost.
         batch_size: samples in one *global* batch, over all workers.
@@ -93,7 +93,7 @@ class TrainConfig:
         resume: run to continue; alone: the newest one of this configuration.
         change: changes in a resume: lr, batch_size, data, seed, schedule.
         max_restarts: restarts from the last checkpoint after a failure.
-        seed: seed of all RNG streams.
+        seed: seed of all random numbers.
         reproducible: bit-identical weights on any number of devices.
         slow: delay ranks or workers on purpose: rank=1,factor=3.
         threads: CPU threads a process; default: cores ÷ local processes.

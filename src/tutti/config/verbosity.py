@@ -17,7 +17,7 @@ _LEVELS = {"quiet": logging.ERROR, "verbose": logging.INFO, "debug": logging.DEB
 _COUNTED = {1: "verbose", 2: "debug"}
 _WORD = re.compile(r"-(v+|q)|--(verbose|quiet)")
 
-EPILOGUE = "Every command: -v tells what tutti decides and why, -vv all details; -q only\nerrors and the result."
+EPILOGUE = "Every command: -v tells what tutti decides and why, -vv all details; -q only errors and the result."
 """Last lines of every help page."""
 
 

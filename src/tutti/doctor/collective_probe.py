@@ -80,7 +80,7 @@ def collectives(ranks: int) -> Iterator[Finding]:
 def _finding(name: str, ranks: int, stage: str, values: dict[str, Any]) -> Finding:
     values = {"ranks": ranks, **values}
     if stage == "start":
-        return Finding(name, "ok", f"{counted(ranks, 'worker')} started and met in {values['seconds']:.2f} s", values)
+        return Finding(name, "ok", f"{counted(ranks, 'rank')} started and met in {values['seconds']:.2f} s", values)
     if not values["available"]:
         remedy = "Needs x86-64 and room in /dev/shm; without it, sums go by Gloo and take longer."
         return Finding(name, "note", "not available on this machine", values, remedy)

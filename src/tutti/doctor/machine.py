@@ -58,7 +58,7 @@ def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
         remedy = f"Set OMP_NUM_THREADS={max(1, int(limits.cores))} ÷ processes: more threads wait for each other."
         yield Finding("cores", "note", text, values, remedy)
     elif usable == 1 and present > 1:
-        remedy = "Ask for more (taskset, srun --cpus-per-task, mpirun --bind-to none): all workers share this one."
+        remedy = "Ask for more (taskset, srun --cpus-per-task, mpirun --bind-to none): all ranks share this one."
         yield Finding("cores", "note", text, values, remedy)
     else:
         yield Finding("cores", "ok", text, values)

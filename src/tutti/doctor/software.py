@@ -229,7 +229,7 @@ def extras() -> Iterator[Finding]:
         versions = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
         shown.append(f"{extra}: {versions or 'none'}" if all(packages.values()) or not versions else f"{extra}: part")
     missing = [extra for extra, packages in found.items() if extra != "bench" and not all(packages.values())]
-    remedy = f"For images, demos or figures: {pip_install(*missing)}." if missing else ""
+    remedy = f"If you need one of the missing extras: {pip_install(*missing)}." if missing else ""
     yield Finding("extras", "note" if missing else "ok", " · ".join(shown), found, remedy)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import logging
 import os
 import sys
@@ -110,7 +111,8 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     Raises:
         UsageError: the environment contradicts itself, has an unknown ``TUTTI_*`` variable or one with a value that is
             not permitted; ``timeout`` is not a finite number above 0; an accelerator is requested and not available, or
-            a node has fewer accelerators than processes; or the ranks count different numbers of nodes.
+            a node has fewer accelerators than processes; the ranks count different numbers of nodes; or a process that
+            ``multiprocessing`` has started within a job imports the script.
         PeerError: the other ranks did not arrive in time, rank 0 cannot be reached, or rank 0 cannot listen on its
             port.
         OSError: the process of the watchdog cannot be forked.
@@ -127,6 +129,7 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         _watched(_world.identity)
         return _world
     identity = identities.read_identity(os.environ)
+    _refuse_import(identity)
     # Fork the watchdog before a device or a thread exists: a fork copies either in part only.
     _watched(identity)
     place = _place(device, identity)
@@ -154,6 +157,25 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
         if not isinstance(sys.excepthook, _End):
             sys.excepthook = _End(sys.excepthook)
     return _world
+
+
+def _refuse_import(identity: Identity) -> None:
+    """Raise UsageError in a child of a rank, started by spawn or forkserver, that imports the script anew."""
+    if not identities.joined(os.environ):
+        return
+    frame = inspect.currentframe()
+    while frame is not None:
+        # multiprocessing gives the script this name.
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
+            raise UsageError(
+                "a process that this rank has started runs the script once more",
+                where=f"rank {identity.rank}, {frame.f_code.co_filename}:{frame.f_lineno}",
+                why="multiprocessing imports the script in processes that are spawned, such as those of a loader, and"
+                " the import would join the job as a second process of this rank",
+                remedy="put the script's statements under if __name__ == '__main__', or read the data by run.epoch or"
+                " run.microbatches in place of the loader",
+            )
+        frame = frame.f_back
 
 
 def _make_group(identity: Identity, device: torch.device, limit: timedelta) -> dist.Store:

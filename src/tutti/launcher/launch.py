@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import logging
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -145,7 +146,9 @@ def check_script(script: str, module: bool = False) -> None:
     if not module:
         path = Path(script)
         if not path.is_file() and not (path / "__main__.py").is_file():
-            raise UsageError(f"there is no script '{script}'", remedy="give the path of a Python file, or -m MODULE")
+            python = re.fullmatch(r"(.*/)?python[\d.]*", script) is not None
+            remedy = "leave out the word python" if python else "give the path of a Python file, or -m MODULE"
+            raise UsageError(f"there is no script '{script}'", remedy=remedy)
         return
     parts = script.split(".")
     original = sys.path[:]

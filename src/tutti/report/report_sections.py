@@ -510,9 +510,9 @@ def run_sentence(run: RunRecord) -> str:
     trained += f" in {seconds_text(seconds)} of training" if seconds is not None else ""
     text = f"{run.task} trained{reached}{where} for {trained}"
     if run.rate is not None:
-        text += f", {number_text(run.rate)} samples a second"
+        text += f", at {'a median of ' * bool(run.steps)}{number_text(run.rate)} samples a second"
     if run.goodput is not None:
-        text += f"; {run.goodput.fraction:.0%} of the elapsed time counts"
+        text += f"; {run.goodput.fraction:.0%} of the elapsed time was productive training (goodput)"
     if run.exit_code is None:
         return f"{text}. No end is recorded."
     return f"{text}." if run.state == "finished" else f"{text}. It ended with {run.state}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 
 from tutti.errors import UsageError
@@ -21,6 +22,26 @@ class EpochBatches(Iterator[Batch]):
 
     def __init__(self, batches: Iterator[Batch], steps: Callable[[], int]) -> None:
         self._batches, self._steps = batches, steps
+
+    @staticmethod
+    def check_number(number: object, call: str) -> None:
+        """Raise UsageError if the number of an epoch, as a script gives it, is not a whole number of at least 0.
+
+        Args:
+            number: the script's argument.
+            call: the method that it was given to, such as ``run.epoch``, for the message.
+        """
+        try:
+            right = operator.index(number) >= 0  # type: ignore[arg-type]
+        except TypeError:
+            right = False
+        if not right:
+            shown = repr(number) if isinstance(number, int | float | str) else f"of type {type(number).__name__}"
+            raise UsageError(
+                f"the number of the epoch is {shown}",
+                where=call,
+                remedy=f"write for epoch in range(3): for batch in {call}(epoch):",
+            )
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -323,10 +323,12 @@ class Run:
             number of the epoch's global batches.
 
         Raises:
-            UsageError: ``start`` is None, and ``restore`` has loaded a checkpoint of a later epoch than ``number``; or
-                the script has replaced a parameter of the model, or with pipeline stages a module.
+            UsageError: ``number`` is not a whole number of at least 0; ``start`` is None, and ``restore`` has loaded a
+                checkpoint of a later epoch than ``number``; or the script has replaced a parameter of the model, or
+                with pipeline stages a module.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
+        EpochBatches.check_number(number, "run.epoch")
         return EpochBatches(self._batches_of(number, start), partial(self.steps_of, number))
 
     def _batches_of(self, number: int, start: int | None) -> Iterator[Batch]:
@@ -506,11 +508,13 @@ class Run:
             device. Its ``len()`` is the number of the epoch's global batches, as that of the loader which it replaces.
 
         Raises:
-            UsageError: the strategy or an option (CUDA graphs) has no custom training loops; the previous loop was left
-                in the middle of a global batch; the bodies of one global batch make different calls; or a body writes
-                parameters, steps twice or uses a GradScaler although this rank has several micro-batches.
+            UsageError: ``number`` is not a whole number of at least 0; the strategy or an option (CUDA graphs) has no
+                custom training loops; the previous loop was left in the middle of a global batch; the bodies of one
+                global batch make different calls; or a body writes parameters, steps twice or uses a GradScaler
+                although this rank has several micro-batches.
             MismatchError: ranks hold different copies of a parameter, or read different samples.
         """
+        EpochBatches.check_number(number, "run.microbatches")
         return EpochBatches(self.custom.microbatches(number, start), partial(self.steps_of, number))
 
     def cells(self, number: int, start: int | None = None) -> Iterator[Batch]:

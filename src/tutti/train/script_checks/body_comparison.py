@@ -260,12 +260,13 @@ class BodyComparison:
         now, place = self._run.shared_settings.text(index), len(self._events)
         before = self._settings.setdefault(place, now)
         if before != now:
+            first, later = self._run.shared_settings.differences(before, now)
             raise UsageError(
                 "the loop's body changes the optimizer's settings, with several micro-batches a rank",
                 where=f"step {self._run.global_step + 1}, {script_line()}",
-                why=f"this rank runs the body several times a global batch: {before} in the first, {now} now",
-                remedy="change them where run.stepped is true, as a function of run.global_step, or by tutti.prepare's"
-                " scheduler=",
+                why=f"this rank runs the body several times a global batch: {first} in the first, {later} now",
+                remedy="write 'if run.stepped:' around the change, such as scheduler.step(), compute it from"
+                " run.global_step, or give tutti.prepare the scheduler (scheduler=)",
             )
 
     def _check_counted_settings(self) -> None:

@@ -135,7 +135,8 @@ class FollowedNumbers:
 
     def _replaced(self, value: Any, depth: int = _DEPTH) -> Any:
         """Return a plain number for one of this object's, a tuple of plain numbers for one with some, or the value."""
-        if isinstance(value, FollowedNumber):
+        # isinstance would ask other objects for their class: torch.distributed.reduce_op warns then.
+        if issubclass(type(value), FollowedNumber):
             return _plain(value) if value.group is self else value
         if type(value) is not tuple or not depth:
             return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,21 @@ class SharedSettings:
                 found.setdefault(name, []).append(repr(value))
             self._known[index] = values, ", ".join(f"{name} {' '.join(each)}" for name, each in found.items())
         return self._known[index][1]
+
+    @staticmethod
+    def differences(before: str, now: str) -> tuple[str, str]:
+        """Return the settings of two texts of ``text`` that differ, each as a text of the same form.
+
+        Args:
+            before, now: the two texts.
+
+        >>> SharedSettings.differences("lr 0.1, betas (0.9, 0.999)", "lr 0.09, betas (0.9, 0.999)")
+        ('lr 0.1', 'lr 0.09')
+        """
+        parts = [re.split(r", (?=[a-z])", each) for each in (before, now)]
+        same = set(parts[0]) & set(parts[1])
+        first, second = (", ".join(part for part in each if part not in same) for each in parts)
+        return first, second
 
     def schedulers(self) -> list[LRScheduler]:
         """Return the PyTorch learning-rate schedulers of the script's optimizers that exist in this process.
