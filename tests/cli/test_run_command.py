@@ -58,3 +58,17 @@ def test_a_number_of_processes_after_the_script_is_warned_of(words: str, warned:
     assert (
         "-np after script.py is an argument of the script: write tutti run -np N script.py" in done.stderr
     ) is warned
+
+
+@pytest.mark.parametrize(("module", "told"), [("horovod.torch", True), ("horovodrun", False)])
+def test_a_horovod_script_without_the_flag_is_told_of_it(module: str, told: bool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"import {module}\n")
+    done = run(["-m", "tutti", "run", "-np", "1", "script.py"], tmp_path, PLAIN, 120)
+    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
+    assert ("tutti run --horovod -np N script.py" in done.stderr) is told
+
+
+def test_a_log_folder_that_cannot_be_made_names_the_option(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    done = run(["-m", "tutti", "run", "-np", "1", "--logs", "script.py/logs", "script.py"], tmp_path, PLAIN, 120)
+    assert done.returncode == 8 and "Choose a folder that you may write, with --logs" in done.stderr

@@ -187,6 +187,10 @@ def run_script(script: str, argv: list[str], module: bool = False) -> None:
             kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             kept = runpy.run_path(script, run_name="__main__")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "horovod":
+            error.add_note(f"tutti runs scripts of Horovod without it: tutti run --horovod -np N {script}")
+        raise
     finally:
         # The script's objects are freed now, such as a DDP model with its process group.
         child.drain_gloo()
@@ -217,7 +221,10 @@ def _directories(logs: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix="tutti-store-"))
     except OSError as error:
         raise DiskError(
-            "cannot make the directories of a run", where=str(error.filename or logs), why=error.strerror
+            "cannot make the directories of a run",
+            where=str(error.filename or logs),
+            why=error.strerror,
+            remedy="choose a folder that you may write, with --logs of tutti run",
         ) from error
 
 

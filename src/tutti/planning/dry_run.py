@@ -58,7 +58,8 @@ def dry_run(task: str, config: PlannedRun, memory: str | None, preload: Sequence
 
     room = _room(config, memory)
     found = isolated.call_forked(planned.model_facts, task, config)
-    print(f"{found.parameters:,} parameters · {config.strategy} · {config.devices} devices of {format_bytes(room)}")
+    devices = counted(int(config.devices), "device")
+    print(f"{found.parameters:,} parameters · {config.strategy} · {devices} of {format_bytes(room)}")
     for text in _notes(config, known=found.activations is not None):
         print(text)
     if config.shape["stage"] > 1:
