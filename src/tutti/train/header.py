@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,8 @@ def derived(
     axes = {"data": mesh.data_ranks, "stages": mesh.stage, "tensor": mesh.tensor}
     split = " × ".join(f"{extent} {name}" for name, extent in axes.items() if extent > 1 or name == "data")
     kind = world.device.type if is_accelerator(world.device) else f"cpu, {counted(threads, 'thread')} each"
+    if not is_accelerator(world.device) and world.identity.local_size > (cores := os.cpu_count() or 1):
+        kind += f"; more processes than the {counted(cores, 'core')} of this machine"
     exact = ", reproducible" if config.reproducible else ""
     worth = "scale-invariant " * (run.adascale is not None)
     length = f"{counted(total, worth + 'step')} = {_length(config, run)}" if total is not None else str(config.length)
