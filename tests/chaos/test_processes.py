@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.launching import until
-from tutti.chaos.processes import StoppedProcess, crew, frozen, send
+from tutti.chaos.processes import StoppedProcess, find_processes, frozen, send
 
 _RUN = """
 import os, sys, time
@@ -55,7 +55,7 @@ def running(folder: Path, code: str, *words: str) -> Iterator[psutil.Process]:
         yield process
     finally:
         # Orphans of a rank that was killed have no tie to it any more, but its log.
-        family = [*process.children(recursive=True), process, *crew(folder).ranks.values()]
+        family = [*process.children(recursive=True), process, *find_processes(folder).ranks.values()]
         for member in family:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -69,28 +69,30 @@ def said(folder: Path) -> list[str]:
 @pytest.mark.parametrize("whose", ["ours", "somebody else's"])
 def test_ranks_are_those_that_write_their_logs(tmp_path: Path, whose: str) -> None:
     with running(tmp_path, _RUN, "3") as launcher:
-        until(lambda: len(crew(tmp_path, launcher).ranks) == 3 and len(launcher.children(recursive=True)) == 6)
-        found = crew(tmp_path, launcher if whose == "ours" else None)
+        until(
+            lambda: len(find_processes(tmp_path, launcher).ranks) == 3 and len(launcher.children(recursive=True)) == 6
+        )
+        found = find_processes(tmp_path, launcher if whose == "ours" else None)
         assert found.launcher == launcher and found.living() == [0, 1, 2]
         assert {process.ppid() for process in found.ranks.values()} == {launcher.pid}
         send(found.ranks[1], signal.SIGKILL)
         until(lambda: found.living() == [0, 2])
         # What it had started still has the log open, and is no rank.
-        assert list(crew(tmp_path, launcher).ranks) == [0, 2]
-    until(lambda: crew(tmp_path).ranks == {})
+        assert list(find_processes(tmp_path, launcher).ranks) == [0, 2]
+    until(lambda: find_processes(tmp_path).ranks == {})
 
 
 def test_a_run_in_one_process_is_its_own_launcher(tmp_path: Path) -> None:
     with running(tmp_path, _RUN, "0") as process:
-        until(lambda: crew(tmp_path).ranks)
-        found = crew(tmp_path)
+        until(lambda: find_processes(tmp_path).ranks)
+        found = find_processes(tmp_path)
         assert found.launcher == process and found.ranks == {0: process}
 
 
 def test_nobody_else_is_found(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").touch()
-    assert crew(tmp_path).ranks == {} and crew(tmp_path).launcher is None
+    assert find_processes(tmp_path).ranks == {} and find_processes(tmp_path).launcher is None
 
 
 def test_frozen_processes_stand_still(tmp_path: Path) -> None:

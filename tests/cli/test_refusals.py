@@ -127,7 +127,11 @@ REFUSALS = [
     (f"{PIPELINE}:schedule=zero_bubble --compile", 2, "zero_bubble cannot be combined with --compile"),
     (f"{PIPELINE}:micro_batches=4 --micro-batch 8", 2, "both say how a worker's share is cut"),
     (f"{PIPELINE}:micro_batches=4 --batch-norm sync", 2, "cannot be combined with micro-batches of 16 samples"),
-    (f"{PIPELINE}:cuts=fc1+fc2", 2, "cuts=fc1+fc2 makes 3 stages, not 2. Name 1 module, the first of each stage but the first."),
+    (
+        f"{PIPELINE}:cuts=fc1+fc2",
+        2,
+        "cuts=fc1+fc2 makes 3 stages, not 2. Name 1 module, the first of each stage but the first.",
+    ),
     (
         "train text --devices 2 --strategy tensor:sequence=true --compile",
         2,

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import psutil  # type: ignore[import-untyped]
 
-from tutti.chaos.processes import crew
+from tutti.chaos.processes import find_processes
 from tutti.config.train_config import TrainConfig
 from tutti.config.variables import without_settings
 from tutti.errors import TuttiError
@@ -138,7 +138,7 @@ class Running:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        found = crew(directory)
+        found = find_processes(directory)
         self.launcher = found.launcher
         self.devices = len(found.ranks)
         self._members = [found.launcher, *found.ranks.values()] if found.launcher else list(found.ranks.values())

@@ -27,7 +27,7 @@ class Resume:
 class Follower:
     """Follow the progress of a run in its ``metrics.jsonl``, over restarts of its ranks, which replace the file.
 
-    The attributes are those of the last ``poll``, which ``Play`` calls every 10 ms.
+    The attributes are those of the last ``poll``, which ``FaultInjection`` calls every 10 ms.
 
     Args:
         directory: the run directory.

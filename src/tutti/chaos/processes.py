@@ -36,7 +36,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 @dataclass(frozen=True)
-class Crew:
+class RunProcesses:
     """The processes of a training run at one moment.
 
     Attributes:
@@ -57,7 +57,7 @@ class Crew:
         return [rank for rank, process in self.ranks.items() if alive(process)]
 
 
-def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
+def find_processes(directory: Path, launcher: psutil.Process | None = None) -> RunProcesses:
     """Find the running processes of the training run in ``directory``, by the files that they have open.
 
     A rank is the process that has ``logs/rankN.log`` open for writing; in a run of one process, ``metrics.jsonl``.
@@ -68,17 +68,18 @@ def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
             machine, of which only root sees those of other users.
 
     Returns:
-        A ``Crew`` of ``launcher`` and ``ranks``. ``ranks`` is a dict from the rank's number to its ``psutil.Process``,
-        empty if there are none. ``launcher`` is the parent process of the lowest rank; for a run of a single process
-        that process itself, or None if another launcher such as torchrun has started it; None if there are none.
+        A ``RunProcesses`` of ``launcher`` and ``ranks``. ``ranks`` is a dict from the rank's number to its
+        ``psutil.Process``, empty if there are none. ``launcher`` is the parent process of the lowest rank; for a run of
+        a single process that process itself, or None if another launcher such as torchrun has started it; None if
+        there are none.
     """
     with suppress(psutil.NoSuchProcess):
         near = [launcher, *launcher.children(recursive=True)] if launcher else psutil.process_iter()
-        return _crew(directory.absolute(), near)
-    return Crew()
+        return _processes_among(directory.absolute(), near)
+    return RunProcesses()
 
 
-def _crew(directory: Path, candidates: Iterable[psutil.Process]) -> Crew:
+def _processes_among(directory: Path, candidates: Iterable[psutil.Process]) -> RunProcesses:
     writers: dict[Path, list[psutil.Process]] = {}
     for process in candidates:
         for path in _written(process):
@@ -86,11 +87,11 @@ def _crew(directory: Path, candidates: Iterable[psutil.Process]) -> Crew:
     logs = {path: _LOG.fullmatch(path.name) for path in writers if path.parent == directory / "logs"}
     ranks = {int(number[1]): _first(writers[path]) for path, number in logs.items() if number}
     if ranks:
-        return Crew(ranks[min(ranks)].parent(), ranks)
+        return RunProcesses(ranks[min(ranks)].parent(), ranks)
     if not (writing := writers.get(directory / METRICS)):
-        return Crew()
+        return RunProcesses()
     alone = _first(writing)
-    return Crew(None if "RANK" in alone.environ() else alone, {0: alone})
+    return RunProcesses(None if "RANK" in alone.environ() else alone, {0: alone})
 
 
 def _written(process: psutil.Process) -> list[Path]:

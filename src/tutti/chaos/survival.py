@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from tutti.chaos.command import Command, Running, Started, reference
+from tutti.chaos.fault_injection import FaultInjection, Rules
 from tutti.chaos.fault_outcome import FaultOutcome, Report
 from tutti.chaos.faults import Fault
 from tutti.chaos.following import unfinished
-from tutti.chaos.play import Play, Rules
 from tutti.errors import UsageError
 from tutti.metrics.records import read_summary
 
@@ -55,17 +55,17 @@ def survive(
     faults = plan(command.devices, summary.get("steps") or command.total())
     begun = time.monotonic()
     with Started(command, output) as run:
-        play = Play(run, rules)
-        play.play(faults, tell)
+        injection = FaultInjection(run, rules)
+        injection.inject(faults, tell)
     end = read_summary(command.directory)
     return Report(
         directory=str(command.directory),
         planned=len(faults),
-        outcomes=play.outcomes,
-        exit_code=play.exit_code,
+        outcomes=injection.outcomes,
+        exit_code=injection.exit_code,
         finished=True,
-        steps=play.follower.step,
-        executed=play.follower.step + play.follower.lost,
+        steps=injection.follower.step,
+        executed=injection.follower.step + injection.follower.lost,
         seconds=time.monotonic() - begun,
         weights_sha256=end.get("weights_sha256"),
         reference_sha256=summary.get("weights_sha256"),
@@ -100,16 +100,16 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
     if not run.devices:
         raise UsageError("no process of this run was found", where=str(directory), remedy="name a run that is running")
     faults = plan(run.devices, None)
-    play = Play(run, rules)
-    play.play(faults)
+    injection = FaultInjection(run, rules)
+    injection.inject(faults)
     return Report(
         directory=str(directory),
         planned=len(faults),
-        outcomes=play.outcomes,
-        exit_code=play.exit_code,
+        outcomes=injection.outcomes,
+        exit_code=injection.exit_code,
         finished=False,
-        steps=play.follower.step,
-        executed=play.follower.step + play.follower.lost,
+        steps=injection.follower.step,
+        executed=injection.follower.step + injection.follower.lost,
         seconds=time.monotonic() - begun,
     )
 

@@ -19,9 +19,9 @@ from cyclopts import App, Parameter
 from tutti.chaos import survival
 from tutti.chaos.ballast import MOST, Ballast
 from tutti.chaos.damage import corrupt_copies
+from tutti.chaos.fault_injection import Rules
 from tutti.chaos.fault_outcome import FaultOutcome, Report, summarize
 from tutti.chaos.faults import Fault, draw_faults, draw_soak
-from tutti.chaos.play import Rules
 from tutti.cli.console_tables import print_table
 from tutti.cli.fault_arguments import (
     SMALL,
@@ -100,10 +100,7 @@ def kill(*command: Words, rank: str = "random", options: Common = DEFAULT) -> in
     Notes
     -----
     ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
-    started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
-    of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed`` (of random steps and ranks), ``verify`` (train without faults first, and compare the final
-    weights), ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
+    started again with ``--resume``. ``options`` are common to all faults: see ``Options``.
     """
     return _play(Fault("kill"), rank, command, options)
 
@@ -130,10 +127,7 @@ def stop(*command: Words, rank: str = "random", seconds: Seconds = None, options
     Notes
     -----
     ``command`` holds the words of a ``tutti train`` command, which is started; when the fault ends the run, it is
-    started again with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place
-    of a command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of
-    faults), ``seed`` (of random steps and ranks), ``verify`` (train without faults first, and compare the final
-    weights), ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
+    started again with ``--resume``. ``options`` are common to all faults: see ``Options``.
     """
     return _play(Fault("stop", seconds=above("--for", seconds)), rank, command, options)
 
@@ -165,10 +159,7 @@ def slow(
     -----
     The process is stopped (SIGSTOP) for 1 - 1/``factor`` of every tenth of a second, and runs for the rest. ``command``
     holds the words of a ``tutti train`` command, which is started; if the run ends all the same, it is started again
-    with ``--resume``. ``options`` are common to all faults: ``run`` (directory of a running run, in place of a
-    command), ``at_step`` (a step, ``random``, or ``saved``: at the first checkpoint), ``times`` (number of faults),
-    ``seed`` (of random steps and ranks), ``verify`` (train without faults first, and compare the final weights),
-    ``reference`` (directory of such a run, which is not trained again) and ``as_json``.
+    with ``--resume``. ``options`` are common to all faults: see ``Options``.
     """
     above("--factor", factor, 1)
     return _play(Fault("slow", seconds=above("--for", seconds), factor=factor), rank, command, options)
@@ -204,10 +195,7 @@ def fill(
     -----
     ``words`` may begin with DIR, a folder on the disk to fill; the rest holds the words of a ``tutti train`` command,
     which is started; when the fault ends the run, it is started again with ``--resume``. ``options`` are common to all
-    faults: ``run`` (directory of a running run, in place of a command), ``at_step`` (a step, ``random``, or ``saved``:
-    at the first checkpoint), ``times`` (number of faults), ``seed`` (of random steps and ranks), ``verify`` (train
-    without faults first, and compare the final weights), ``reference`` (directory of such a run, which is not trained
-    again) and ``as_json``.
+    faults: see ``Options``.
     """
     folder = Path(words[0]) if words and words[0] not in ("tutti", "train") else None
     command, most = words[1:] if folder else words, sys.maxsize if yes else MOST

@@ -22,7 +22,7 @@ from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.native import native_library
 from tutti.native.ghost_sums import ghost_backward, ghost_forward
-from tutti.nn.norms import TakenOver, replace_norms
+from tutti.nn.norms import BatchNormReplacement, replace_norms
 from tutti.torch_compat import BatchNormBase
 
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
@@ -52,7 +52,7 @@ def ghosts(samples: int, size: int, points: int) -> list[int]:
     return [*starts, samples]
 
 
-class GhostBatchNorm(TakenOver):
+class GhostBatchNorm(BatchNormReplacement):
     """A batch norm that normalises each ghost batch, a run of ``size`` consecutive samples, by its own statistics.
 
     Parameters, buffers and names are those of the plain batch norm. Hoffer et al. 2017, arXiv 1705.08741, Algorithm 1.

@@ -17,7 +17,7 @@ from tutti.torch_compat import BatchNormBase, has_backward_hook, has_forward_hoo
 _SIGNATURE = inspect.signature(functional.batch_norm)
 
 
-class TakenOver(BatchNormBase):
+class BatchNormReplacement(BatchNormBase):
     """Base of batch norms that replace a plain one and take over its parameters, buffers and mode.
 
     Inputs have at least two dimensions: (samples, channels, …). A plain batch norm whose class has its own forward
@@ -78,7 +78,7 @@ class TakenOver(BatchNormBase):
         """
         raise NotImplementedError
 
-    def given_back(self) -> BatchNormBase:
+    def plain_norm(self) -> BatchNormBase:
         """Return the plain batch norm that this layer replaced, with this layer's parameters, buffers and mode.
 
         The plain batch norm is the original object; it gets this layer's tensors themselves, not copies, and its
@@ -99,7 +99,7 @@ class _Normalisation(TorchFunctionMode):
         calls: number of these calls so far.
     """
 
-    def __init__(self, norm: TakenOver) -> None:
+    def __init__(self, norm: BatchNormReplacement) -> None:
         super().__init__()
         counter = norm.num_batches_tracked
         self._norm, self._before, self.calls = norm, None if counter is None else counter.clone(), 0
@@ -148,8 +148,8 @@ def restore_norms(model: nn.Module) -> nn.Module:
     Returns:
         ``model``, or its plain batch norm where ``model`` is itself a replaced one.
     """
-    if any(isinstance(module, TakenOver) for module in model.modules()):
-        return replace_norms(model, lambda norm: norm.given_back() if isinstance(norm, TakenOver) else norm)
+    if any(isinstance(module, BatchNormReplacement) for module in model.modules()):
+        return replace_norms(model, lambda norm: norm.plain_norm() if isinstance(norm, BatchNormReplacement) else norm)
     return model
 
 

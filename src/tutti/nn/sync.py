@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.errors import MismatchError, UsageError, counted
-from tutti.nn.norms import TakenOver, replace_norms
+from tutti.nn.norms import BatchNormReplacement, replace_norms
 from tutti.nn.rng_streams import module_draws, refuse_draws
 from tutti.torch_compat import BatchNormBase, NormBase
 
@@ -40,7 +40,7 @@ class Peers:
         return self
 
 
-class SyncBatchNorm(TakenOver):
+class SyncBatchNorm(BatchNormReplacement):
     """A batch norm whose mean and variance are over the samples of all data-parallel ranks.
 
     Parameters, buffers and names are those of the plain batch norm. In training every data-parallel rank must call it

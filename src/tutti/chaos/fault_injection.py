@@ -17,7 +17,7 @@ from tutti.chaos.damage import files, flip_any
 from tutti.chaos.fault_outcome import FaultOutcome
 from tutti.chaos.faults import LAUNCHER, Fault
 from tutti.chaos.following import Follower, checkpoints, saved_step, unfinished
-from tutti.chaos.processes import Crew, StoppedProcess, alive, crew, frozen, send
+from tutti.chaos.processes import RunProcesses, StoppedProcess, alive, find_processes, frozen, send
 from tutti.errors import FINISHED, UsageError
 
 POLL = 0.01
@@ -74,7 +74,7 @@ class Rules:
         return self.every * (3 if fault.kind == "corrupt" else 2)
 
 
-class Play:
+class FaultInjection:
     """Inject faults into one training run, resume it where a fault ends it, and record the outcomes.
 
     Args:
@@ -91,7 +91,7 @@ class Play:
         self._run, self._rules = run, rules
         self._dice = random.Random(rules.seed)
         self._fault: Fault | None = None
-        self._crew = Crew()
+        self._processes = RunProcesses()
         self._hold: StoppedProcess | Ballast | None = None
         self._resumes = 0
         self._newest: Path | None = None
@@ -102,7 +102,7 @@ class Play:
         self.outcomes: list[FaultOutcome] = []
         self.exit_code: int | None = None
 
-    def play(self, faults: Sequence[Fault], tell: Callable[[int, FaultOutcome], None] | None = None) -> None:
+    def inject(self, faults: Sequence[Fault], tell: Callable[[int, FaultOutcome], None] | None = None) -> None:
         """Inject faults into a training run in order, resume the run each time one ends it, and record ``outcomes``.
 
         To resume is to start the run again with ``tutti train --resume``. A run that this process started is resumed
@@ -175,9 +175,9 @@ class Play:
     def _left_behind(self) -> list[str]:
         """Wait up to ``LEFT_BEHIND`` seconds; return one sentence for each rank that outlives the run."""
         end = time.monotonic() + LEFT_BEHIND
-        while self._crew.living() and time.monotonic() < end:
+        while self._processes.living() and time.monotonic() < end:
             time.sleep(POLL)
-        return [f"rank {rank} outlives the run" for rank in self._crew.living()]
+        return [f"rank {rank} outlives the run" for rank in self._processes.living()]
 
     def _strike(self, fault: Fault) -> bool:
         """Inject one fault and wait until training goes on or the run ends; return False if the run ended before it."""
@@ -192,16 +192,16 @@ class Play:
         outcome = FaultOutcome(str(fault), fault.kind, self.follower.step, most_lost=most)
         self.outcomes.append(outcome)
         victim = self._victim(fault)
-        others = [process for process in self._crew.ranks.values() if process != victim] or [victim]
-        scene = _Scene(fault, others, self.follower)
+        others = [process for process in self._processes.ranks.values() if process != victim] or [victim]
+        progress = _FaultInProgress(fault, others, self.follower)
         self._act(fault, victim, outcome)
         while True:
             going = self._going()
-            scene.look(outcome)
-            if self._hold and scene.over():
+            progress.look(outcome)
+            if self._hold and progress.over():
                 self._let_go()
-                scene.quiet_from = self.follower.mark
-            if not going or (self._hold is None and scene.settled()):
+                progress.quiet_from = self.follower.mark
+            if not going or (self._hold is None and progress.settled()):
                 break
         if self.exit_code in FINISHED and len(self.follower.resumes) == self._resumes and fault.kind != "fill":
             # The processes ended because the run was complete.
@@ -212,8 +212,8 @@ class Play:
 
     def _assemble(self) -> bool:
         """Find all processes of the run; return False if the run ends first."""
-        while len(self._crew.living()) < self._run.devices or not self._crew.ranks:
-            self._crew = crew(self._run.directory, self._run.launcher)
+        while len(self._processes.living()) < self._run.devices or not self._processes.ranks:
+            self._processes = find_processes(self._run.directory, self._run.launcher)
             if not self._going():
                 return False
         return True
@@ -221,10 +221,10 @@ class Play:
     def _victim(self, fault: Fault) -> psutil.Process:
         """Return the process that is the target of a fault. Raises UsageError if the target is an unknown launcher."""
         if fault.rank != LAUNCHER:
-            return self._crew.ranks[fault.rank % len(self._crew.ranks)]
-        if self._crew.launcher is None:
+            return self._processes.ranks[fault.rank % len(self._processes.ranks)]
+        if self._processes.launcher is None:
             raise UsageError("the launcher of this run is not known", remedy="name a rank instead")
-        return self._crew.launcher
+        return self._processes.launcher
 
     def _act(self, fault: Fault, victim: psutil.Process, outcome: FaultOutcome) -> None:
         if fault.kind == "fill":
@@ -238,7 +238,7 @@ class Play:
             send(victim, signal.SIGKILL)
         else:
             # The ranks are stopped so that none writes a newer checkpoint between the damage and SIGKILL.
-            with frozen(self._crew.ranks.values()):
+            with frozen(self._processes.ranks.values()):
                 outcome.notes.append(self._spoil())
                 send(victim, signal.SIGKILL)
 
@@ -272,7 +272,7 @@ class Play:
             outcome.restarts = max(0, len(resumes) - outcome.resumed)
 
 
-class _Scene:
+class _FaultInProgress:
     """Observe the run during one fault: the time until it notices, its stand-still, and whether the fault is over.
 
     Args:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tutti.chaos.fault_injection import Rules
 from tutti.chaos.faults import Fault
-from tutti.chaos.play import Rules
 
 
 @pytest.mark.parametrize(
