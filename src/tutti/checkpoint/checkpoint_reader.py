@@ -281,8 +281,8 @@ def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec
         MismatchError: the ranks are in different calls.
         PeerError: a rank has ended, or did not make the call in time.
     """
-    specs, borrowed = replica.specs, replica.not_owned
-    local = {name: [spec.shape, spec.tied] for name, spec in specs.items() if name not in borrowed}
+    specs, not_owned = replica.specs, replica.not_owned
+    local = {name: [spec.shape, spec.tied] for name, spec in specs.items() if name not in not_owned}
     whole = {}
     for source in range(comm.size):
         for name, (shape, tied) in comm.broadcast_json(local, source, "names of the model").items():

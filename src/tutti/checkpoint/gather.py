@@ -116,20 +116,24 @@ class GatheredParts(GatheredModel):
     Args:
         local: this rank's tensors and slices, by name.
         specs: shape of each whole tensor and place of this rank's slice in it, by name.
-        borrowed: names in ``local`` of tensors that another rank holds, too, such as tied weights; this rank does not
+        not_owned: names in ``local`` of tensors that another rank holds, too, such as tied weights; this rank does not
             broadcast them.
         comm: the ranks of one replica.
     """
 
     def __init__(
-        self, local: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], borrowed: Collection[str], comm: Communicator
+        self,
+        local: Mapping[str, Tensor],
+        specs: Mapping[str, ShardSpec],
+        not_owned: Collection[str],
+        comm: Communicator,
     ) -> None:
         self._local, self._comm = local, comm
         self._parts: dict[str, list[_Part]] = {}
         own = [
             [name, str(t.dtype).removeprefix("torch."), list(t.shape), *_place(specs[name])]
             for name, t in local.items()
-            if name not in borrowed
+            if name not in not_owned
         ]
         for source in comm.alive_ranks:
             for name, dtype, part, shape, offset, tied, dim, ranges in comm.broadcast_json(
@@ -284,7 +288,7 @@ def gathered_model(
     if not replica.sharded:
         return GatheredParts(merged, replica.specs, replica.not_owned, comms.model)
     # Rows of tensor slices; tensors that are not sharded into rows are equal on all shards: the first one's count.
-    borrowed = set(replica.not_owned)
+    not_owned = set(replica.not_owned)
     if not at_first_shard:
-        borrowed |= merged.keys() - replica.sharded.keys()
-    return GatheredParts(merged, replica.specs, borrowed, comms.axis("shard", "stage", "tensor"))
+        not_owned |= merged.keys() - replica.sharded.keys()
+    return GatheredParts(merged, replica.specs, not_owned, comms.axis("shard", "stage", "tensor"))

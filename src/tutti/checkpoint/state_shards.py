@@ -126,8 +126,8 @@ def written(
     """
     found: dict[str, Tensor | TensorSlice] = {}
     own = {name: _owner(name, replica) for name in tensors}
-    lent = {name for name, owner in own.items() if owner in replica.not_owned}
-    for name, tensor in mine_of({n: t for n, t in tensors.items() if n not in lent}, comm.rank, comm.size).items():
+    not_owned = {name for name, owner in own.items() if owner in replica.not_owned}
+    for name, tensor in mine_of({n: t for n, t in tensors.items() if n not in not_owned}, comm.rank, comm.size).items():
         spec = replica.specs[own[name]]
         local = tuple(tensor.shape) if shapes is None else shapes[own[name]]
         if tensor.shape == local and tensor.dim() == len(spec.shape) and local != spec.shape:

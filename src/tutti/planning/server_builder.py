@@ -316,7 +316,7 @@ class _Service:
         most, whole, nodes = max(sizes), plan.size, costs.network.nodes(self._devices)
         ranks = builder.shape["replica"]
         self.senders = ranks if nodes == 1 else max(1, ranks - costs.network.per_node)
-        elements = max(sum(piece.end - piece.begin for piece in plan.pieces(server)) for server in range(servers))
+        elements = max(sum(piece.end - piece.begin for piece in plan.slices(server)) for server in range(servers))
         self.written = host.moved(whole) if host.apart else host.copied(COPIED * whole)
         self.added = host.copied(READ_WRITE * most, 1, "other")
         self.looked_at = host.copied(most, 1, "other")

@@ -53,14 +53,14 @@ class MeasuredParts:
         step_context: the step under way.
         apart: whether each micro-batch is a part; False where all micro-batches of a worker are one part.
         roots: Adam's factors (√v̂ + ε)^(-1/2), a tensor for each parameter, from ``gathered_roots``, where each rank
-            updates other parameters (``own.pieces``); else None.
+            updates other parameters (``own.slices``); else None.
     """
 
     def __init__(
         self, own: OwnGradients, step_context: StepContext, apart: bool, roots: list[Tensor] | None = None
     ) -> None:
         self._own, self._step_context, self._apart = own, step_context, apart
-        self._factors_of: dict[int, list[Tensor] | None] = {} if own.pieces is None else {-1: roots}
+        self._factors_of: dict[int, list[Tensor] | None] = {} if own.slices is None else {-1: roots}
         # Of the parts so far: Σ ‖s‖²/c for the gradient s of a sum over c counts, the same scaled, and their number.
         self._squares = self._scaled = 0.0
         self._parts = 0
@@ -151,7 +151,7 @@ class MeasuredParts:
         comms, mesh = run_context.comms, run_context.mesh
         able = self._factors(0) is not None
         whole = 0.0
-        if able and self._own.pieces is not None:
+        if able and self._own.slices is not None:
             whole = _squares_of_pieces(self._own)
         elif able and mesh.data_rank == 0:
             whole = self._squares_of(0)[1]
@@ -357,20 +357,20 @@ def gathered_roots(own: OwnGradients, comm: Communicator) -> list[Tensor] | None
 
     v̂ are Adam's second moments. Collective over the ranks of ``comm``: a broadcast of names and shapes by each rank,
     and of its slices of the factors, together as many elements as the parameters have. Nothing is sent without
-    ``own.pieces``.
+    ``own.slices``.
 
     Args:
-        own: the parameters, and the parameters or slices that this rank updates (``pieces``).
+        own: the parameters, and the parameters or slices that this rank updates (``slices``).
         comm: all ranks.
 
     Returns:
         One tensor for each of ``own.parameters``, in order and equal on all ranks. None if a parameter has no second
-        moments, or without ``own.pieces``.
+        moments, or without ``own.slices``.
     """
-    if own.pieces is None:
+    if own.slices is None:
         return None
     roots, mine = _roots(own.optimizers), {}
-    for piece in own.pieces():
+    for piece in own.slices():
         root = roots.get(piece.tensor)
         placed = None if root is None else piece.placed(root)
         if placed is not None:
@@ -390,7 +390,7 @@ def _roots(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor | None]:
 def _squares_of_pieces(own: OwnGradients) -> float:
     """Return this rank's part of Σ g²/(√v̂ + ε) of the reduced gradient."""
     roots = _roots(own.optimizers)
-    pairs = [(piece.tensor.grad, roots.get(piece.tensor)) for piece in (() if own.pieces is None else own.slices())]
+    pairs = [(piece.tensor.grad, roots.get(piece.tensor)) for piece in (() if own.slices is None else own.slices())]
     known = [(gradient, root) for gradient, root in pairs if gradient is not None and root is not None]
     return scaled_squares_of([gradient for gradient, _ in known], [root for _, root in known])[1]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class UpdatedPiece(NamedTuple):
+class UpdatedSlice(NamedTuple):
     """A parameter, or a slice of one, that this rank alone updates.
 
     Attributes:
@@ -46,10 +46,10 @@ class OwnGradients:
         take_squares: function without arguments for gradients that backward itself reduces (FSDP2): returns the sum of
             squares of this rank's gradients as they were before that reduction, over the backwards since the last call,
             and resets it. None where backward reduces none.
-        optimizers: the optimizers that have the state of ``parameters``, in full, or of ``pieces`` on this rank; empty
+        optimizers: the optimizers that have the state of ``parameters``, in full, or of ``slices`` on this rank; empty
             where that state is on servers or in host memory.
-        names: names of ``parameters`` in the model, in the same order; empty without ``pieces``.
-        pieces: function without arguments, not collective, that returns the parameters, or slices of them, that this
+        names: names of ``parameters`` in the model, in the same order; empty without ``slices``.
+        slices: function without arguments, not collective, that returns the parameters, or slices of them, that this
             rank alone updates (ZeRO stage 1, central storage); those of all ranks together are ``parameters``. None
             where every rank updates all of its parameters.
         optimizer_of: in place of ``optimizers`` where each logical worker (share of the global batch) updates
@@ -63,7 +63,7 @@ class OwnGradients:
     take_squares: Callable[[], float] | None = None
     optimizers: Sequence[Optimizer] = ()
     names: Sequence[str] = ()
-    pieces: Callable[[], Sequence[UpdatedPiece]] | None = None
+    slices: Callable[[], Sequence[UpdatedSlice]] | None = None
     optimizer_of: Mapping[int, Optimizer] = field(default_factory=dict)
     equal_before: Callable[[int], bool] | None = None
 

@@ -91,7 +91,7 @@ Ask = Callable[..., Answer | None]
 def asking(updates: list[Any], ranks: int, backup: int = 0) -> Ask:
     """Return a function that makes a request without tensors: kind, rank, step, floats, flags."""
     shard: Any = SimpleNamespace(
-        pieces=[], views=lambda vectors: [], update=lambda *settings, optimizer: updates.append(settings)
+        slices=[], views=lambda vectors: [], update=lambda *settings, optimizer: updates.append(settings)
     )
     handler = SyncHandler(shard, ServerBarrier(ranks, backup=backup), {r: r for r in range(ranks)}, 0, ranks)
 

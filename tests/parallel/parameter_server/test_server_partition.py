@@ -20,7 +20,7 @@ def test_every_element_is_on_one_server(sizes: list[Size], servers: int, whole: 
     seen: dict[int, list[tuple[int, int]]] = {i: [] for i in range(len(sizes))}
     for server in range(servers):
         regions = found.regions(server)
-        for section, index, begin, end, at in found.pieces(server):
+        for section, index, begin, end, at in found.slices(server):
             seen[index].append((begin, end))
             assert (at + end - begin) * found.sections[section].itemsize <= len(regions[section])
     for index, ranges in seen.items():

@@ -45,7 +45,7 @@ from tutti.parallel.ddp.sync_module_states import agree_on_state
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.parameter_average import ParameterAverage, wide_type
 from tutti.parallel.whole_tensors import WholeTensors
-from tutti.types.gradient_sync import OwnGradients, UpdatedPiece
+from tutti.types.gradient_sync import OwnGradients, UpdatedSlice
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
 from tutti.types.run_context import RunContext
@@ -296,7 +296,7 @@ class CentralStorageSync(AllReduceSync):
 
         Returns:
             An ``OwnGradients``, whose ``parameters`` is a list of the trained parameters. On CPUs ``optimizers`` has
-            the optimizer that updates these parameters, and on several ranks ``pieces`` returns the parameters that
+            the optimizer that updates these parameters, and on several ranks ``slices`` returns the parameters that
             this rank owns. On accelerators, whose optimizer state is in host memory, ``optimizers`` is empty.
         """
         if self._host is not None:
@@ -306,11 +306,11 @@ class CentralStorageSync(AllReduceSync):
         names = {p: name for name, p in self._named}
         counted = self._counted()
         return OwnGradients(
-            counted, optimizers=self.optimizers, names=[names[p] for p in counted], pieces=self._updated_pieces
+            counted, optimizers=self.optimizers, names=[names[p] for p in counted], slices=self._updated_slices
         )
 
-    def _updated_pieces(self) -> list[UpdatedPiece]:
-        return [UpdatedPiece(name, p, lambda tensor: tensor) for name, p in self._owned if p.requires_grad]
+    def _updated_slices(self) -> list[UpdatedSlice]:
+        return [UpdatedSlice(name, p, lambda tensor: tensor) for name, p in self._owned if p.requires_grad]
 
     def begin_custom_loop(self) -> None:
         """Let ``reduce_gradients`` give every rank the summed gradients of all parameters from now on.

@@ -490,8 +490,8 @@ class AllReduceSync(UnshardedGradients):
 
     def _counted(self) -> list[nn.Parameter]:
         """Return the trained parameters that this rank counts in the gradient's norm."""
-        lent = self._replica.not_owned
-        return [p for name, p in self._named if p.requires_grad and name not in lent]
+        not_owned = self._replica.not_owned
+        return [p for name, p in self._named if p.requires_grad and name not in not_owned]
 
     def facts(self) -> dict[str, object]:
         """Return the messages and bytes of the gradients' sums so far, for ``summary.json``.
@@ -896,9 +896,9 @@ class AllReduceSync(UnshardedGradients):
         return self._replica_sums.total(rows, most, stop, self._step_context)
 
     def _make_reducer(self, named: NamedParameters) -> Reducer:
-        config, run_context, borrowed = self._config, self._run_context, self._replica.not_owned
+        config, run_context, not_owned = self._config, self._run_context, self._replica.not_owned
         if run_context.reproducible or run_context.gradient_variance:
-            return TreeReducer(named, run_context, borrowed)
+            return TreeReducer(named, run_context, not_owned)
         bytes_ = int((config.bucket_mb or _BUCKET_MB) * 2**20)
         if config.schedule is not None and run_context.comms.replica.size > 1:
             # Dense sums of sparse gradients have pieces of at most ``FIRST_BYTES``.
@@ -907,9 +907,9 @@ class AllReduceSync(UnshardedGradients):
                 self._scheduled = ScheduledAllReduce(run_context.comms, config.schedule, largest)
             # Parameters that are unfrozen later may be on one stage alone, and its data ranks alone call this again.
             self._scheduled.grow(largest)
-            return OverlappedReducer(named, run_context, config.wire, bytes_, borrowed, self._scheduled.start)
+            return OverlappedReducer(named, run_context, config.wire, bytes_, not_owned, self._scheduled.start)
         if config.algorithm in ("auto", "shared_memory") and config.wire == "fp32" and config.bucket_mb is None:
-            shared = attach_shared(named, run_context, borrowed)
+            shared = attach_shared(named, run_context, not_owned)
             if shared is not None:
                 return shared
             dense = any(p.requires_grad for _, p in named)
@@ -919,7 +919,7 @@ class AllReduceSync(UnshardedGradients):
                     why="they are on several hosts or on GPUs, the processor is not x86-64, or /dev/shm is too small",
                     remedy="take algorithm=native",
                 )
-        return OverlappedReducer(named, run_context, config.wire, bytes_, borrowed)
+        return OverlappedReducer(named, run_context, config.wire, bytes_, not_owned)
 
     def _all_finite(self) -> bool:
         """Return whether every gradient element is finite; called where the norm is not.

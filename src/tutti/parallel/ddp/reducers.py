@@ -33,6 +33,10 @@ class Reducer(Protocol):
     The global batch is split among N logical workers (fixed shares of the global batch); a data rank computes the
     micro-batches of one or more of them, or shares a worker with other ranks. A step calls ``collect`` after each
     worker's last backward, and ``finish`` once.
+
+    Four methods do nothing unless a reducer overrides them: ``prepare_for_backward`` and ``gradient_ready`` of reducers
+    that send nothing during backward, ``collect`` for those that sum rank by rank, ``release`` where the sums are in
+    memory of this rank alone.
     """
 
     @property
@@ -53,6 +57,7 @@ class Reducer(Protocol):
             step_context: the step under way: small hashes of its number, batch size and settings are summed with the
                 gradients, so that ranks in different steps are found.
         """
+        return
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Tell the reducer of gradients that backward has completed ``parameter.grad``.
@@ -63,6 +68,7 @@ class Reducer(Protocol):
         Args:
             parameter: the parameter whose gradient is complete.
         """
+        return
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Add one logical worker's gradients and loss sums to the sum, after the worker's last backward in the step.
@@ -77,6 +83,7 @@ class Reducer(Protocol):
             worker: index of the worker; calls come in increasing order.
             loss_sums: the worker's ``[loss, count, *metrics]``; None if the worker had no samples.
         """
+        return
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Complete the sums of gradients over all data ranks and set each trained parameter's ``.grad`` to its sum.
@@ -109,6 +116,7 @@ class Reducer(Protocol):
         Called after ``finish``; not collective. A reducer whose sums are in memory of this rank alone does nothing
         here: in the next step it takes new memory for sums of which the script still keeps views.
         """
+        return
 
     def squares(self) -> list[float]:
         """Return sums of squares of this rank's gradients, as ``finish`` has summed them over the data ranks.
@@ -152,7 +160,7 @@ StartAllReduce = Callable[[Tensor, str], StartedSum]
 """Starts an in-place all-reduce of a flat vector; the text names the call in error messages."""
 
 
-class OverlappedReducer:
+class OverlappedReducer(Reducer):
     """Sums gradients over the data ranks by one all-reduce for each bucket, overlapped with backward, as DDP does.
 
     The all-reduce of a bucket (a flat vector of several parameters' gradients) starts as soon as backward has filled
@@ -169,7 +177,7 @@ class OverlappedReducer:
         wire: number format of the messages. ``fp32`` sends gradients in their own dtype; ``bf16`` and ``fp16`` convert
             them.
         bucket_bytes: largest size of a bucket; a larger parameter has a bucket to itself.
-        borrowed: names of parameters that another rank of the replica counts in the norm.
+        not_owned: names of parameters that another rank of the replica counts in the norm.
         all_reduce: function of a flat vector and a text for errors that starts the all-reduce of a bucket in place, and
             returns a handle with ``wait``; None takes the all-reduce of the backend.
 
@@ -185,15 +193,15 @@ class OverlappedReducer:
         run_context: RunContext,
         wire: str,
         bucket_bytes: int,
-        borrowed: Collection[str] = (),
+        not_owned: Collection[str] = (),
         all_reduce: StartAllReduce | None = None,
     ) -> None:
         self._comm = run_context.comms.replica
         self._all_reduce = all_reduce
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
         self._order = [p for _, p in trainable]
-        self._owned = [p for name, p in trainable if name not in borrowed]
-        self._lends = len(self._owned) < len(self._order)
+        self._owned = [p for name, p in trainable if name not in not_owned]
+        self._owns_only_some = len(self._owned) < len(self._order)
         self._tail = Tail(len(trainable), layout_key(trainable))
         self._buckets: list[Bucket] = []
         self._wires: list[Tensor | None] = []
@@ -288,16 +296,6 @@ class OverlappedReducer:
         start = self._all_reduce or self._comm.start_all_reduce
         self._under_way.append(start(bucket.flat if wire is None else wire, text))
 
-    def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: ``finish`` sums what autograd has accumulated in ``.grad`` over all logical workers of this rank.
-
-        In this method, reducers that sum worker by worker take the gradients of one logical worker (fixed share of the
-        global batch) from ``.grad``.
-
-        Args:
-            step_context, worker, loss_sums: unused.
-        """
-
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Start the remaining all-reduces of gradients, wait for all of them, and set every ``.grad`` to its sum.
 
@@ -341,7 +339,7 @@ class OverlappedReducer:
             (the count of the global batch is not its samples), or to raise an error. None where the host must read the
             sums to know which parameters have a gradient: then call ``finish``.
         """
-        if self._lends or self._late or any(p.grad is None for p in self._order):
+        if self._owns_only_some or self._late or any(p.grad is None for p in self._order):
             return None
         numbers = self._sum(step_context, loss_sums)
         assert numbers is not None
@@ -410,23 +408,16 @@ class OverlappedReducer:
     def _read(self, numbers: Tensor, step_context: StepContext) -> list[float]:
         """Copy ``numbers`` to the host, and with them the squares of the gradients, where no scale is to come."""
         counted, began = self._counted(), time.perf_counter()
-        if step_context.loss_scale != 1.0 or (self._comm.size > 1 and self._lends):
+        if step_context.loss_scale != 1.0 or (self._comm.size > 1 and self._owns_only_some):
             return list(numbers.tolist())
         read, squares = read_with_squares(numbers, counted)
         self._early, self.waited = (counted, squares), time.perf_counter() - began
         return read
 
     def _counted(self) -> list[Tensor]:
-        if self._comm.size > 1 and not self._lends:
+        if self._comm.size > 1 and not self._owns_only_some:
             return [bucket.gradients for bucket in self._buckets]
         return [gradient for p in self._owned if (gradient := p.grad) is not None]
-
-    def release(self) -> None:
-        """Do nothing: the summed gradients are in memory that no other rank writes.
-
-        Reducers whose sums are in memory that ranks share copy them out of it in this call, for a script that keeps
-        views of ``.grad``.
-        """
 
     def squares(self) -> list[float]:
         """Return the squared L2 norm of the gradients summed by ``finish`` on this rank, as a list of one Python float.
@@ -452,7 +443,7 @@ class OverlappedReducer:
         scale_all([p.grad for p in self._order if p.grad is not None], factor)
 
 
-class TreeReducer:
+class TreeReducer(Reducer):
     """Sums the gradients of N logical workers in one fixed tree: the same bits for any number of data ranks.
 
     A logical worker is one of N fixed shares of the global batch; a data rank computes one or more, or shares a worker
@@ -461,7 +452,7 @@ class TreeReducer:
     Args:
         parameters: (name, parameter) pairs; those with ``requires_grad`` are reduced.
         run_context: communicators and settings of the run.
-        borrowed: names of parameters that another rank of the replica counts in the norm.
+        not_owned: names of parameters that another rank of the replica counts in the norm.
 
     Attributes:
         listens: False: ``gradient_ready`` need not be registered as a hook of autograd.
@@ -469,10 +460,10 @@ class TreeReducer:
 
     listens = False
 
-    def __init__(self, parameters: NamedParameters, run_context: RunContext, borrowed: Collection[str] = ()) -> None:
+    def __init__(self, parameters: NamedParameters, run_context: RunContext, not_owned: Collection[str] = ()) -> None:
         self._comm, self._workers = run_context.comms.replica, run_context.workers
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
-        self._lent = {p for name, p in trainable if name in borrowed}
+        self._not_owned = {p for name, p in trainable if name in not_owned}
         self._order = [p for _, p in trainable]
         self._tail = Tail(len(trainable), layout_key(trainable))
         self._measured = len(trainable) + 1 if run_context.gradient_variance else 0
@@ -492,26 +483,6 @@ class TreeReducer:
         self._sums = [TreeSum(self._comm, self._workers, b.flat.numel(), b.flat.dtype) for b in self._buckets]
         self._begins = run_context.begins_worker
         self._added = False
-
-    def prepare_for_backward(self, step_context: StepContext) -> None:
-        """Do nothing: this reducer, a fixed summation tree over the logical workers, sends no gradient during backward.
-
-        ``collect`` and ``finish`` sum the gradients after a logical worker's backwards. A logical worker is one of N
-        fixed shares of the global batch.
-
-        Args:
-            step_context: unused.
-        """
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing when backward has completed the gradient of ``parameter``.
-
-        ``collect`` reads the gradient from ``parameter.grad`` after the last backward of a logical worker (one of N
-        fixed shares of the global batch).
-
-        Args:
-            parameter: unused.
-        """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Add one logical worker's gradients and loss sums to a fixed summation tree, and set every ``.grad`` to None.
@@ -584,13 +555,6 @@ class TreeReducer:
         expose(self._buckets, sums.used)
         return sums
 
-    def release(self) -> None:
-        """Do nothing: each step's summed gradients have memory of their own, which no rank and no later step writes.
-
-        Reducers whose sums are in memory that ranks share copy them out of it in this call, for a script that keeps
-        views of ``.grad``.
-        """
-
     def squares(self) -> list[float]:
         """Return a list of one float for each trained parameter, in the model's order: the sum of squares of ``.grad``.
 
@@ -598,7 +562,7 @@ class TreeReducer:
         counts in the norm. Added up with exact rounding, the numbers give the same norm for any partition of the model
         into pipeline stages.
         """
-        return squares_by(self._order, self._lent)
+        return squares_by(self._order, self._not_owned)
 
     def scale(self, factor: float) -> None:
         """Multiply the ``.grad`` of all trained parameters, summed over the logical workers by ``finish``, in place.

@@ -20,6 +20,7 @@ from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.device import is_accelerator
 from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
 from tutti.parallel.ddp.gradient_arithmetic import scale_all
+from tutti.parallel.ddp.reducers import Reducer
 from tutti.parallel.ddp.step_agreement import edits_key, layout_key, refuse_mismatch
 from tutti.types.optimizer_protocols import NamedParameters
 from tutti.types.run_context import RunContext
@@ -32,7 +33,7 @@ _STOP = _TOTALS + 2 + METRICS
 _FLAGS = _STOP + 1
 
 
-class SharedReducer:
+class SharedReducer(Reducer):
     """Sums the gradients of data ranks on one node in memory that all of them share; the CPU adds.
 
     Each rank has a slot of the shared memory: a header of 64-bit numbers (digest of the step, sum of squares of the
@@ -43,7 +44,7 @@ class SharedReducer:
         parameters: (name, parameter) pairs; those with ``requires_grad`` are reduced.
         run_context: communicators and settings of the run.
         segment: shared memory with a slot for each rank.
-        borrowed: names of parameters that another rank of the replica counts in the norm.
+        not_owned: names of parameters that another rank of the replica counts in the norm.
         owners: for each trainable parameter the only rank that receives its gradient, as an index among the data ranks;
             None: all ranks receive all.
 
@@ -58,12 +59,12 @@ class SharedReducer:
         parameters: NamedParameters,
         run_context: RunContext,
         segment: SharedMemorySegment,
-        borrowed: Collection[str] = (),
+        not_owned: Collection[str] = (),
         owners: Sequence[int] | None = None,
     ) -> None:
         self._comm, self._segment, self._owned = run_context.comms.replica, segment, owners is not None
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
-        groups = shared_buckets([_kind(p) for _, p in trainable], owners, [name in borrowed for name, _ in trainable])
+        groups = shared_buckets([_kind(p) for _, p in trainable], owners, [name in not_owned for name, _ in trainable])
         self._order = [trainable[i][1] for group in groups for i in group]
         self._key = layout_key(trainable)
         self._header = _header_bytes(len(trainable))
@@ -81,7 +82,7 @@ class SharedReducer:
             start += -(-bytes_ // _ALIGN) * _ALIGN
             bucket = Bucket(members, dtype, self._comm.device, tail=0, flat=flats[self._comm.rank])
             self._buckets.append(bucket)
-            counted = trainable[group[0]][0] not in borrowed
+            counted = trainable[group[0]][0] not in not_owned
             flags, first = slice(first, first + len(members)), first + len(members)
             # A complex number's square is that of its two parts.
             reals = [torch.view_as_real(flat).view(-1) if dtype.is_complex else flat for flat in flats]
@@ -136,16 +137,6 @@ class SharedReducer:
                 self._packed[index] = self._pack(self._buckets[index])
             elif self._missing[index] < 0:
                 self._take_late(index, parameter)  # type: ignore[arg-type]
-
-    def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: ``finish`` sums what autograd has accumulated in ``.grad`` over all logical workers of this rank.
-
-        In this method, reducers that sum worker by worker take the gradients of one logical worker (fixed share of the
-        global batch) from ``.grad``.
-
-        Args:
-            step_context, worker, loss_sums: unused.
-        """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Sum the data ranks' gradients in shared memory and set every ``.grad`` to its sum. Collective: two barriers.
@@ -284,7 +275,7 @@ class SharedReducer:
 def attach_shared(
     parameters: NamedParameters,
     run_context: RunContext,
-    borrowed: Collection[str] = (),
+    not_owned: Collection[str] = (),
     owners: Sequence[int] | None = None,
     *,
     of_devices: bool = False,
@@ -297,7 +288,7 @@ def attach_shared(
     Args:
         parameters: named parameters; those with ``requires_grad`` are reduced.
         run_context: communicators and settings of the run; its data ranks are those whose gradients are summed.
-        borrowed: names of parameters that another rank of the replica counts in the norm.
+        not_owned: names of parameters that another rank of the replica counts in the norm.
         owners: for each trainable parameter the only rank that receives its gradient, as an index among the data ranks;
             None: all ranks receive all.
         of_devices: whether the reducer may sum gradients that are on accelerators. Parameters must then be in host
@@ -315,14 +306,14 @@ def attach_shared(
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
     if comm.size == 1 or (is_accelerator(comm.device) and not of_devices) or not trainable:
         return None
-    groups = shared_buckets([_kind(p) for _, p in trainable], owners, [name in borrowed for name, _ in trainable])
+    groups = shared_buckets([_kind(p) for _, p in trainable], owners, [name in not_owned for name, _ in trainable])
     bytes_ = sum(-(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in groups)
     segment = attach(comm, _header_bytes(len(trainable)) + bytes_)
-    return None if segment is None else SharedReducer(parameters, run_context, segment, borrowed, owners)
+    return None if segment is None else SharedReducer(parameters, run_context, segment, not_owned, owners)
 
 
 def shared_buckets(
-    sizes: Sequence[tuple[int, str]], owners: Sequence[int] | None = None, borrowed: Sequence[bool] | None = None
+    sizes: Sequence[tuple[int, str]], owners: Sequence[int] | None = None, not_owned: Sequence[bool] | None = None
 ) -> list[list[int]]:
     """Group parameters into buckets for the sum of gradients in shared memory (``SharedReducer``), of 1 MiB at most.
 
@@ -333,7 +324,7 @@ def shared_buckets(
         sizes: (bytes, dtype) of each trainable parameter, in the model's order.
         owners: for each parameter the rank that receives its gradient, as an index among the data ranks; None where all
             ranks receive all.
-        borrowed: for each parameter whether another rank of the replica counts it in the norm; None: none is.
+        not_owned: for each parameter whether another rank of the replica counts it in the norm; None: none is.
 
     Returns:
         For each bucket a list of indices into ``sizes``, in the order of the bucket's memory: last parameter first.
@@ -341,7 +332,7 @@ def shared_buckets(
     >>> shared_buckets([(40, "f"), (40, "f"), (8, "f")], owners=[0, 1, 0])
     [[2, 0], [1]]
     """
-    kinds = [(owners[i] if owners else 0, bool(borrowed and borrowed[i])) for i in range(len(sizes))]
+    kinds = [(owners[i] if owners else 0, bool(not_owned and not_owned[i])) for i in range(len(sizes))]
     groups = []
     for kind in sorted(set(kinds)):
         chosen = [i for i, other in enumerate(kinds) if other == kind]

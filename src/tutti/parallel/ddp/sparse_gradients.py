@@ -130,7 +130,7 @@ class SparseReducer:
         reducer: sums the gradients of all other parameters over the data ranks.
         parameters: (name, parameter) pairs that may have a sparse gradient, the same on every rank.
         run_context: communicators and settings of the run.
-        borrowed: names of parameters that another rank of the replica counts in the norm.
+        not_owned: names of parameters that another rank of the replica counts in the norm.
         narrow: dtype of values in messages; None for the parameter's own.
         all_reduce: starts the all-reduce of a dense vector; None takes the all-reduce of the backend.
     """
@@ -140,14 +140,14 @@ class SparseReducer:
         reducer: Reducer,
         parameters: NamedParameters,
         run_context: RunContext,
-        borrowed: Collection[str] = (),
+        not_owned: Collection[str] = (),
         narrow: torch.dtype | None = None,
         all_reduce: StartAllReduce | None = None,
     ) -> None:
         self._reducer, self._comm, self._begins = reducer, run_context.comms.replica, run_context.begins_worker
         self._order, self._narrow = [p for _, p in parameters], narrow
         self._places = {p: i for i, p in enumerate(self._order)}
-        self._lent = {p for name, p in parameters if name in borrowed}
+        self._not_owned = {p for name, p in parameters if name in not_owned}
         self._measured, self._wide = run_context.gradient_variance, widest_float(self._comm.device)
         self._by_worker = isinstance(reducer, TreeReducer)
         self._addends: SparseAddends = (
@@ -263,7 +263,7 @@ class SparseReducer:
         Returns:
             The numbers of the other parameters' reducer, and one for each parameter that may have a sparse gradient.
         """
-        return [*self._reducer.squares(), *squares_by(self._order, self._lent)]
+        return [*self._reducer.squares(), *squares_by(self._order, self._not_owned)]
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that ``finish`` has summed, dense and sparse ones, by ``factor``, in place.
@@ -414,7 +414,7 @@ def with_sparse_gradients(
     named: NamedParameters,
     parts: Sequence[nn.Module],
     run_context: RunContext,
-    borrowed: Collection[str] = (),
+    not_owned: Collection[str] = (),
     narrow: torch.dtype | None = None,
     all_reduce: StartAllReduce | None = None,
 ) -> Reducer:
@@ -427,7 +427,7 @@ def with_sparse_gradients(
         named: (name, parameter) pairs; those with ``requires_grad`` are reduced.
         parts: the modules on this rank; those with an attribute ``sparse`` that is True have sparse gradients.
         run_context: communicators and settings of the run.
-        borrowed: names of parameters that another rank of the replica counts in the norm.
+        not_owned: names of parameters that another rank of the replica counts in the norm.
         narrow: dtype of values in messages; None for the parameter's own.
         all_reduce: starts the all-reduce of a dense vector; None takes the all-reduce of the backend.
 
@@ -443,4 +443,4 @@ def with_sparse_gradients(
         # This reducer leaves every ``.grad`` of a single rank unchanged.
         return make(named)
     sparse = [(name, p) for name, p in named if p in found]
-    return SparseReducer(reducer, sparse, run_context, borrowed, narrow, all_reduce)
+    return SparseReducer(reducer, sparse, run_context, not_owned, narrow, all_reduce)

@@ -47,7 +47,7 @@ class WorkerBuffers:
     Args:
         parts: the modules on this rank.
         run_context: communicators and settings of the run.
-        borrowed: names of buffers that another rank of the replica saves.
+        not_owned: names of buffers that another rank of the replica saves.
         in_turn: whether ranks that share a worker may wait for each other before a forward; False where forwards are
             collective (FSDP2).
     """
@@ -56,10 +56,10 @@ class WorkerBuffers:
         self,
         parts: Sequence[nn.Module],
         run_context: RunContext,
-        borrowed: Collection[str] = (),
+        not_owned: Collection[str] = (),
         in_turn: bool = True,
     ) -> None:
-        self._comm, self._run_context, self._borrowed = run_context.comms.replica, run_context, borrowed
+        self._comm, self._run_context, self._not_owned = run_context.comms.replica, run_context, not_owned
         self._slots = buffers(parts)
         self._own = {w: [slot.get().clone() for slot in self._slots] for w in run_context.mine[1:]}
         if len(run_context.mine):
@@ -229,7 +229,7 @@ class WorkerBuffers:
         rows = [
             (f"{w}/", slot.name, t) for w, row in self._own.items() for slot, t in zip(self._slots, row, strict=True)
         ]
-        return {worker + name: t for worker, name, t in rows if name not in self._borrowed}
+        return {worker + name: t for worker, name, t in rows if name not in self._not_owned}
 
     def load(self, saved: SavedState) -> None:
         """Load the buffers of this rank's logical workers from a checkpoint, in place. Not collective.

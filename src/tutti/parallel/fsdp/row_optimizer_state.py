@@ -15,7 +15,7 @@ from tutti.types.saved_state import SavedState
 from tutti.types.shard_spec import TensorSlice
 
 
-def optimizer_pieces(
+def optimizer_slices(
     optimizer: Optimizer, rows: Iterable[ShardedParameter], scalars: bool
 ) -> dict[str, Tensor | TensorSlice]:
     """Return the optimizer state of this rank's rows, as the rank writes it into a checkpoint. Not collective.
@@ -42,9 +42,9 @@ def optimizer_pieces(
             if value is None:
                 continue
             tensor = number_tensor(value)
-            piece = each.piece(tensor) if tensor.dim() else (tensor if scalars and each.leads else None)
-            if piece is not None:
-                found[f"{each.name}/{key}"] = piece
+            part = each.tensor_slice(tensor) if tensor.dim() else (tensor if scalars and each.leads else None)
+            if part is not None:
+                found[f"{each.name}/{key}"] = part
     return found
 
 

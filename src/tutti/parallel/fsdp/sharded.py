@@ -48,7 +48,7 @@ from tutti.parallel.fsdp.fsdp_collectives import same_modules
 from tutti.parallel.fsdp.fsdp_refusals import refuse_gradient_of_rows, refuse_offload, refuse_rows_written
 from tutti.parallel.fsdp.model_cut import cut_model
 from tutti.parallel.fsdp.row_collectives import RowGatherer, RowNormReducer, along_rows
-from tutti.parallel.fsdp.row_optimizer_state import load_optimizer_rows, optimizer_pieces
+from tutti.parallel.fsdp.row_optimizer_state import load_optimizer_rows, optimizer_slices
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.parallel.fsdp.zero_sharding import ZeroSharding
 from tutti.parallel.grad_norm import norm_across_model
@@ -58,7 +58,7 @@ from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import WholeTensors, along_slices, gather_axis, gatherers_of_optimizers, refuse_growth
 from tutti.torch_compat import foreach_copy_
 from tutti.types.custom_loop_sync import GradientPlace
-from tutti.types.gradient_sync import OwnGradients, UpdatedPiece
+from tutti.types.gradient_sync import OwnGradients, UpdatedSlice
 from tutti.types.micro_batch import LossSums
 from tutti.types.optimizer_protocols import OptimizerFactory
 from tutti.types.replica_runner import GradientReadyHook, ReplicaRunner
@@ -530,8 +530,8 @@ class ShardedSync:
         # The ranks with the same rows share out their names, so that each row is written once.
         chosen = mine_of({rows.name: rows.parameter.data for rows in self._rows}, copies.rank, copies.size)
         mine = [rows for rows in self._rows if rows.name in chosen and rows.name not in self._replica.not_owned]
-        pieces = {rows.name: rows.piece(rows.parameter.data) for rows in mine}
-        model = {**whole, **{name: piece for name, piece in pieces.items() if piece is not None}}
+        slices = {rows.name: rows.tensor_slice(rows.parameter.data) for rows in mine}
+        model = {**whole, **{name: part for name, part in slices.items() if part is not None}}
         return {"model": model, "optim": self._optimizer_state(mine), "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
@@ -579,9 +579,9 @@ class ShardedSync:
             in ZeRO stage 1. Where FSDP2 reduces gradients within backward, ``take_squares`` is a function without
             arguments, which returns the sum of squares of the elements of this rank's own gradients since its previous
             call, and resets the sum. This call starts that measurement. In ZeRO stage 1 of one copy of a whole model
-            its ``pieces`` returns the rows that this rank updates, whose state ``optimizers`` have.
+            its ``slices`` returns the rows that this rank updates, whose state ``optimizers`` have.
         """
-        lent = self._replica.not_owned
+        not_owned = self._replica.not_owned
         counted: list[nn.Parameter] = []
         names: list[str] = []
         meters = []
@@ -591,16 +591,16 @@ class ShardedSync:
                 meters.append(meter)
                 continue
             pairs = list(zip(engine.trained, engine.script_parameters(), strict=True))
-            counted += [seen for rows, seen in pairs if seen.requires_grad and rows.name not in lent]
-            names += [rows.name for rows, seen in pairs if seen.requires_grad and rows.name not in lent]
+            counted += [seen for rows, seen in pairs if seen.requires_grad and rows.name not in not_owned]
+            names += [rows.name for rows, seen in pairs if seen.requires_grad and rows.name not in not_owned]
         if not meters and self._run_context.comms.model.size == self._copies.size == 1:
-            return OwnGradients(counted, optimizers=self.optimizers, names=names, pieces=self._updated_pieces)
+            return OwnGradients(counted, optimizers=self.optimizers, names=names, slices=self._updated_slices)
         if not meters:
             return OwnGradients(counted)
         return OwnGradients(counted, lambda: sum(meter() for meter in meters))
 
-    def _updated_pieces(self) -> list[UpdatedPiece]:
-        return [UpdatedPiece(rows.name, rows.parameter, rows.piece) for rows in self._trained]
+    def _updated_slices(self) -> list[UpdatedSlice]:
+        return [UpdatedSlice(rows.name, rows.parameter, rows.tensor_slice) for rows in self._trained]
 
     def facts(self) -> dict[str, object]:
         """Return an empty dict: sharded data parallelism adds no entries to the run's ``summary.json``."""
@@ -822,8 +822,8 @@ class ShardedSync:
         """
         own = set(members)
         pairs = self._pairs()
-        lent = self._replica.not_owned
-        counted = [rows.parameter.grad for rows, seen in pairs if seen in own and rows.name not in lent]
+        not_owned = self._replica.not_owned
+        counted = [rows.parameter.grad for rows, seen in pairs if seen in own and rows.name not in not_owned]
         square = torch.tensor([sum(squares_of([g for g in counted if g is not None]))], dtype=torch.float64)
         there = square.to(self._shards.device)
         self._shards.start_all_reduce(
@@ -958,7 +958,7 @@ class ShardedSync:
         if optimizer is None:
             return {}
         cut = [rows for rows in mine if whole is None or not whole.gathers(rows.parameter)]
-        found = optimizer_pieces(optimizer, cut, self._shards.rank == 0)
+        found = optimizer_slices(optimizer, cut, self._shards.rank == 0)
         if whole is not None:
             found |= whole.tensors([(rows.name, rows.parameter) for rows in mine])
         uncut = self._uncut_members(optimizer)

@@ -33,7 +33,7 @@ class ShardedParameter:
     local: tuple[int, ...]
     leads: bool = True
 
-    def piece(self, tensor: Tensor) -> Tensor | TensorSlice | None:
+    def tensor_slice(self, tensor: Tensor) -> Tensor | TensorSlice | None:
         """Return a tensor of the shape of this rank's rows, such as optimizer state, with its place in the full tensor.
 
         The object describes one parameter that ZeRO or FSDP2 shards: this rank's rows, a block of the first dimension.

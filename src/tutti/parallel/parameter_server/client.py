@@ -151,7 +151,7 @@ class Client:
 
     def _connect(self, address: Address) -> None:
         socket = self._context.socket(zmq.DEALER)
-        curve_keys.unlock(socket, self._identity.keys, address.key)
+        curve_keys.secure_client(socket, self._identity.keys, address.key)
         socket.linger = 0
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 500
         # ZeroMQ reports a refused key once and does not connect again: the monitor is there before.

@@ -76,7 +76,7 @@ class ZapAuthenticator:
         self.socket.send_multipart([_VERSION, request, status, text, user or b"", b""])
 
 
-def lock(socket: zmq.Socket[bytes], keys: Keys) -> None:
+def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
     """Make a parameter server's ZeroMQ socket encrypt and authenticate as a CURVE server; call this before ``bind``.
 
     The socket then accepts only connections whose key the ``ZapAuthenticator`` of its ZeroMQ context lists.
@@ -90,7 +90,7 @@ def lock(socket: zmq.Socket[bytes], keys: Keys) -> None:
     socket.zap_domain = DOMAIN
 
 
-def unlock(socket: zmq.Socket[bytes], keys: Keys, server: bytes) -> None:
+def secure_client(socket: zmq.Socket[bytes], keys: Keys, server: bytes) -> None:
     """Make a ZeroMQ socket a CURVE client, which connects only to the server with a given public key.
 
     Args:

@@ -20,7 +20,7 @@ from tutti.optim.optimizer_copy import NestedState
 from tutti.optim.several import acting, members_of
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.flat_views import in_order, shaped, strides
-from tutti.parallel.parameter_server.server_partition import ServerPiece, ServerPlan
+from tutti.parallel.parameter_server.server_partition import ServerPlan, ServerSlice
 from tutti.types.optimizer_protocols import NamedParameters, OptimizerFactory
 
 Vectors = list[Tensor]
@@ -46,8 +46,8 @@ class ParameterShard:
     Attributes:
         keys: the constructor's ``keys``.
         values: current values of the slices, one flat tensor for each dtype.
-        pieces: descriptions of the parameter slices of this server.
-        here: (name, parameter) pairs of the parameters of which this server has a slice, in the order of ``pieces``.
+        slices: descriptions of the parameter slices of this server.
+        here: (name, parameter) pairs of the parameters of which this server has a slice, in the order of ``slices``.
         optimizer: optimizer over the parameters in ``here``; None where none of them is trained.
     """
 
@@ -66,9 +66,9 @@ class ParameterShard:
             initial[region.start : region.stop].view(_dtype(section.dtype)).clone()
             for region, section in zip(plan.regions(server), plan.sections, strict=True)
         ]
-        self.pieces = list(plan.pieces(server))
-        self._places = [_place(piece, named[piece.tensor][1]) for piece in self.pieces]
-        self.here = [(named[p.tensor][0], named[p.tensor][1]) for p in self.pieces]
+        self.slices = list(plan.slices(server))
+        self._places = [_place(piece, named[piece.tensor][1]) for piece in self.slices]
+        self.here = [(named[p.tensor][0], named[p.tensor][1]) for p in self.slices]
         for (_, parameter), view in zip(self.here, self.views(self.values), strict=True):
             parameter.grad = None
             parameter.data = view
@@ -84,7 +84,7 @@ class ParameterShard:
             vectors: one flat tensor for each dtype, laid out as this server's parameters, such as a received gradient.
 
         Returns:
-            Views in the order of the attribute ``pieces``, which describes the slices: flat (n,) for a slice of a
+            Views in the order of the attribute ``slices``, which describes the slices: flat (n,) for a slice of a
             parameter, in the parameter's shape for a whole one.
         """
         return [vectors[section][part].as_strided(shape, steps) for section, part, shape, steps in self._places]
@@ -180,7 +180,7 @@ def cut_for_server(
         ``ParameterShard.load`` takes.
     """
     tensors = {}
-    for piece in plan.pieces(server):
+    for piece in plan.slices(server):
         name, parameter = named[piece.tensor]
         whole = piece.end - piece.begin == parameter.numel()
         entries = {f"value/{name}": values[name]}
@@ -209,7 +209,7 @@ def join_server_state(plan: ServerPlan, named: NamedParameters, parts: Sequence[
     loaded = [from_bytes(raw) for raw in parts]
     joined: dict[str, Tensor] = {}
     for server, tensors in enumerate(loaded):
-        for piece in plan.pieces(server):
+        for piece in plan.slices(server):
             name, parameter = named[piece.tensor]
             prefix, length = f"optim/{name}/", piece.end - piece.begin
             for key, tensor in tensors.items():
@@ -224,7 +224,7 @@ def join_server_state(plan: ServerPlan, named: NamedParameters, parts: Sequence[
     return joined
 
 
-def _place(piece: ServerPiece, parameter: Tensor) -> tuple[int, slice, Sequence[int], Sequence[int]]:
+def _place(piece: ServerSlice, parameter: Tensor) -> tuple[int, slice, Sequence[int], Sequence[int]]:
     """Return section, region, shape and strides of a slice: flat, or the parameter's own where it is whole."""
     length = piece.end - piece.begin
     part = slice(piece.at, piece.at + length)
@@ -233,7 +233,7 @@ def _place(piece: ServerPiece, parameter: Tensor) -> tuple[int, slice, Sequence[
     return piece.section, part, tuple(parameter.shape), strides(parameter)
 
 
-def _filled(whole: Tensor, parameter: nn.Parameter, piece: ServerPiece, part: Tensor) -> Tensor:
+def _filled(whole: Tensor, parameter: nn.Parameter, piece: ServerSlice, part: Tensor) -> Tensor:
     flat = in_order(whole, parameter)
     flat[piece.begin : piece.end] = part
     return whole.copy_(shaped(flat, parameter))

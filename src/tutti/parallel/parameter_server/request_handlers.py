@@ -172,7 +172,7 @@ class SyncHandler:
     ) -> None:
         self._shard, self._rounds, self._leaf, self._parameters = shard, rounds, leaf, parameters
         self._ranks = ranks
-        self._indices = [piece.tensor for piece in shard.pieces]
+        self._indices = [piece.tensor for piece in shard.slices]
         self._at: dict[int, int] = {}
         self._result: list[float] | None = None
         self._gradients: list[Tensor | None] = []
@@ -366,7 +366,7 @@ class AsyncHandler:
 
     def __init__(self, shard: ParameterShard, core: StalenessTracker, settings: int, over_staleness: bool) -> None:
         self._shard, self._core, self._settings, self._over = shard, core, settings, over_staleness
-        self._indices = [piece.tensor for piece in shard.pieces]
+        self._indices = [piece.tensor for piece in shard.slices]
         self._refused = 0
 
     @property

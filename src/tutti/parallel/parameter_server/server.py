@@ -113,7 +113,7 @@ class Server:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ZapAuthenticator(self._context, job.clients)
         self._socket = self._context.socket(zmq.ROUTER)
-        curve_keys.lock(self._socket, job.keys)
+        curve_keys.secure_server(self._socket, job.keys)
         self._socket.linger = 0
         self._socket.maxmsgsize = max(job.terms.most, *job.terms.frames) + _ENVELOPE
         self._socket.set_hwm(_HIGH_WATER)

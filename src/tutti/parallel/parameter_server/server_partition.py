@@ -25,7 +25,7 @@ class Size(NamedTuple):
     dtype: str
 
 
-class ServerPiece(NamedTuple):
+class ServerSlice(NamedTuple):
     """Slice of a flattened parameter that one parameter server has.
 
     Attributes:
@@ -112,7 +112,7 @@ class ServerPlan:
             for at in range(region.start, region.stop, _FRAME)
         ]
 
-    def pieces(self, server: int) -> Iterator[ServerPiece]:
+    def slices(self, server: int) -> Iterator[ServerSlice]:
         """Yield the slices of parameters that a parameter server has, in the order of its memory.
 
         A parameter can be divided among several servers, unless ``plan_servers`` was called with ``whole``.
@@ -121,7 +121,7 @@ class ServerPlan:
             server: index of the server.
 
         Yields:
-            One ``ServerPiece`` (named tuple) for each parameter of which the server has elements: indices of the
+            One ``ServerSlice`` (named tuple) for each parameter of which the server has elements: indices of the
             dtype's section (``section``) and of the parameter (``tensor``); first element (``begin``) and end,
             exclusive (``end``), in the flattened parameter; and the element at which the slice begins in the server's
             part of the section (``at``).
@@ -131,7 +131,7 @@ class ServerPlan:
             for index, at in zip(section.order, section.offsets, strict=True):
                 begin, end = max(low, at), min(high, at + self.sizes[index].elements)
                 if begin < end:
-                    yield ServerPiece(number, index, begin - at, end - at, begin - low)
+                    yield ServerSlice(number, index, begin - at, end - at, begin - low)
 
 
 def plan_servers(sizes: Sequence[Size], servers: int, whole: bool) -> ServerPlan:
@@ -152,7 +152,7 @@ def plan_servers(sizes: Sequence[Size], servers: int, whole: bool) -> ServerPlan
     >>> sizes = [Size(100, 4, "f"), Size(28, 4, "f"), Size(64, 4, "f")]
     >>> plan_servers(sizes, 2, whole=False).sections[0].cuts, plan_servers(sizes, 2, whole=True).sections[0].order
     ((0, 112, 208), (0, 1, 2))
-    >>> [piece[1:] for piece in plan_servers(sizes, 2, whole=False).pieces(1)]
+    >>> [piece[1:] for piece in plan_servers(sizes, 2, whole=False).slices(1)]
     [(1, 0, 28, 0), (2, 0, 64, 32)]
     """
     owners = _owners(sizes, servers) if whole else [0] * len(sizes)

@@ -21,6 +21,7 @@ from tutti.optim.several import members_of
 from tutti.parallel.ddp.allreduce import AllReduceSync
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
 from tutti.parallel.ddp.gradient_arithmetic import own_part, squares_by
+from tutti.parallel.ddp.reducers import Reducer
 from tutti.parallel.ddp.step_agreement import layout_key, refuse_mismatch
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
@@ -47,7 +48,7 @@ _SERVED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose state is, or was, on parameter servers."""
 
 
-class ServerReducer:
+class ServerReducer(Reducer):
     """Gradient reducer of synchronous parameter servers: pushes gradients, and reads statistics of the servers' sums.
 
     The summed gradients themselves stay on the servers.
@@ -84,25 +85,6 @@ class ServerReducer:
         self.used: Sequence[bool] = ()
         self.number = 0
         self._under_way = False
-
-    def prepare_for_backward(self, step_context: StepContext) -> None:
-        """Do nothing: gradients are pushed to the parameter servers after backward, by ``collect`` or ``finish``.
-
-        Called before this rank's last backward of a step.
-
-        Args:
-            step_context: unused.
-        """
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing when backward has completed the gradient of ``parameter``.
-
-        After the whole backward, ``collect`` or ``finish`` reads the ``.grad`` of all parameters and pushes them to the
-        parameter servers.
-
-        Args:
-            parameter: unused; the parameter whose gradient is complete.
-        """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Push a logical worker's gradients to the parameter servers, if the servers sum worker by worker.
@@ -242,12 +224,6 @@ class ServerReducer:
         )
         text = f"push of edited gradients in step {step_context.local_step + 1}"
         self._link.ask(PUSH, text, self.number, extras=numbers.tolist(), flags=EDITED, servers=mine)
-
-    def release(self) -> None:
-        """Do nothing: the summed gradients are on the parameter servers, in no memory of which a script may have views.
-
-        Reducers whose sums are in memory that ranks share copy them out of it in this call.
-        """
 
     def squares(self) -> list[float]:
         """Return the sum of squares of each trained parameter's gradient, as the parameter servers have summed it.
