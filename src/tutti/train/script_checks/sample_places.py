@@ -245,6 +245,7 @@ def _refuse_places(line: str) -> NoReturn:
         why="a micro-batch is a part of the global batch, with samples of its own at these places: equal samples would"
         " count unequally, by how the batch is divided over workers and micro-batches",
         remedy="choose samples by their data, such as losses[mask].mean() with a mask from the data set; or take one"
-        " worker without micro_batch; to take the samples at these places of each micro-batch, as gradient accumulation"
-        " by hand does, return (loss * n, n) of n samples",
+        " worker without micro_batch; in place of a backward for each part (for part in x.split(8)) give tutti.prepare"
+        " micro_batch=8; to take the samples at these places of each micro-batch, as gradient accumulation by hand"
+        " does, return (loss * n, n) of n samples",
     )
