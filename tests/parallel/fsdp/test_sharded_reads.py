@@ -49,6 +49,10 @@ def several_at_once(model: nn.Sequential, run: Any, x: Tensor) -> None:
     run.backward(out.square().mean())
 
 
+def jacobians(model: nn.Sequential, run: Any, x: Tensor) -> None:
+    run.backward(torch.func.vmap(torch.func.jacrev(model))(x).square().mean())
+
+
 BODIES = (adaptive_clipping, gradients_by_function, several_at_once)
 
 
@@ -77,6 +81,13 @@ def test_errors_about_shards_name_the_line_and_the_way_out(body: Any, stage: int
             continue
         assert "the script computes with sharded parameters as they are outside of the model's forward" in said
         assert "test_sharded_reads.py:" in said and "strategy='sharded:stage=1'" in said
+    worlds.forget(devices)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_transforms_of_the_model_are_refused(devices: int) -> None:
+    for said in worlds.run(devices, told, strategy="sharded", body=jacobians):
+        assert "within a transform of torch.func" in said and "test_sharded_reads.py:" in said, said
     worlds.forget(devices)
 
 

@@ -387,7 +387,14 @@ class _ShardMode(EditWatch):
             raise
 
     def _explain(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        """Raise UsageError for an error of PyTorch about a ``DTensor``; return for other errors."""
+        """Raise UsageError for an error of PyTorch about a ``DTensor``, or of FSDP2 in a transform; else return."""
+        if "being transformed by a functorch transform" in str(error):
+            raise UsageError(
+                "the model is called within a transform of torch.func (grad, vmap, jacrev) and has sharded parameters",
+                where=script_line(),
+                why="FSDP2 gathers parameters in the forward, and PyTorch allows that in no transform",
+                remedy="take strategy='sharded:stage=1' or 'mirrored'",
+            ) from error
         if isinstance(error, TuttiError) or not self._distributed or not _is_about_shards(func, args, kwargs, error):
             return
         raise UsageError(
