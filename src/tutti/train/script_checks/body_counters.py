@@ -570,11 +570,12 @@ class LossFlow:
     def _assign(self, target: ast.expr, value: ast.expr, conditional: bool) -> None:
         self._counters.assign(target, value)
         is_decided = conditional or self._depends(value)
-        for name in _names(target):
+        for name in _targets(target):
             (self._decided.add if is_decided else self._decided.discard)(name)
 
     def _depends(self, value: ast.expr) -> bool:
-        return self._counters.decide(value) or not self._decided.isdisjoint(_names(value))
+        read = {ast.unparse(each) for each in ast.walk(value) if _is_variable(each)}
+        return self._counters.decide(value) or not self._decided.isdisjoint(read)
 
     def _note_calls(self, node: ast.AST, conditional: bool) -> None:
         for each in ast.walk(node):
@@ -585,8 +586,23 @@ class LossFlow:
                         self.line = self.line or each.lineno
 
 
-def _names(node: ast.AST) -> Iterator[str]:
-    return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+def _targets(target: ast.expr) -> Iterator[str]:
+    """Yield the variables that an assignment changes; an attribute, or a value by a name, by itself alone."""
+    if _is_variable(target):
+        yield ast.unparse(target)
+    elif isinstance(target, ast.Tuple | ast.List):
+        for each in target.elts:
+            yield from _targets(each)
+    else:
+        yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def _is_variable(node: ast.AST) -> bool:
+    """Return whether an expression is a variable, an attribute, or a value by a name, such as ``state["best"]``."""
+    match node:
+        case ast.Name() | ast.Attribute() | ast.Subscript(slice=ast.Constant(value=str())):
+            return True
+    return False
 
 
 def _has(node: ast.stmt | ast.expr, line: int) -> bool:

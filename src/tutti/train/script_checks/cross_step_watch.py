@@ -445,7 +445,7 @@ class CrossStepWatch(LossWatch):
             self._plain.note(name, args, kwargs, result, origin.samples)
             self._reads.note(name, args, kwargs, result, origin.samples)
         else:
-            self._reads.follow(given, leaves_of_call((result,)))
+            self._reads.follow(given, result)
         if func in (Tensor.item, Tensor.tolist):
             if self._steps > FIRST:
                 # To make them plain takes tenths of a second.

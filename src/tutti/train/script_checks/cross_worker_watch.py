@@ -256,7 +256,7 @@ class CrossWorkerWatch(LossWatch):
         """Return the micro-batch whose code has given other numbers to the same call of PyTorch; None for none."""
         if tutti_caller(__name__) is not None:
             given = (each for each in leaves_of_call(args, kwargs) if isinstance(each, Tensor))
-            self._reads.follow(given, leaves_of_call((result,)))
+            self._reads.follow(given, result)
             return None
         name = getattr(func, "__name__", "")
         self._reads.note(name, args, kwargs, result, of_samples)

@@ -93,10 +93,13 @@ class SampleReads:
         if not self._samples:
             return
         given = [leaf for leaf in leaves_of_call(args, kwargs) if isinstance(leaf, Tensor)]
-        chosen = any(each in self._chosen for each in given)
-        reduced = bool(given) and all(each.dim() == 0 or each in self._reduced for each in given)
+        # Without generators, whose steps would count as calls in watched steps.
+        chosen, reduced, own = False, bool(given), False
+        for each in given:
+            chosen = chosen or each in self._chosen
+            reduced = reduced and (each.dim() == 0 or each in self._reduced)
+            own = own or each in self._own
         made = [leaf for leaf in leaves_of_call((result,)) if isinstance(leaf, Tensor)]
-        own = any(each in self._own for each in given)
         if not made:
             if reads_values(name, args, kwargs, result):
                 self.last_of_all = of_samples and reduced and not chosen
@@ -105,7 +108,8 @@ class SampleReads:
                 if self.last_of_all and own and len(self._places) < _MOST:
                     self._places.append((script_stack(), type(result) is bool))
             return
-        self.follow(given, made)
+        if own:
+            self._own.update(made)
         if not of_samples:
             return
         if chosen or name in _DISTINCT or (not reduced and _chooses(name, args, kwargs)):
@@ -113,15 +117,15 @@ class SampleReads:
         elif reduced or (name in _REDUCTIONS and not any(self._samples in each.shape for each in made)):
             self._reduced.update(made)
 
-    def follow(self, given: Iterable[Tensor], made: Iterable[Any]) -> None:
+    def follow(self, given: Iterable[Tensor], result: Any) -> None:
         """Record tensors that a call has computed, as the micro-batch's own if one that it was given is.
 
         Args:
             given: the tensors that the call was given.
-            made: what it has returned; other values than tensors are passed over.
+            result: what it has returned.
         """
         if any(each in self._own for each in given):
-            self._own.update(each for each in made if isinstance(each, Tensor))
+            self._own.update(each for each in leaves_of_call((result,)) if isinstance(each, Tensor))
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
         """Take tensors for those of all ranks, on which conditions may depend.
