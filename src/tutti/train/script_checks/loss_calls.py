@@ -28,6 +28,8 @@ from tutti.types.micro_batch import MicroBatch
 
 _CALLS = 2_000
 """Largest number of calls between the model and the loss that are computed again."""
+_CONSTANTS = 64
+"""Largest number of calls that make constants, whose results the record keeps (a guess)."""
 _SMALL = 1e-4
 """Relative difference of gradients that counts as rounding."""
 _PARTS = frozenset(("split", "split_with_sizes", "tensor_split", "chunk", "unsafe_split", "unsafe_chunk", "unbind"))
@@ -217,8 +219,9 @@ class LossCalls(TorchFunctionMode):
             result = func(*args, **kwargs)
             if name not in _FROM_OUTSIDE and all(map(self.is_constant, given)):
                 self._constants.update(each for each in leaves_of_call((result,)) if isinstance(each, Tensor))
-                call = RecordedCall(func, args, kwargs, result, False, written=written_numbers())
-                self._constant_calls.append(call)
+                if len(self._constant_calls) < _CONSTANTS:
+                    call = RecordedCall(func, args, kwargs, result, False, written=written_numbers())
+                    self._constant_calls.append(call)
             return result
         before = tensor_versions(given)
         result = func(*args, **kwargs)
