@@ -30,6 +30,7 @@ from tests.models.builders import (
     hf,
     timm,
 )  # fmt: skip
+from tests.models.current_models import CURRENT
 from tests.models.further_models import FURTHER
 from tests.models.recent_models import RECENT
 
@@ -163,6 +164,7 @@ MODELS: Mapping[str, Entry] = {
     ),
     **FURTHER,
     **RECENT,
+    **CURRENT,
     "GPT-2 with LoRA": _adapted(
         "GPT-2", "causal", r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False
     ),
@@ -185,6 +187,16 @@ MODELS: Mapping[str, Entry] = {
     "Llama with IA3": _adapted(
         "Llama", "causal", "IA3Config", target_modules=["k_proj", "v_proj", "down_proj"],
         feedforward_modules=["down_proj"], init_ia3_weights=False,
+    ),
+    "Llama with LoHa": _adapted("Llama", "causal", "LoHaConfig", r=2, target_modules=["q_proj"], init_weights=False),
+    "Llama with LoKr": _adapted("Llama", "causal", "LoKrConfig", r=2, target_modules=["up_proj"], init_weights=False),
+    "Llama with VeRA": _adapted("Llama", "causal", "VeraConfig", r=4, target_modules=["q_proj", "o_proj"]),
+    "Llama with OFT": _adapted("Llama", "causal", "OFTConfig", r=0, oft_block_size=4, target_modules=["q_proj"]),
+    "Llama with P-tuning": _adapted(
+        "Llama", "causal", "PromptEncoderConfig", num_virtual_tokens=3, task_type="CAUSAL_LM", encoder_hidden_size=12
+    ),
+    "Llama with layer norm tuning": _adapted(
+        "Llama", "causal", "LNTuningConfig", target_modules=["input_layernorm", "norm"]
     ),
     "Llama with prompt tuning": _adapted(
         "Llama", "causal", "PromptTuningConfig", num_virtual_tokens=3, task_type="CAUSAL_LM"
