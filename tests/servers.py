@@ -88,7 +88,7 @@ class Served:
     def raw(self, rank: int) -> zmq.Socket[bytes]:
         """A socket with the key of ``rank`` that sends whatever it is told."""
         socket = zmq.Context.instance().socket(zmq.DEALER)
-        curve_keys.unlock(socket, self.clients[rank], self.address.key)
+        curve_keys.secure_client(socket, self.clients[rank], self.address.key)
         socket.linger, socket.rcvtimeo = 0, 10_000
         socket.connect(self.address.endpoint)
         return socket

@@ -58,7 +58,7 @@ def advised(words: list[str], said: str) -> list[list[str]]:
     """The command lines that a message advises: all that can be read out of it."""
     what, _, remedy = said.rpartition(". ")
     if m := _OPTION.search(said):
-        wrong = re.search(r"(--[a-z-]+)", said)
+        wrong = re.search(r"(--[a-z_-]+)", said)
         return [[m["near"] if word == wrong[1] else word for word in words]] if wrong else []
     if (m := _MEANT.search(said)) and (wrong := re.search(r"'([^']+)'", said)):
         return [[word.replace(wrong[1], m["near"]) for word in words]]

@@ -210,7 +210,7 @@ def test_strangers_reach_nothing(record_property: Callable[[str, object], None])
         for own, server in [(at.clients[1], stranger.public), (stranger, stranger.public)]:
             line = zmq.Context.instance().socket(zmq.DEALER)
             line.linger, line.rcvtimeo = 0, 500
-            curve_keys.unlock(line, own, server)
+            curve_keys.secure_client(line, own, server)
             line.connect(at.address.endpoint)
             line.send_multipart(at.frames(1, 1, 0))
             with pytest.raises(zmq.Again):

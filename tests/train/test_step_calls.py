@@ -141,9 +141,9 @@ def calls_of_watched_steps() -> tuple[int, int]:
 def test_watched_steps_call_few_functions() -> None:
     """Modes that follow values see the calls of the loop's body, and not the hundreds of its backward and update.
 
-    Rank 0 looks, too, whether the first loss mixes samples. When the bounds were set it was 28,500 and 13,400 calls in
-    the first step, and 10,000 in others; 37,800, 18,900 and 11,500 where the modes see all calls.
+    Rank 0 looks, too, whether the first loss mixes samples. When the bounds were set it was 29,900 and 14,100 to
+    14,800 calls in the first step, and 10,000 in others; 37,800, 18,900 and 11,500 where the modes see all calls.
     """
     counts = worlds.run(2, calls_of_watched_steps)
     for rank, (first, later) in enumerate(counts):
-        assert first <= (14_700 if rank else 31_300) and later <= 10_900, counts
+        assert first <= (16_200 if rank else 32_900) and later <= 10_900, counts

@@ -308,7 +308,9 @@ def adds(loss: Loss, may_divide: bool) -> bool:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, SAMPLES), nn.Tanh(), nn.Linear(SAMPLES, 3)).double()
     inputs, mask = torch.randn(SAMPLES, 3, dtype=torch.float64), (torch.arange(SAMPLES) < 5).double()
-    return undivided_sum(loss(net, net(inputs), inputs, mask).grad_fn, SAMPLES, lambda _: may_divide, may_divide)
+    return undivided_sum(
+        loss(net, net(inputs), inputs, mask).grad_fn, SAMPLES, lambda _: may_divide, lambda _: may_divide
+    )
 
 
 @pytest.mark.parametrize("name", UNDIVIDED)
@@ -332,7 +334,7 @@ def test_a_sum_over_two_samples_may_be_divided_by_a_sum_over_them() -> None:
         statistics.note("clamp", (number,), divisor)
         may_divide = partial(statistics.may_divide, reads_sizes=False)
         for loss, is_found in (((losses * observed).sum() / divisor, False), (losses.sum() / 10, True)):
-            assert undivided_sum(loss.grad_fn, 2, may_divide, may_scale=False) == is_found
+            assert undivided_sum(loss.grad_fn, 2, may_divide, may_scale=lambda _: False) == is_found
 
 
 def test_a_single_sample_may_be_divided_by_one() -> None:
