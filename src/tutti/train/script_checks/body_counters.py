@@ -549,8 +549,9 @@ class LossFlow:
                         conditional |= self.follow((s for s in inner if isinstance(s, ast.stmt)), conditional)
                 case ast.Continue():
                     return conditional
-                case ast.Return(value=ast.expr() as value) if self._returns and (conditional or self._depends(value)):
-                    self.line = self.line or each.lineno
+                case ast.Return(value=ast.expr() as value) if self._returns:
+                    if conditional or any(map(self._depends, _losses_of(value))):
+                        self.line = self.line or each.lineno
                 case ast.Expr():
                     self._note_calls(each, conditional)
         return conditional
@@ -584,6 +585,14 @@ class LossFlow:
                     # A loss is the argument of run.backward, and the object of its own method.
                     if conditional or self._depends(loss) or any(map(self._depends, arguments[:1])):
                         self.line = self.line or each.lineno
+
+
+def _losses_of(returned: ast.expr) -> list[ast.expr]:
+    """Return the losses of a returned tuple: what is named so, or the first value; others, as for a log, are none."""
+    if not isinstance(returned, ast.Tuple):
+        return [returned]
+    named = [each for each in returned.elts if _is_variable(each) and "loss" in ast.unparse(each).lower()]
+    return named or returned.elts[:1]
 
 
 def _targets(target: ast.expr) -> Iterator[str]:

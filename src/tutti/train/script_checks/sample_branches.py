@@ -19,6 +19,8 @@ _ARITHMETIC = frozenset(("float", "int", "abs", "min", "max", "round"))
 """Functions whose result counts as a number of the samples if an argument does."""
 _FINITE = frozenset(("inf", "nan", "isnan", "isinf", "isfinite"))
 """Words of conditions that guard against values that are not finite."""
+_TINY = 1e-6
+"""Largest number that counts as 0 in a comparison, as in ``count > 1e-8`` before a division (a guess)."""
 Stack: TypeAlias = tuple[tuple[str, int], ...]
 """Lines of a script, each as (file, line), that call one another: the innermost first."""
 
@@ -33,7 +35,8 @@ def script_stack() -> Stack:
     while frame is not None:
         file = frame.f_code.co_filename
         if is_script_file(file):
-            found.append((file, frame.f_lineno))
+            # Code without a table of lines has none.
+            found.append((file, frame.f_lineno or 0))
         elif found and str(frame.f_globals.get("__name__")).startswith("tutti.") and not is_function_mode(frame):
             break
         frame = frame.f_back
@@ -106,20 +109,17 @@ class _ReadNumbers:
         # A comparison within a call, such as ``(labels == 1).any()``, is by element.
         calls = (each for each in ast.walk(node) if isinstance(each, ast.Call | ast.BinOp | ast.Subscript))
         within = {id(inner) for each in calls for inner in ast.walk(each)}
+        # In ``epoch > 3 and mask.any()`` the value that was read need not be the comparison's.
+        parts = [part for each in ast.walk(node) if isinstance(each, ast.BoolOp) for part in each.values]
+        sure = all(isinstance(each, ast.Compare | ast.BoolOp) for each in parts)
+        sure = sure and not any(isinstance(each, ast.Compare) and _asks_for_any(each) for each in parts)
         compares = (each for each in ast.walk(node) if isinstance(each, ast.Compare))
-        return any(self._compares(each, whole=id(each) not in within) for each in compares)
+        return any(self._compares(each, whole=sure and id(each) not in within) for each in compares)
 
     def _compares(self, node: ast.Compare, whole: bool) -> bool:
-        words = {getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(node)}
-        sides = [node.left, *node.comparators]
-        zero = any(isinstance(each, ast.Constant) and each.value in (0, None) for each in sides)
-        one = any(isinstance(each, ast.Constant) and each.value == 1 for each in node.comparators)
-        is_any = zero or (one and isinstance(node.ops[0], ast.GtE | ast.Lt))
-        same = len({ast.unparse(each) for each in sides}) < len(sides)
-        identity = any(isinstance(each, ast.Is | ast.IsNot | ast.In | ast.NotIn) for each in node.ops)
-        texts = any(isinstance(each, ast.Constant) and each.value in ("inf", "nan") for each in ast.walk(node))
-        if is_any or same or identity or texts or words & _FINITE:
+        if _asks_for_any(node):
             return False
+        sides = [node.left, *node.comparators]
         return any(map(self._is_number, sides)) or (self._is_bool and whole and _has(node, self._line))
 
     def _is_number(self, node: ast.expr) -> bool:
@@ -169,3 +169,17 @@ class _Called:
 
 def _has(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _asks_for_any(node: ast.Compare) -> bool:
+    """Return whether a comparison asks whether there are samples of a kind, or whether values are finite."""
+    words = {getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(node)}
+    sides = [node.left, *node.comparators]
+    constants = [each.value for each in sides if isinstance(each, ast.Constant)]
+    zero = any(each is None or (isinstance(each, int | float) and abs(each) <= _TINY) for each in constants)
+    one = any(isinstance(each, ast.Constant) and each.value == 1 for each in node.comparators)
+    is_any = zero or (one and isinstance(node.ops[0], ast.GtE | ast.Lt))
+    same = len({ast.unparse(each) for each in sides}) < len(sides)
+    identity = any(isinstance(each, ast.Is | ast.IsNot | ast.In | ast.NotIn) for each in node.ops)
+    texts = any(isinstance(each, ast.Constant) and each.value in ("inf", "nan") for each in ast.walk(node))
+    return is_any or same or identity or texts or not words.isdisjoint(_FINITE)

@@ -92,7 +92,7 @@ def parsed_source(file: str) -> ast.Module:
     """
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
 
 

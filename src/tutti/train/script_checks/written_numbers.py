@@ -100,7 +100,7 @@ def _value(node: ast.expr | None, file: str, frame: FrameType, depth: int = _DEP
         case ast.Attribute(value=ast.Name(id=name), attr=attribute):
             options = local_variables(frame).get(name, frame.f_globals.get(name))
             option = vars(options).get(attribute) if isinstance(options, argparse.Namespace) else None
-            return float(option) if isinstance(option, int | float) and not isinstance(option, bool) else None
+            return option if isinstance(option, int | float) and not isinstance(option, bool) else None
     return None
 
 
