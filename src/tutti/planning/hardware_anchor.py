@@ -91,21 +91,21 @@ _SHEETS = {
     "MI300X": ChipSheet(_CDNA3, 5.3, (358.0, 50.0), "AMD Instinct MI300X data sheet, 2023", "CDNA 3"),
     "MI325X": ChipSheet(_CDNA3, 6.0, (358.0, 50.0), "AMD Instinct MI325X data sheet, 2024", "CDNA 3"),
     "TPU v3": ChipSheet(
-        {"16": 123.0}, 0.9, (65.0, 6.25), "Google Cloud TPU v3 documentation", "TPU", 1024, r"TPU[ _-]?V3"
+        {"16": 123.0}, 0.9, (224.0, 6.25), "Google Cloud TPU v3 documentation", "TPU", 1024, r"TPU[ _-]?V3"
     ),
     "TPU v4": ChipSheet(
-        {"16": 275.0}, 1.2, (120.0, 6.25), "Google Cloud TPU v4 documentation", "TPU", 4096, r"TPU[ _-]?V4(?!I)"
+        {"16": 275.0}, 1.2, (240.0, 6.25), "Google Cloud TPU v4 documentation", "TPU", 4096, r"TPU[ _-]?V4(?!I)"
     ),
     "TPU v5e": ChipSheet(
-        *({"16": 197.0}, 0.819, (80.0, 3.1), "Google Cloud TPU v5e documentation", "TPU", 256),
+        *({"16": 197.0}, 0.819, (160.0, 3.1), "Google Cloud TPU v5e documentation", "TPU", 256),
         r"(?<![A-Z0-9])(TPU[ _-]?)?V5(E|[ _-]?LITE)",
     ),
     "TPU v5p": ChipSheet(
-        *({"16": 459.0}, 2.765, (240.0, 6.25), "Google Cloud TPU v5p documentation", "TPU", 8960),
+        *({"16": 459.0}, 2.765, (480.0, 6.25), "Google Cloud TPU v5p documentation", "TPU", 8960),
         r"(?<![A-Z0-9])(TPU[ _-]?)?V5P",
     ),
     "TPU v6e": ChipSheet(
-        *({"16": 918.0}, 1.64, (180.0, 6.25), "Google Cloud TPU v6e documentation", "TPU", 256),
+        *({"16": 918.0}, 1.638, (320.0, 6.25), "Google Cloud TPU v6e documentation", "TPU", 256),
         r"(?<![A-Z0-9])(TPU[ _-]?)?V6E|TRILLIUM",
     ),
 }
@@ -113,7 +113,8 @@ _SHEETS = {
 chip; cards have less power, so that they are chips of their own even where the peak is the same. Links of servers:
 NVLink of each generation at four fifths of its one-way rate, one adapter of 50, 200 or 400 Gbit/s a device, for the T4
 PCIe 3 and a cloud server's 50 Gbit/s, for cards PCIe of their generation, without bridges. Links of a TPU: four fifths
-of half its rate of both directions; its share of the network between slices is a guess."""
+of half the rate of both directions that its documentation states, for v3 and v4 of the sum of their links (Jouppi et
+al. 2023, arXiv 2304.01433); its share of the network between slices is a guess."""
 _HALF_RATE_WIDTH = 400.0
 _HALF_RATE_BALANCE = 312.0 / 2.0
 _LINKS_ELSEWHERE = (5e10, 6.25e9)
