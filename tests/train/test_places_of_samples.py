@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -203,6 +204,18 @@ def trained(
     return [float(value.sum()) for value in run.state().values()]
 
 
+def trained_plainly(loss_fn: Callable[..., Any], model: nn.Module | None = None) -> list[float]:
+    """Return the sums of all tensors after the same updates in plain PyTorch; a tuple is a sum and what divides it."""
+    model = model or made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in global_batches(dataset(), BATCH, 0):
+        optimizer.zero_grad()
+        loss = loss_fn(model, *batch)
+        (loss[0] / loss[1] if isinstance(loss, tuple) else loss).backward()
+        optimizer.step()
+    return [float(value.sum()) for value in model.state_dict().values()]
+
+
 def train(name: str, strategy: str, micro_batch: int | None, how: str, own: Any = None) -> Any:
     return trained(own or (REFUSED | TAKEN)[name], made(), strategy, micro_batch, how)
 
@@ -212,16 +225,7 @@ def train_all(names: Sequence[str], strategy: str, micro_batch: int | None, how:
 
 
 def plain(names: Sequence[str]) -> list[Any]:
-    found = []
-    for name in names:
-        model = made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in global_batches(dataset(), BATCH, 0):
-            optimizer.zero_grad()
-            TAKEN[name](model, *batch).backward()
-            optimizer.step()
-        found.append([float(value.sum()) for value in model.state_dict().values()])
-    return found
+    return [trained_plainly(TAKEN[name]) for name in names]
 
 
 def cases(table: dict[str, Loss], place: int) -> list[str]:
@@ -291,17 +295,12 @@ def train_single(strategy: str, micro_batch: int) -> list[Any]:
 
 
 def plain_single() -> list[Any]:
-    found = []
-    for loss, is_right in SINGLE.values():
-        model = made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in global_batches(dataset(), BATCH, 0) if is_right else ():
-            optimizer.zero_grad()
-            value = loss(model, *batch)
-            (value[0] / len(batch[0]) if isinstance(value, tuple) else value).backward()
-            optimizer.step()
-        found.append([float(value.sum()) for value in model.state_dict().values()])
-    return found
+    def of_batch(loss: Loss, net: nn.Module, inputs: Tensor, *rest: Tensor) -> Any:
+        value = loss(net, inputs, *rest)
+        # The number beside a sum is that of one sample.
+        return (value[0], len(inputs)) if isinstance(value, tuple) else value
+
+    return [trained_plainly(partial(of_batch, loss)) if is_right else None for loss, is_right in SINGLE.values()]
 
 
 def test_the_loss_of_a_single_sample_is_that_of_the_same_sample_twice() -> None:
@@ -386,16 +385,7 @@ def train_written(strategy: str, micro_batch: int | None, how: str) -> list[Any]
 
 
 def plain_written() -> list[Any]:
-    found = []
-    for loss, _ in WRITTEN.values():
-        model = made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in global_batches(dataset(), BATCH, 0):
-            optimizer.zero_grad()
-            loss(model, *batch).backward()
-            optimizer.step()
-        found.append([float(value.sum()) for value in model.state_dict().values()])
-    return found
+    return [trained_plainly(loss) for loss, _ in WRITTEN.values()]
 
 
 @pytest.mark.parametrize(

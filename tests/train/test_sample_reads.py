@@ -16,8 +16,7 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
-from tests.scripts.oracle import global_batches
-from tests.train.test_places_of_samples import BATCH, PLACES, dataset, errors, made, trained
+from tests.train.test_places_of_samples import PLACES, errors, made, trained, trained_plainly
 
 mse = functional.mse_loss
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
@@ -184,17 +183,7 @@ def train_all(names: list[str], strategy: str, micro_batch: int | None, how: str
 
 
 def plain(names: list[str], own: nn.Module | None = None) -> list[Any]:
-    found = []
-    for name in names:
-        model = own or made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in global_batches(dataset(), BATCH, 0):
-            optimizer.zero_grad()
-            loss = TAKEN[name](model, *batch)
-            (loss[0] / loss[1] if isinstance(loss, tuple) else loss).backward()
-            optimizer.step()
-        found.append([float(value.sum()) for value in model.state_dict().values()])
-    return found
+    return [trained_plainly(TAKEN[name], own) for name in names]
 
 
 @pytest.mark.parametrize("place", range(len(PLACES)))
@@ -334,16 +323,7 @@ def train_branches(strategy: str, micro_batch: int | None, how: str) -> list[Any
 
 
 def plain_branches() -> list[Any]:
-    found = []
-    for loss, _ in BRANCHES.values():
-        model = made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in global_batches(dataset(), BATCH, 0):
-            optimizer.zero_grad()
-            loss(model, *batch).backward()
-            optimizer.step()
-        found.append([float(value.sum()) for value in model.state_dict().values()])
-    return found
+    return [trained_plainly(loss) for loss, _ in BRANCHES.values()]
 
 
 @pytest.mark.parametrize("place", range(len(PLACES)))
